@@ -1,0 +1,1 @@
+"""The `kvolt` command: one file per verb."""

@@ -1,0 +1,1 @@
+"""Values and pure rules: tokens, hashes, wire types, errors. No I/O, no clock, no environment."""

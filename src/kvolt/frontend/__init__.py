@@ -1,0 +1,1 @@
+"""The HTTP edge: the only place that knows OpenAI formats."""

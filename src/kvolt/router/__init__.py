@@ -1,0 +1,1 @@
+"""Who gets what: chooses a worker for each request."""

@@ -1,0 +1,1 @@
+"""Discovery, planes, leases, tasks, clock, config, supervisor: what every process stands on."""

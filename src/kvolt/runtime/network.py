@@ -1,0 +1,114 @@
+"""Byte streams between processes: the port that the request plane and the HTTP server stand on.
+
+A protocol is an ordinary `asyncio.Protocol`, so the same connection code runs over real sockets and
+over the in-memory network of `kvolt.testing`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+from kvolt.core.errors import ConfigError, ConnectFailed
+
+ProtocolFactory = Callable[[], asyncio.Protocol]
+
+_UNSENT_LOW_WATER_BYTES = 128 * 1024
+"""Unsent bytes that may wait in the kernel: what waits there cannot be overtaken by a delta."""
+
+
+class Listener(Protocol):
+    """A listening address. `address` is the real one, with the port chosen by the system."""
+
+    @property
+    def address(self) -> str: ...
+
+    async def close(self) -> None:
+        """Stop accepting; connections already open stay open."""
+        ...
+
+
+class Network(Protocol):
+    """Opens byte streams. Addresses are `host:port`; port 0 lets the system choose."""
+
+    async def listen(self, address: str, factory: ProtocolFactory) -> Listener: ...
+
+    async def connect(self, address: str, factory: ProtocolFactory, timeout_s: float) -> asyncio.Protocol: ...
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` or `[v6]:port` as a pair; ConfigError names the remedy when it is neither."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{address!r} is not an address", remedy="write HOST:PORT, for example 127.0.0.1:7400")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class _SocketListener:
+    def __init__(self, server: asyncio.Server) -> None:
+        self._server = server
+        name = server.sockets[0].getsockname()
+        self._address = join_address(name[0], name[1])
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    async def close(self) -> None:
+        # Not wait_closed(): from 3.12 on it waits for the open connections, which outlive the listener here.
+        self._server.close()
+
+
+class SocketNetwork:
+    """TCP over the running event loop."""
+
+    async def listen(self, address: str, factory: ProtocolFactory) -> Listener:
+        host, port = split_address(address)
+        loop = asyncio.get_running_loop()
+        try:
+            server = await loop.create_server(factory, host, port, backlog=1024, reuse_address=True)
+        except OSError as error:
+            raise _listen_error(address, error) from error
+        return _SocketListener(server)
+
+    async def connect(self, address: str, factory: ProtocolFactory, timeout_s: float) -> asyncio.Protocol:
+        host, port = split_address(address)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, protocol = await loop.create_connection(factory, host, port)
+        except TimeoutError:
+            raise ConnectFailed(f"{address} did not answer within {timeout_s:g} s", address=address) from None
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConnectFailed(f"cannot connect to {address}: {reason}", address=address) from error
+        return protocol
+
+
+def tune_socket(transport: asyncio.BaseTransport) -> None:
+    """Small writes leave at once, and bulk waits in our queue, not in the kernel's."""
+    sock = transport.get_extra_info("socket")
+    if sock is None:
+        return
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_LOW_WATER_BYTES)
+    except OSError:
+        pass  # a hint only: some socket kinds refuse it
+
+
+def _listen_error(address: str, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            f"{address} is taken by another process", key="port", remedy="choose another port, or 0 for any free one"
+        )
+    reason = error.strerror or str(error)
+    return ConfigError(f"cannot listen on {address}: {reason}", key="host", remedy="use an address of this machine")
