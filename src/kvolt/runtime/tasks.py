@@ -36,6 +36,7 @@ class Scope:
         self._failure: BaseException | None = None
         self._idle: asyncio.Event = asyncio.Event()
         self._stopping = False
+        self._exiting = False
         self._woke_parent = False
 
     async def __aenter__(self) -> Self:
@@ -67,13 +68,14 @@ class Scope:
         if error is not None and self._failure is None:
             self._failure = error
             self.cancel()
-            if self._parent is not None and not self._parent.done():
+            if self._parent is not None and not self._exiting and not self._parent.done():
                 self._woke_parent = True
                 self._parent.cancel()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        self._exiting = True
         if error is not None:
             self.cancel()
         interrupted = isinstance(error, asyncio.CancelledError) and not self._woke_parent
@@ -111,6 +113,10 @@ class Crew:
 
     def __len__(self) -> int:
         return len(self._tasks)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def start(self, work: Work, name: str) -> asyncio.Task[Any]:
         if self._closed:

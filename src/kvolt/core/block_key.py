@@ -1,0 +1,119 @@
+"""BlockKey: a block's identity wherever its bytes are stored or shared.
+
+Owns the derivation and its format version. A key that collides or is reused would serve another
+prompt's KV, so everything that changes the bytes of a block is in it, and every field is framed so
+that no two inputs have one encoding. Tensor-parallel degree and rank are left out on purpose: they
+name the stored piece of a block, not the block. It knows nothing of pools, tiers or routing.
+
+    context key = blake2b-256(person "kvolt.context", every context field as u64 length + bytes)
+    BlockKey    = blake2b-128(key = context key, parent | tokens | media ...)
+                  parent  16 bytes: the previous BlockKey, or ROOT
+                  tokens  block_size * u32, a fixed length since block_size is in the context
+                  media   per extent, by position: i64 start relative to the block, u64 length,
+                          u64 digest length, digest
+
+All integers are little-endian. A change here is a new FORMAT_VERSION: stored blocks of the old one are
+then misses. Unlike the routing hash, media carries its position: two images that swap places share
+their placeholder tokens, but not their KV.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import cast
+
+import msgspec
+
+from kvolt.core.errors import ConfigError
+from kvolt.core.hashing import MediaExtent, TokenBlocks, TokenIds, check_block_size, cut_blocks, utf8
+from kvolt.core.ids import BlockKey
+
+FORMAT_VERSION = 1
+BLOCK_KEY_BYTES = 16
+ROOT = b"kvolt block root"
+
+_CONTEXT_PERSON = b"kvolt.context"
+_CONTEXT_KEY_BYTES = 32
+_pack_u64 = struct.Struct("<Q").pack
+_pack_extent = struct.Struct("<qQQ").pack
+
+
+class BlockKeyContext(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the KV of one model's blocks depends on, besides the tokens and media before them.
+
+    `lora` must identify the adapter's weights, not only its name, where adapters can be replaced under
+    one name. An empty `lora` or `salt` means none.
+    """
+
+    weights_hash: str
+    dtype: str
+    block_size: int
+    layout: str
+    lora: str | None = None
+    salt: str | None = None
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+        if not 0 <= self.format_version < 2**64:
+            raise ConfigError(
+                "block format version out of range", key="format_version", remedy=f"use {FORMAT_VERSION}"
+            )
+
+    def derive_key(self) -> bytes:
+        """The 32-byte key under which this context's blocks are hashed."""
+        fields = (
+            _pack_u64(self.format_version),
+            utf8(self.weights_hash, "weights_hash"),
+            utf8(self.lora or "", "lora"),
+            utf8(self.dtype, "dtype"),
+            _pack_u64(self.block_size),
+            utf8(self.layout, "layout"),
+            utf8(self.salt or "", "salt"),
+        )
+        framed = b"".join(part for value in fields for part in (_pack_u64(len(value)), value))
+        return blake2b(framed, digest_size=_CONTEXT_KEY_BYTES, person=_CONTEXT_PERSON).digest()
+
+
+class BlockKeyChain:
+    """The keys of a growing sequence's full blocks, at a cost that follows the new tokens only."""
+
+    def __init__(self, context: BlockKeyContext, media: Iterable[MediaExtent] = ()) -> None:
+        self.context = context
+        self.keys: list[BlockKey] = []
+        self._blocks = TokenBlocks(context.block_size, list(media))
+        self._keyed = blake2b(digest_size=BLOCK_KEY_BYTES, key=context.derive_key())
+
+    @property
+    def num_tokens(self) -> int:
+        return self._blocks.num_tokens
+
+    def extend(self, tokens: TokenIds) -> list[BlockKey]:
+        """Append tokens; the keys of the blocks they complete. Changes nothing when it raises."""
+        block_size = self.context.block_size
+        start = self._blocks.num_blocks * block_size
+        data, media = self._blocks.push(tokens)
+        if not data:
+            return []
+        fresh = self._keyed.copy
+        parent: bytes = self.keys[-1] if self.keys else ROOT
+        digests: list[bytes] = []
+        for index, (block,) in enumerate(cut_blocks(data, block_size)):
+            state = fresh()
+            state.update(parent + block)
+            if media is not None and media[index]:
+                state.update(_media_bytes(media[index], start + index * block_size))
+            parent = state.digest()
+            digests.append(parent)
+        keys = cast("list[BlockKey]", digests)
+        self.keys += keys
+        return keys
+
+
+def _media_bytes(extents: Sequence[MediaExtent], block_start: int) -> bytes:
+    return b"".join(
+        _pack_extent(extent.start - block_start, extent.length, len(extent.digest)) + extent.digest
+        for extent in extents
+    )

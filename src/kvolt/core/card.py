@@ -1,0 +1,75 @@
+"""ModelCard (the same for all instances of a model) and EngineInfo (one instance's own)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from kvolt.core.ids import CardHash
+from kvolt.core.latency import LatencyModel
+from kvolt.core.request import Role
+
+HASH_SCHEME = "xxh3-64/1337"
+"""How SequenceHash is computed; a router refuses a worker that says anything else."""
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All that a frontend must know of a served model. Content-addressed: see `card_hash`."""
+
+    name: str
+    tokenizer_json: bytes
+    """A Hugging Face `tokenizer.json`."""
+    chat_template: str = ""
+    context_length: int
+    block_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    defaults: dict[str, Any] = {}
+    """Sampling defaults of the model, by the names of `Sampling`."""
+    aliases: tuple[str, ...] = ()
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    max_num_seqs: int
+    max_batch_tokens: int
+    kv_total_blocks: int
+
+
+class Link(msgspec.Struct, frozen=True):
+    """A path to a peer as measured at start."""
+
+    path: str
+    bytes_per_s: float
+    latency_s: float
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one instance offers; published with its registration."""
+
+    engine: str
+    role: Role
+    model: str
+    card: CardHash
+    block_size: int
+    capacity: Capacity
+    needs: tuple[Role, ...] = ()
+    """Roles that must exist elsewhere before this instance can serve a request."""
+    dp_ranks: tuple[int, ...] = (0,)
+    hash_scheme: str = HASH_SCHEME
+    kv_layout: str | None = None
+    transfer_addresses: dict[str, str] = {}
+    links: dict[str, Link] = {}
+    latency: LatencyModel | None = None
+    taints: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    """Capability protocols the engine implements, by name."""
+
+
+def card_hash(card: ModelCard) -> CardHash:
+    """The card's content address: equal cards, equal hash, on any machine."""
+    encoded = msgspec.msgpack.encode(card, order="deterministic")
+    return CardHash(hashlib.blake2b(encoded, digest_size=16).hexdigest())

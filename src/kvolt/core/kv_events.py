@@ -1,0 +1,58 @@
+"""KV events: which blocks a worker holds, told to whoever routes to it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from kvolt.core.ids import LocalBlockHash, SequenceHash
+
+
+class Tier(StrEnum):
+    """Where a block lies, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    OBJECT = "object"
+    PEER = "peer"
+
+
+class StoredBlock(msgspec.Struct, frozen=True, array_like=True):
+    sequence_hash: SequenceHash
+    local_hash: LocalBlockHash
+
+
+class Stored(msgspec.Struct, frozen=True, omit_defaults=True, tag="stored"):
+    """A run of blocks, each the child of the one before."""
+
+    blocks: tuple[StoredBlock, ...]
+    parent: SequenceHash | None = None
+    start_position: int | None = None
+    """Index of the first block in its sequence, where the engine knows it."""
+    tier: Tier = Tier.DEVICE
+
+
+class Removed(msgspec.Struct, frozen=True, omit_defaults=True, tag="removed"):
+    sequence_hashes: tuple[SequenceHash, ...]
+    tier: Tier = Tier.DEVICE
+
+
+class Cleared(msgspec.Struct, frozen=True, omit_defaults=True, tag="cleared"):
+    """Every block of this worker, rank and tier (all tiers when None) is gone."""
+
+    tier: Tier | None = None
+
+
+class KvEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One change of one rank. Ids count up by one within an epoch; a new epoch starts from nothing."""
+
+    event_id: int
+    epoch: int
+    change: Stored | Removed | Cleared
+    dp_rank: int = 0
+
+
+class KvEventBatch(msgspec.Struct, frozen=True):
+    events: tuple[KvEvent, ...]

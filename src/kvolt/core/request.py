@@ -1,0 +1,143 @@
+"""Request: all that a worker needs to compute an answer. Tokens, never text."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from kvolt.core.hashing import MediaExtent
+from kvolt.core.ids import InstanceId, LocalBlockHash, RequestId, SequenceHash
+from kvolt.core.kv_events import Tier
+
+
+class Role(StrEnum):
+    """What part of the work a worker does."""
+
+    AGGREGATED = "aggregated"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENCODE = "encode"
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen. Randomness is a function of (seed, position)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+    num_choices: int = 1
+    logprobs: int | None = None
+    """How many alternatives to report per token; None for none at all."""
+    prompt_logprobs: int | None = None
+
+
+class StopConditions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """When a choice ends. Stop strings are the edge's business: engines see tokens only."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    EBNF = "ebnf"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """A constraint on the output, already validated at the edge."""
+
+    kind: GrammarKind
+    text: str
+
+
+class MediaSpan(MediaExtent, frozen=True, omit_defaults=True):
+    """Placeholder tokens that stand for one image, video or audio, and where its content is."""
+
+    kind: str = "image"
+    uri: str | None = None
+
+
+class RoutingHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the caller lets a router know or demands of it."""
+
+    tenant: str | None = None
+    session: str | None = None
+    priority: int = 0
+    pins: dict[Role, InstanceId] = {}
+    pinned_dp_rank: int | None = None
+    required_taints: tuple[str, ...] = ()
+    preferred_taints: dict[str, float] = {}
+    expected_output_tokens: int | None = None
+
+
+class KvSource(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Blocks that another place holds: the first `num_blocks` of the prompt."""
+
+    instance: InstanceId
+    tier: Tier
+    num_blocks: int
+    dp_rank: int = 0
+
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Where prefill meets decode in the decode-first flow."""
+
+    room: int
+    address: str
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request's move from prefill to decode. The ticket is opaque to all but the two engines."""
+
+    ticket: bytes
+    prefill_instance: InstanceId
+    block_hashes: tuple[SequenceHash, ...] = ()
+    expires_in_s: float | None = None
+    token_ids: tuple[int, ...] = ()
+    """The prompt as expanded by prefill, so that decode repeats no preprocessing."""
+    media: tuple[MediaSpan, ...] = ()
+    first_tokens: tuple[int, ...] | None = None
+    """Present when prefill sampled them; then prefill's side emits them and decode does not."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request as it crosses processes."""
+
+    request_id: RequestId
+    model: str
+    token_ids: tuple[int, ...]
+    stop: StopConditions
+    sampling: Sampling = Sampling()
+    block_size: int | None = None
+    """Block size that the hashes below were computed with."""
+    local_hashes: tuple[LocalBlockHash, ...] = ()
+    sequence_hashes: tuple[SequenceHash, ...] = ()
+    grammar: Grammar | None = None
+    salt: str | None = None
+    lora: str | None = None
+    media: tuple[MediaSpan, ...] = ()
+    routing: RoutingHints = RoutingHints()
+    kv_sources: tuple[KvSource, ...] = ()
+    rendezvous: Rendezvous | None = None
+    handoff: Handoff | None = None
+    resume: tuple[int, ...] = ()
+    """Output tokens that the client already has: go on after them."""
+    deadline_s: float | None = None
+    """Time left when it was sent. Remaining time, not a date: clocks of machines differ."""
+    extra: dict[str, Any] = {}
+    """Engine-specific arguments, passed through."""

@@ -1,0 +1,19 @@
+"""Trace records: what was asked when, without a word of text."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TraceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request of a trace. Field names follow the public Mooncake traces, which load as they are."""
+
+    timestamp: float
+    """Arrival in milliseconds from the start of the trace."""
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+    """One id per block of the prompt; equal ids at equal positions mean an equal prefix."""
+    block_size: int = 512
+    session: str | None = None
+    tenant: str | None = None

@@ -1,0 +1,90 @@
+"""Addressing: `namespace.component.endpoint`, and the instances that serve one."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+import msgspec
+
+from kvolt.core.errors import ConfigError
+from kvolt.core.ids import InstanceId
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}")
+
+INSTANCES = "instances/"
+"""Discovery prefix of all instances."""
+
+
+class EndpointAddress(msgspec.Struct, frozen=True, order=True):
+    """What is called: a function of a component in a namespace."""
+
+    namespace: str
+    component: str
+    endpoint: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}.{self.component}.{self.endpoint}"
+
+    @classmethod
+    def parse(cls, text: str) -> EndpointAddress:
+        parts = text.split(".")
+        if len(parts) != 3 or not all(_NAME.fullmatch(part) for part in parts):
+            raise ConfigError(
+                f"{text!r} is not an endpoint",
+                remedy="write namespace.component.endpoint (letters, digits, _ and -)",
+            )
+        return cls(*parts)
+
+    @property
+    def prefix(self) -> str:
+        """Discovery prefix under which this endpoint's instances register."""
+        return f"{INSTANCES}{self.namespace}/{self.component}/{self.endpoint}/"
+
+
+class InstanceState(StrEnum):
+    """Whether an instance wants new requests."""
+
+    READY = "ready"
+    CORDONED = "cordoned"
+    DRAINING = "draining"
+
+
+class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One live copy of an endpoint, as registered."""
+
+    id: InstanceId
+    endpoint: EndpointAddress
+    address: str
+    """HOST:PORT of its request plane."""
+    process: str = ""
+    """Name of its process, for people."""
+    state: InstanceState = InstanceState.READY
+    admin: str | None = None
+    """HOST:PORT of its admin server."""
+    info: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """What the component tells about itself (a worker: its EngineInfo), msgpack."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.endpoint.prefix}{self.id}"
+
+    @property
+    def target(self) -> str:
+        """How a request names this instance and no other on the same address."""
+        return f"{self.endpoint}#{self.id}"
+
+
+_decode_instance = msgspec.msgpack.Decoder(Instance).decode
+
+
+def encode_instance(instance: Instance) -> bytes:
+    return msgspec.msgpack.encode(instance)
+
+
+def decode_instance(value: bytes) -> Instance | None:
+    """None for what is not an instance of a version we know."""
+    try:
+        return _decode_instance(value)
+    except msgspec.MsgspecError:
+        return None

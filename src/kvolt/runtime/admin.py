@@ -1,0 +1,149 @@
+"""The admin server of a process: health, metrics, and the controls an operator needs.
+
+Owns the paths and their answers. What cordon, drain and resume do is behind `Controls`; where the
+server listens is config's business.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import msgspec
+
+from kvolt.core.errors import InvalidRequest
+from kvolt.runtime.clock import Clock
+from kvolt.runtime.health import Health
+from kvolt.runtime.http import (
+    AnyResponse,
+    Handler,
+    HttpLimits,
+    HttpRequest,
+    HttpServer,
+    Response,
+    Routes,
+    json_error,
+)
+from kvolt.runtime.metrics import Metrics
+from kvolt.runtime.network import Network
+
+_LIMITS = HttpLimits(max_connections=64, max_body_bytes=64 * 1024, max_header_bytes=16 * 1024)
+_MAX_DRAIN_S = 24 * 3600.0
+
+
+class Controls(Protocol):
+    """What an operator may do to this process.
+
+    Calls run in the request's task: a caller that hangs up cancels them, and `drain` must then leave
+    the process cordoned.
+    """
+
+    async def cordon(self) -> None:
+        """Take no new work; what runs goes on."""
+        ...
+
+    async def drain(self, timeout_s: float) -> None:
+        """Cordon, then wait until nothing runs or the time is over."""
+        ...
+
+    async def resume(self) -> None:
+        """Take work again."""
+        ...
+
+    async def status(self) -> Any:
+        """Anything that encodes to JSON."""
+        ...
+
+
+class AdminServer:
+    """`/health`, `/live`, `/ready`, `/metrics`, `/status`; POST `/cordon`, `/drain?timeout_s=`, `/resume`."""
+
+    def __init__(
+        self,
+        network: Network,
+        clock: Clock,
+        health: Health,
+        metrics: Metrics,
+        controls: Controls,
+        default_drain_s: float = 30.0,
+    ) -> None:
+        self._health = health
+        self._metrics = metrics
+        self._controls = controls
+        self._default_drain_s = default_drain_s
+        observe = metrics.http_observer("admin")
+        self._server = HttpServer(network, self._routes(), clock, _LIMITS, observe=observe)
+
+    def _routes(self) -> Routes:
+        routes = Routes()
+        routes.add("GET", "/health", self._show_health)
+        routes.add("GET", "/live", self._show_live)
+        routes.add("GET", "/ready", self._show_ready)
+        routes.add("GET", "/metrics", self._show_metrics)
+        routes.add("GET", "/status", self._show_status)
+        routes.add("POST", "/cordon", _not_for_web_pages(self._cordon))
+        routes.add("POST", "/drain", _not_for_web_pages(self._drain))
+        routes.add("POST", "/resume", _not_for_web_pages(self._resume))
+        return routes
+
+    async def start(self, address: str) -> str:
+        return await self._server.start(address)
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        await self._server.close(drain_s)
+
+    async def _show_health(self, request: HttpRequest) -> Response:
+        return self._report(self._health.healthy())
+
+    async def _show_live(self, request: HttpRequest) -> Response:
+        return self._report(self._health.live())
+
+    async def _show_ready(self, request: HttpRequest) -> Response:
+        return self._report(self._health.ready())
+
+    def _report(self, good: bool) -> Response:
+        return Response(200 if good else 503, msgspec.json.encode(self._health.report()))
+
+    async def _show_metrics(self, request: HttpRequest) -> Response:
+        body, content_type = self._metrics.render()
+        return Response(200, body, content_type=content_type)
+
+    async def _show_status(self, request: HttpRequest) -> Response:
+        return Response(200, msgspec.json.encode(await self._controls.status()))
+
+    async def _cordon(self, request: HttpRequest) -> Response:
+        await self._controls.cordon()
+        return await self._show_status(request)
+
+    async def _drain(self, request: HttpRequest) -> Response:
+        await self._controls.drain(self._drain_timeout(request))
+        return await self._show_status(request)
+
+    async def _resume(self, request: HttpRequest) -> Response:
+        await self._controls.resume()
+        return await self._show_status(request)
+
+    def _drain_timeout(self, request: HttpRequest) -> float:
+        text = request.query.get("timeout_s")
+        if text is None:
+            return self._default_drain_s
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            timeout_s = math.nan
+        if not 0 <= timeout_s <= _MAX_DRAIN_S:
+            raise InvalidRequest(f"timeout_s must be a number from 0 to {_MAX_DRAIN_S:g}", param="timeout_s")
+        return timeout_s
+
+
+_WEB_PAGE = json_error(403, "controls do not take requests from web pages", "forbidden")
+
+
+def _not_for_web_pages(handler: Handler) -> Handler:
+    # Loopback is no shield from a browser on the same machine: any page may post to it. Browsers say so.
+    async def guarded(request: HttpRequest) -> AnyResponse:
+        if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") != "none":
+            return _WEB_PAGE
+        return await handler(request)
+
+    return guarded

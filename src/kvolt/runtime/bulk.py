@@ -1,0 +1,115 @@
+"""Messages over 64 KiB, sans-I/O: cut into chunks to send, put together on arrival.
+
+At most `BULK_STREAMS` messages are in pieces at once in one direction, and they take turns, so a
+receiver's memory is bounded by that many messages of the largest size.
+
+A chunk frame's payload is one flag byte (1 on the last piece) and the piece.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvolt.core.errors import ProtocolError
+from kvolt.runtime.wire import CHUNK_BYTES, HEADER, FrameKind
+
+BULK_STREAMS = 4
+
+_MORE, _LAST = b"\x00", b"\x01"
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    stream_id: int
+    data: bytes
+    position: int = 0
+
+
+class BulkSender:
+    """Cuts messages; the order within a stream is the caller's to keep (one message per stream at a time)."""
+
+    __slots__ = ("_active", "_waiting")
+
+    def __init__(self) -> None:
+        self._active: deque[_Outgoing] = deque()
+        self._waiting: deque[_Outgoing] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._active)
+
+    def add(self, stream_id: int, data: bytes) -> None:
+        queue = self._active if len(self._active) < BULK_STREAMS else self._waiting
+        queue.append(_Outgoing(stream_id, data))
+
+    def take(self) -> tuple[bytes, int | None]:
+        """The next chunk frame, and the stream whose message it completes, if it does."""
+        message = self._active.popleft()
+        piece = message.data[message.position : message.position + CHUNK_BYTES]
+        message.position += len(piece)
+        last = message.position >= len(message.data)
+        if not last:
+            self._active.append(message)
+        self._refill()
+        header = HEADER.pack(len(piece) + 1, FrameKind.CHUNK, message.stream_id)
+        return header + (_LAST if last else _MORE) + piece, message.stream_id if last else None
+
+    def drop(self, stream_id: int) -> None:
+        """Forget a stream's message: its reader has given up."""
+        self._active = deque(message for message in self._active if message.stream_id != stream_id)
+        self._waiting = deque(message for message in self._waiting if message.stream_id != stream_id)
+        self._refill()
+
+    def clear(self) -> None:
+        self._active.clear()
+        self._waiting.clear()
+
+    def _refill(self) -> None:
+        while self._waiting and len(self._active) < BULK_STREAMS:
+            self._active.append(self._waiting.popleft())
+
+
+@dataclass(slots=True)
+class _Incoming:
+    pieces: list[bytes] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+class BulkReceiver:
+    """Puts messages together; breaks the connection when the peer exceeds the bounds."""
+
+    __slots__ = ("_max_message_bytes", "_messages")
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._messages: dict[int, _Incoming] = {}
+
+    @property
+    def buffered_bytes(self) -> int:
+        return sum(message.num_bytes for message in self._messages.values())
+
+    def add(self, stream_id: int, payload: bytes) -> bytes | None:
+        """The whole message once its last piece is there."""
+        if not payload or payload[0] > 1:
+            raise ProtocolError("a chunk without its flag", rule="chunk")
+        message = self._messages.get(stream_id)
+        if message is None:
+            if len(self._messages) >= BULK_STREAMS:
+                raise ProtocolError(f"more than {BULK_STREAMS} messages in pieces at once", rule="bulk")
+            message = self._messages[stream_id] = _Incoming()
+        message.pieces.append(payload[1:])
+        message.num_bytes += len(payload) - 1
+        if message.num_bytes > self._max_message_bytes:
+            raise ProtocolError(
+                f"a message in pieces is over {self._max_message_bytes} bytes", rule="message_size"
+            )
+        if payload[:1] == _MORE:
+            return None
+        del self._messages[stream_id]
+        return b"".join(message.pieces)
+
+    def drop(self, stream_id: int) -> None:
+        self._messages.pop(stream_id, None)
+
+    def clear(self) -> None:
+        self._messages.clear()

@@ -1,0 +1,266 @@
+"""Calling an endpoint: which instances there are, which can be reached, and a stream to one of them.
+
+An instance whose connection fails is out of the candidate set at once, whatever discovery says, and
+comes back when it can be reached again: a task dials it in the background, so that no request is
+spent on finding out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvolt.core.errors import KvoltError, NetworkFault, Unavailable
+from kvolt.core.ids import InstanceId
+from kvolt.runtime.address import EndpointAddress, Instance, InstanceState, decode_instance
+from kvolt.runtime.call import Call, Deadlines, ResponseStream
+from kvolt.runtime.connections import Connections
+from kvolt.runtime.discovery import Delete, Discovery, Put
+from kvolt.runtime.logs import current_context
+from kvolt.runtime.streams import Decode, Sink
+from kvolt.runtime.tasks import Crew
+
+log = logging.getLogger(__name__)
+
+_REDIAL_FIRST_S = 0.1
+_REDIAL_MAX_S = 2.0
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_any: Decode = msgspec.msgpack.Decoder().decode
+
+
+class Destination(NamedTuple):
+    """A place to call: the process, and what in it."""
+
+    address: str
+    target: str
+
+
+async def open_call(
+    connections: Connections, to: Destination, request: Any, call: Call, decode: Decode, limits: Deadlines
+) -> None:
+    """Open a stream for a call. When it raises, nothing was sent and the call is over."""
+    try:
+        body = _encode(request)
+        connection = connections.ready_to(to.address)
+        if connection is None:
+            connection = await connections.get(to.address, min(limits.connect_s, call.remaining_s))
+        stream = connection.session.open(to.target, body, call, decode, call.remaining_s, current_context())
+    except BaseException:
+        call.abandon()
+        raise
+    call.attach(stream)
+
+
+async def open_stream(
+    connections: Connections, to: Destination, request: Any, limits: Deadlines, decode: Decode = _decode_any
+) -> ResponseStream:
+    """Call a known process directly."""
+    responses = ResponseStream(limits)
+    await open_call(connections, to, request, responses.call, decode, limits)
+    return responses
+
+
+class EndpointClient:
+    """Live view of one endpoint's instances, and calls to them.
+
+    `start` before use; `close` ends the watching, not the calls.
+    """
+
+    def __init__(
+        self,
+        endpoint: EndpointAddress,
+        connections: Connections,
+        rng: random.Random,
+        discovery: Discovery | None = None,
+        static: Sequence[str] = (),
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self._connections = connections
+        self._rng = rng
+        self._discovery = discovery
+        self._deadlines = deadlines or Deadlines()
+        self._instances: dict[InstanceId, Instance] = {}
+        self._unreachable: dict[InstanceId, KvoltError] = {}
+        self._crew = Crew(f"client {endpoint}")
+        self._turn = 0
+        self._synced = asyncio.Event()
+        self._changed: list[Callable[[], None]] = []
+        for address in static:
+            instance_id = InstanceId(f"static-{address}")
+            self._instances[instance_id] = Instance(id=instance_id, endpoint=endpoint, address=address)
+        self._static = frozenset(self._instances)
+        connections.on_closed(self._on_connection_closed)
+
+    async def start(self) -> None:
+        if self._discovery is not None:
+            self._crew.start(self._watch(self._discovery), "watch")
+        else:
+            self._synced.set()
+
+    async def wait_synced(self, timeout_s: float) -> None:
+        """Wait for discovery's first answer, or give up quietly: what is not known yet will come."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._synced.wait()
+        except TimeoutError:
+            log.warning("discovery has not answered within %g s; going on without", timeout_s)
+
+    async def close(self) -> None:
+        self._connections.forget(self._on_connection_closed)
+        await self._crew.close()
+
+    # --- instances
+
+    def instances(self) -> list[Instance]:
+        """All that are registered, reachable or not, in order of id."""
+        return [self._instances[instance_id] for instance_id in sorted(self._instances)]
+
+    def candidates(self) -> list[Instance]:
+        """Those that want requests and can be reached as far as we know, in order of id."""
+        return [
+            instance
+            for instance in self.instances()
+            if instance.state is InstanceState.READY and instance.id not in self._unreachable
+        ]
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Be told when the set of candidates may have changed."""
+        self._changed.append(listener)
+
+    def round_robin(self) -> Instance:
+        candidates = self._some_candidates()
+        self._turn += 1
+        return candidates[self._turn % len(candidates)]
+
+    def random(self) -> Instance:
+        candidates = self._some_candidates()
+        return candidates[self._rng.randrange(len(candidates))]
+
+    def instance(self, instance_id: InstanceId) -> Instance:
+        """A certain one; Unavailable when it is not registered."""
+        found = self._instances.get(instance_id)
+        if found is None:
+            raise Unavailable(
+                f"{self.endpoint} has no instance {instance_id}",
+                endpoint=str(self.endpoint),
+                reason="unknown_instance",
+            )
+        return found
+
+    def _some_candidates(self) -> list[Instance]:
+        candidates = self.candidates()
+        if not candidates:
+            reason = "no_instances" if not self._instances else "none_reachable"
+            raise Unavailable(
+                f"no instance of {self.endpoint} can be reached", endpoint=str(self.endpoint), reason=reason
+            )
+        return candidates
+
+    # --- calls
+
+    async def stream(
+        self,
+        request: Any,
+        instance: Instance | None = None,
+        deadlines: Deadlines | None = None,
+        decode: Decode = _decode_any,
+    ) -> ResponseStream:
+        """Call an instance (round-robin when none is given); the answers come from the stream returned.
+
+        ConnectFailed: nothing was sent. Once it returns, errors come out of the stream.
+        """
+        limits = deadlines or self._deadlines
+        responses = ResponseStream(limits)
+        await self._open(request, instance, limits, decode, responses.call)
+        return responses
+
+    async def call(
+        self,
+        request: Any,
+        sink: Sink,
+        instance: Instance | None = None,
+        deadlines: Deadlines | None = None,
+        decode: Decode = _decode_any,
+    ) -> Call:
+        """As `stream`, but the answers go to a sink as they arrive, without a task switch.
+
+        The sink's reader must call `consumed` on the Call for what it has taken.
+        """
+        limits = deadlines or self._deadlines
+        call = Call(sink, limits)
+        await self._open(request, instance, limits, decode, call)
+        return call
+
+    async def _open(
+        self, request: Any, instance: Instance | None, limits: Deadlines, decode: Decode, call: Call
+    ) -> None:
+        try:
+            chosen = instance or self.round_robin()
+        except BaseException:
+            call.abandon()
+            raise
+        target = str(self.endpoint) if chosen.id in self._static else chosen.target
+        try:
+            await open_call(
+                self._connections, Destination(chosen.address, target), request, call, decode, limits
+            )
+        except NetworkFault as error:
+            self._mark_unreachable(chosen.id, error)
+            raise
+
+    # --- reachability
+
+    def _on_connection_closed(self, address: str, reason: KvoltError) -> None:
+        for instance in self.instances():
+            if instance.address == address:
+                self._mark_unreachable(instance.id, reason)
+
+    def _mark_unreachable(self, instance_id: InstanceId, reason: KvoltError) -> None:
+        if instance_id in self._instances and instance_id not in self._unreachable:
+            self._unreachable[instance_id] = reason
+            self._tell_changed()
+            if not self._crew.closed:
+                self._crew.start(self._redial(instance_id), f"redial {instance_id}")
+
+    async def _redial(self, instance_id: InstanceId) -> None:
+        """Try to reach an instance until it answers or is no longer registered."""
+        pause_s = _REDIAL_FIRST_S
+        while (instance := self._instances.get(instance_id)) is not None:
+            await asyncio.sleep(pause_s * self._rng.uniform(0.75, 1.25))
+            try:
+                await self._connections.get(instance.address, self._deadlines.connect_s)
+            except NetworkFault:
+                pause_s = min(pause_s * 2, _REDIAL_MAX_S)
+                continue
+            break
+        self._unreachable.pop(instance_id, None)
+        self._tell_changed()
+
+    # --- discovery
+
+    async def _watch(self, discovery: Discovery) -> None:
+        async for event in discovery.watch_prefix(self.endpoint.prefix):
+            if isinstance(event, Put):
+                instance = decode_instance(event.value)
+                if instance is None:
+                    log.warning("%s is not an instance that this version understands", event.key)
+                    continue
+                self._instances[instance.id] = instance
+                self._tell_changed()
+            elif isinstance(event, Delete):
+                instance_id = InstanceId(event.key.rsplit("/", 1)[-1])
+                if instance_id not in self._static and self._instances.pop(instance_id, None) is not None:
+                    self._tell_changed()
+            else:
+                self._synced.set()
+
+    def _tell_changed(self) -> None:
+        for listener in self._changed:
+            listener()

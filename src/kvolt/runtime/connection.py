@@ -1,0 +1,241 @@
+"""Drives a Session over a byte stream: writes once per loop tick, keeps the heart beating.
+
+A peer that is silent for `dead_after_s` is lost, however healthy its socket looks. A loop that was
+itself stalled does not blame the peer: it gives the bytes that wait in the socket a chance first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+from kvolt.core.errors import KvoltError, NetworkFault, ProtocolError, VersionMismatch, WorkerLost
+from kvolt.runtime.network import tune_socket
+from kvolt.runtime.plane_stats import PlaneStats
+from kvolt.runtime.session import Session, SessionLimits
+from kvolt.runtime.streams import ServedStream
+from kvolt.runtime.wire import Hello
+
+_HOLD_ABOVE_BYTES = 1 << 20
+_HELLO_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionOptions:
+    heartbeat_s: float = 1.0
+    dead_after_s: float = 3.0
+    limits: SessionLimits = field(default_factory=SessionLimits)
+
+
+class Connection(asyncio.Protocol):
+    """One connection to a peer process, on either side of it."""
+
+    def __init__(
+        self,
+        *,
+        dialer: bool,
+        hello: Hello,
+        options: ConnectionOptions,
+        on_open: Callable[[Connection, ServedStream], None],
+        on_ready: Callable[[Connection], None],
+        on_closed: Callable[[Connection, KvoltError], None],
+        stats: PlaneStats,
+    ) -> None:
+        self.session = Session(dialer=dialer, hello=hello, limits=options.limits, host=self, stats=stats)
+        self.dialer = dialer
+        self.peer_name = "?"
+        self.local_name = "?"
+        self.closed: KvoltError | None = None
+        """Why the connection is over, once it is."""
+        self._options = options
+        self._serve = on_open
+        self._tell_ready = on_ready
+        self._tell_closed = on_closed
+        self._stats = stats
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._flush_scheduled = False
+        self._busy = False
+        self._made_at = 0.0
+        self._last_received = 0.0
+        self._last_sent = 0.0
+        self._beat: asyncio.TimerHandle | None = None
+        self._beat_due = 0.0
+        self._close_reason: KvoltError | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Usable for new calls."""
+        return self.closed is None and self.session.peer is not None and not self.session.peer_going_away
+
+    @property
+    def send_buffer_bytes(self) -> int:
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
+    # --- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        # Any byte that the socket does not take at once makes us busy: bulk then waits, urgent frames may
+        # still be written up to _HOLD_ABOVE_BYTES, and we hear when the buffer is empty again.
+        self._transport.set_write_buffer_limits(high=0)
+        tune_socket(transport)
+        self.peer_name = _name(transport.get_extra_info("peername"))
+        self.local_name = _name(transport.get_extra_info("sockname"))
+        now = self._loop.time()
+        self._made_at = self._last_received = self._last_sent = now
+        self._schedule_beat(now)
+        self.wake()
+
+    def data_received(self, data: bytes) -> None:
+        self._last_received = self._loop.time()
+        self._stats.bytes_in += len(data)
+        if self._close_reason is not None:
+            return
+        try:
+            self.session.receive(data)
+        except ProtocolError as error:
+            if isinstance(error, VersionMismatch):
+                self._stats.refused_versions += 1
+            self._refuse(error)
+
+    def eof_received(self) -> None:
+        """The peer will send no more: both directions end together."""
+
+    def pause_writing(self) -> None:
+        self._busy = True
+
+    def resume_writing(self) -> None:
+        self._busy = False
+        if self.session.paused:
+            self.session.resume()
+        self.wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        reason = self._close_reason or WorkerLost(
+            f"the connection to {self.peer_name} was lost", address=self.peer_name, reason="closed"
+        )
+        self._finish(reason)
+
+    # --- session.Host
+
+    def wake(self) -> None:
+        if not self._flush_scheduled and self._transport is not None and self.closed is None:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def on_hello(self, hello: Hello) -> None:
+        self._tell_ready(self)
+
+    def on_open(self, stream: ServedStream) -> None:
+        self._serve(self, stream)
+
+    def on_goaway(self) -> None:
+        """Nothing to do at once: `ready` turns false and running streams go on."""
+
+    # --- closing
+
+    def close(self, reason: KvoltError) -> None:
+        """Send what is queued, then close; every stream on this side ends with `reason`."""
+        if self.closed is not None or self._close_reason is not None:
+            return
+        self._close_reason = reason
+        if self._transport is not None:
+            self._transport.close()
+        self._finish(reason)
+
+    def abort(self, reason: KvoltError) -> None:
+        """Drop the connection at once: for a peer that does not answer."""
+        if self.closed is not None:
+            return
+        self._close_reason = reason
+        if self._transport is not None:
+            self._transport.abort()
+        self._finish(reason)
+
+    def flush(self) -> None:
+        """Write what is queued now instead of at the end of the tick."""
+        self._flush()
+
+    def _refuse(self, error: ProtocolError) -> None:
+        if self._transport is not None:
+            self._transport.write(self.session.refusal(error))
+        self.close(error)
+
+    def _finish(self, reason: KvoltError) -> None:
+        if self.closed is not None:
+            return
+        self.closed = reason
+        if self._beat is not None:
+            self._beat.cancel()
+            self._beat = None
+        if isinstance(reason, NetworkFault):
+            self._stats.losses[str(reason.fields.get("reason", reason.code))] += 1
+        stream_error = reason if isinstance(reason, NetworkFault) else _lost(self.peer_name, reason)
+        self.session.close(stream_error)
+        self._tell_closed(self, reason)
+
+    # --- sending
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        transport = self._transport
+        if transport is None or self.closed is not None:
+            return
+        session = self.session
+        frames = session.take_urgent()
+        if not self._busy:
+            chunk = session.take_chunk()
+            if chunk is not None:
+                frames.append(chunk)
+        if not frames:
+            return
+        data = frames[0] if len(frames) == 1 else b"".join(frames)
+        self._last_sent = self._loop.time()
+        self._stats.bytes_out += len(data)
+        transport.write(data)
+        if self._busy:
+            session.paused = transport.get_write_buffer_size() > _HOLD_ABOVE_BYTES
+        elif session.has_bulk:
+            self.wake()  # the next piece gets a tick of its own, so that deltas go between
+
+    # --- heartbeat
+
+    def _schedule_beat(self, now: float) -> None:
+        self._beat_due = now + self._options.heartbeat_s
+        self._beat = self._loop.call_at(self._beat_due, self._on_beat)
+
+    def _on_beat(self) -> None:
+        now = self._loop.time()
+        stalled = now - self._beat_due > self._options.heartbeat_s / 2
+        if now - self._last_received >= self._options.dead_after_s and not stalled:
+            self._stats.heartbeat_timeouts += 1
+            self.abort(
+                WorkerLost(
+                    f"{self.peer_name} has been silent for {self._options.dead_after_s:g} s",
+                    address=self.peer_name,
+                    reason="heartbeat",
+                )
+            )
+            return
+        if self.session.peer is None:
+            if now - self._made_at > _HELLO_TIMEOUT_S:
+                self.abort(ProtocolError(f"{self.peer_name} did not say hello", rule="hello"))
+                return
+        elif now - self._last_sent >= self._options.heartbeat_s * 0.9:
+            self.session.ping()
+        self._schedule_beat(now)
+
+
+def _lost(peer: str, reason: KvoltError) -> WorkerLost:
+    return WorkerLost(
+        f"the connection to {peer} was closed: {reason.message}", address=peer, reason=reason.code
+    )
+
+
+def _name(address: object) -> str:
+    if isinstance(address, tuple) and len(address) >= 2:
+        return f"[{address[0]}]:{address[1]}" if ":" in str(address[0]) else f"{address[0]}:{address[1]}"
+    return str(address) if address else "?"

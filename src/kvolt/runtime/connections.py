@@ -1,0 +1,219 @@
+"""All connections of one process: one per peer, dialed when first needed, shared by all its calls.
+
+A connection that a peer opened to us is used for our calls to that peer too (its hello says where it
+listens), so a pair of processes needs one connection and one open direction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvolt import __version__
+from kvolt.core.errors import Cancelled, ConnectFailed, KvoltError, WorkerLost
+from kvolt.runtime.connection import Connection, ConnectionOptions
+from kvolt.runtime.network import Listener, Network
+from kvolt.runtime.plane_stats import PlaneStats
+from kvolt.runtime.streams import ServedStream
+from kvolt.runtime.tasks import Crew
+from kvolt.runtime.wire import VERSIONS, Hello
+
+ServeStream = Callable[[Connection, ServedStream], None]
+ClosedListener = Callable[[str, KvoltError], None]
+
+
+class Connections:
+    """Dials, accepts and keeps connections. `on_open` gets every stream that a peer opens."""
+
+    def __init__(
+        self,
+        network: Network,
+        options: ConnectionOptions,
+        process: str,
+        on_open: ServeStream,
+        stats: PlaneStats | None = None,
+    ) -> None:
+        self._network = network
+        self._options = options
+        self._process = process
+        self._serve = on_open
+        self.stats = stats or PlaneStats()
+        self._listeners_open: list[Listener] = []
+        self._advertised: str | None = None
+        self._by_address: dict[str, Connection] = {}
+        self._all: dict[Connection, None] = {}
+        self._dialing: dict[str, asyncio.Future[Connection]] = {}
+        self._hello_waiters: dict[Connection, asyncio.Future[None]] = {}
+        self._crew = Crew("connections")
+        self._listeners: list[ClosedListener] = []
+        self._closed = False
+        self._going_away = False
+
+    @property
+    def address(self) -> str | None:
+        """Where other processes reach us."""
+        return self._advertised
+
+    @property
+    def num_open(self) -> int:
+        return len(self._all)
+
+    def all(self) -> list[Connection]:
+        return list(self._all)
+
+    def on_closed(self, listener: ClosedListener) -> None:
+        """Be told (peer address, reason) when a connection that calls could use is lost."""
+        self._listeners.append(listener)
+
+    def forget(self, listener: ClosedListener) -> None:
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    async def listen(self, address: str, advertise: str | None = None) -> str:
+        """Accept connections; returns the real address. The first one is what others are told."""
+        listener = await self._network.listen(address, lambda: self._make(dialer=False))
+        self._listeners_open.append(listener)
+        if self._advertised is None:
+            self._advertised = advertise or listener.address
+        return listener.address
+
+    async def get(self, address: str, timeout_s: float) -> Connection:
+        """A ready connection to the address: an open one, or a new one.
+
+        Callers that want the same address share one dial. ConnectFailed when there is none in time.
+        """
+        connection = self._by_address.get(address)
+        if connection is not None and connection.ready:
+            return connection
+        if self._closed:
+            raise ConnectFailed("this process is stopping", address=address)
+        dial = self._dialing.get(address)
+        if dial is None:
+            dial = asyncio.get_running_loop().create_future()
+            self._dialing[address] = dial
+            self._crew.start(self._dial(address, dial, timeout_s), f"dial {address}")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(dial)
+        except TimeoutError:
+            raise ConnectFailed(f"{address} did not answer within {timeout_s:g} s", address=address) from None
+
+    def ready_to(self, address: str) -> Connection | None:
+        """An open connection to the address, without dialing."""
+        connection = self._by_address.get(address)
+        return connection if connection is not None and connection.ready else None
+
+    def go_away(self) -> None:
+        """Refuse new streams on every connection, those to come included."""
+        self._going_away = True
+        for connection in self.all():
+            connection.session.go_away()
+
+    async def stop_listening(self) -> None:
+        while self._listeners_open:
+            await self._listeners_open.pop().close()
+
+    async def close(self) -> None:
+        """Close everything. Streams still open end on both sides."""
+        self._closed = True
+        await self.stop_listening()
+        await self._crew.close()
+        for connection in self.all():
+            connection.flush()
+            connection.close(Cancelled("this process is stopping"))
+
+    # ---
+
+    def _make(self, *, dialer: bool) -> Connection:
+        limits = self._options.limits
+        hello = Hello(
+            versions=VERSIONS,
+            process=self._process,
+            address=self._advertised,
+            max_frame_bytes=limits.max_frame_bytes,
+            max_message_bytes=limits.max_message_bytes,
+            heartbeat_s=self._options.heartbeat_s,
+            software=f"kvolt {__version__}",
+        )
+        connection = Connection(
+            dialer=dialer,
+            hello=hello,
+            options=self._options,
+            on_open=self._serve,
+            on_ready=self._on_ready,
+            on_closed=self._on_closed,
+            stats=self.stats,
+        )
+        self._all[connection] = None
+        return connection
+
+    async def _dial(self, address: str, dial: asyncio.Future[Connection], timeout_s: float) -> None:
+        connection: Connection | None = None
+        made: list[Connection] = []
+
+        def factory() -> Connection:
+            made.append(self._make(dialer=True))
+            return made[-1]
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._network.connect(address, factory, timeout_s)
+                connection = made[-1]
+                if connection.session.peer is None and connection.closed is None:
+                    waiter = self._hello_waiters[connection] = asyncio.get_running_loop().create_future()
+                    await waiter
+            if connection.closed is not None:
+                raise connection.closed
+        except TimeoutError:
+            self._fail(dial, address, made, ConnectFailed(f"{address} did not say hello", address=address))
+        except KvoltError as error:
+            self._fail(dial, address, made, error)
+        except asyncio.CancelledError:
+            self._fail(dial, address, made, ConnectFailed("this process is stopping", address=address))
+            raise
+        else:
+            self.stats.connects["ok"] += 1
+            self._by_address[address] = connection
+            self._dialing.pop(address, None)
+            if not dial.done():
+                dial.set_result(connection)
+        finally:
+            for each in made:
+                self._hello_waiters.pop(each, None)
+
+    def _fail(
+        self, dial: asyncio.Future[Connection], address: str, made: list[Connection], error: KvoltError
+    ) -> None:
+        self.stats.connects[error.code] += 1
+        self._dialing.pop(address, None)
+        for connection in made:
+            if connection.closed is None:
+                connection.abort(error)
+            self._all.pop(connection, None)
+        if isinstance(error, WorkerLost):  # nothing of ours was sent yet
+            error = ConnectFailed(f"{address} closed the connection", address=address)
+        if not dial.done():
+            dial.set_exception(error)
+            dial.exception()  # whoever waits gets it; nobody waiting is no fault
+
+    def _on_ready(self, connection: Connection) -> None:
+        if self._going_away:
+            connection.session.go_away()
+        peer = connection.session.peer
+        waiter = self._hello_waiters.pop(connection, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        if peer is not None and peer.address is not None and not connection.dialer:
+            current = self._by_address.get(peer.address)
+            if current is None or not current.ready:
+                self._by_address[peer.address] = connection
+
+    def _on_closed(self, connection: Connection, reason: KvoltError) -> None:
+        self._all.pop(connection, None)
+        waiter = self._hello_waiters.pop(connection, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        for address in [address for address, known in self._by_address.items() if known is connection]:
+            del self._by_address[address]
+            for listener in self._listeners:
+                listener(address, reason)

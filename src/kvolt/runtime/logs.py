@@ -1,0 +1,223 @@
+"""Structured logs over the standard `logging`, and the context that they carry.
+
+Owns the two formats (lines for people, JSON lines for machines) and the request and trace ids of the
+current task. Modules log with `logging.getLogger(__name__)` and `extra={...}`; only the entry of a process
+calls `setup_logs`. Knows nothing of HTTP or of the request plane: they bind what arrived and carry
+`current_context()` onward.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import IO, Any, Literal, Self
+
+import msgspec
+
+from kvolt.runtime.clock import Clock
+
+LogFormat = Literal["auto", "human", "json"]
+
+_STANDARD_FIELDS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_BARE = re.compile(r"[\w.:/@+-]+")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_COLOURS = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[1;31m"}
+_PLAIN = "\x1b[0m"
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """A W3C trace context: the trace, and the span that called us."""
+
+    trace_id: str
+    span_id: str
+    flags: str = "01"
+
+
+def parse_traceparent(text: str) -> Trace | None:
+    """None for anything that the W3C recommendation calls invalid: a bad header starts a new trace."""
+    found = _TRACEPARENT.fullmatch(text.strip())
+    if found is None:
+        return None
+    version, trace_id, span_id, flags, rest = found.groups()
+    if version == "ff" or (version == "00" and rest) or not trace_id.strip("0") or not span_id.strip("0"):
+        return None
+    return Trace(trace_id, span_id, flags)
+
+
+def format_traceparent(trace: Trace) -> str:
+    return f"00-{trace.trace_id}-{trace.span_id}-{trace.flags}"
+
+
+_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+_trace: ContextVar[Trace | None] = ContextVar("trace", default=None)
+
+
+class Binding:
+    """What `bind` returns; as a `with` block it restores what was bound before."""
+
+    __slots__ = ("_request_id", "_trace")
+
+    def __init__(self, before_request_id: str | None, before_trace: Trace | None) -> None:
+        self._request_id = before_request_id
+        self._trace = before_trace
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        # Set, not reset by token: an async generator may be closed from another context than it began in.
+        _request_id.set(self._request_id)
+        _trace.set(self._trace)
+
+
+def bind(*, request_id: str | None = None, traceparent: str | None = None) -> Binding:
+    """Put ids on every log record of the current task from here on, or only inside a `with` block.
+
+    Both may come from a client: an id that is not 1 to 128 visible ASCII characters, or a bad
+    traceparent, is ignored.
+    """
+    binding = Binding(_request_id.get(), _trace.get())
+    if request_id is not None and _REQUEST_ID.fullmatch(request_id):
+        _request_id.set(request_id)
+    parsed = parse_traceparent(traceparent) if traceparent is not None else None
+    if parsed is not None:
+        _trace.set(parsed)
+    return binding
+
+
+def current_context() -> dict[str, str]:
+    """The bound ids as the request plane carries them in its headers; empty when none are."""
+    context: dict[str, str] = {}
+    bound_id, bound_trace = _request_id.get(), _trace.get()
+    if bound_id is not None:
+        context["request_id"] = bound_id
+    if bound_trace is not None:
+        context["traceparent"] = format_traceparent(bound_trace)
+    return context
+
+
+def bind_context(context: Mapping[str, str]) -> Binding:
+    """The other end of `current_context`; unknown keys are a newer peer's and are ignored."""
+    return bind(request_id=context.get("request_id"), traceparent=context.get("traceparent"))
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line; an exception is one escaped string in it."""
+
+    def __init__(self, process_name: str, clock: Clock) -> None:
+        super().__init__()
+        self._process_name = process_name
+        self._clock = clock
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _rfc3339(self._clock.wall()),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": self._process_name,
+            "message": record.getMessage(),
+            **_context_fields(),
+        }
+        extra = {f"{name}_" if name in line else name: value for name, value in _extra(record).items()}
+        exception = _exception_text(self, record)
+        if exception:
+            line["exception"] = exception
+        try:
+            return json.dumps(line | extra, default=_plain_value, allow_nan=False)
+        except (ValueError, TypeError, RecursionError):
+            # Logging must not fail on what it is given: a cycle, a NaN, a key that is no string.
+            return json.dumps(line | {name: repr(value) for name, value in extra.items()})
+
+
+class HumanFormatter(logging.Formatter):
+    """`12:00:00.000 INFO  worker  message key=value`; a traceback follows, indented."""
+
+    def __init__(self, process_name: str, clock: Clock, colours: bool) -> None:
+        super().__init__()
+        self._process_name = process_name
+        self._clock = clock
+        self._colours = colours
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%H:%M:%S.%f")[:-3]
+        level = f"{record.levelname:<7}"
+        if self._colours and record.levelname in _COLOURS:
+            level = f"{_COLOURS[record.levelname]}{level}{_PLAIN}"
+        parts = [time, level, _escape(self._process_name), _escape(record.getMessage())]
+        fields = _context_fields() | _extra(record)
+        parts += [f"{_escape(name)}={_quoted(value)}" for name, value in fields.items()]
+        text = " ".join(parts)
+        exception = _exception_text(self, record)
+        # Indented and escaped line by line, so that nothing inside it can pass for a record of its own.
+        return "\n    ".join([text, *(_escape(line) for line in exception.split("\n") if line)])
+
+
+class _KvoltHandler(logging.StreamHandler[IO[str]]):
+    """Ours, so that a second `setup_logs` replaces it and leaves the handlers of others alone."""
+
+
+def setup_logs(
+    level: str, format: LogFormat, process_name: str, stream: IO[str], clock: Clock
+) -> logging.Handler:
+    """Send all logs of the process to `stream`. `auto` is human on a terminal and JSON elsewhere."""
+    terminal = stream.isatty()
+    handler = _KvoltHandler(stream)
+    if format == "human" or (format == "auto" and terminal):
+        handler.setFormatter(HumanFormatter(process_name, clock, colours=terminal))
+    else:
+        handler.setFormatter(JsonFormatter(process_name, clock))
+    root = logging.getLogger()
+    for old in [old for old in root.handlers if isinstance(old, _KvoltHandler)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    return handler
+
+
+def _context_fields() -> dict[str, str]:
+    fields: dict[str, str] = {}
+    bound_id, bound_trace = _request_id.get(), _trace.get()
+    if bound_id is not None:
+        fields["request_id"] = bound_id
+    if bound_trace is not None:
+        fields["trace_id"] = bound_trace.trace_id
+        fields["span_id"] = bound_trace.span_id
+    return fields
+
+
+def _extra(record: logging.LogRecord) -> dict[str, Any]:
+    return {name: value for name, value in record.__dict__.items() if name not in _STANDARD_FIELDS}
+
+
+def _exception_text(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    if record.exc_info and record.exc_info[0] is not None:
+        return formatter.formatException(record.exc_info)
+    return record.exc_text or ""
+
+
+def _plain_value(value: object) -> object:
+    return msgspec.to_builtins(value, enc_hook=repr)
+
+
+def _rfc3339(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+
+
+def _escape(text: str) -> str:
+    return _UNSAFE.sub(
+        lambda found: found.group().encode("unicode_escape", "surrogatepass").decode("ascii"), text
+    )
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return text if _BARE.fullmatch(text) else _escape(json.dumps(text, ensure_ascii=False))

@@ -1,0 +1,198 @@
+"""What a process counts, for Prometheus.
+
+Owns names, labels and buckets; the registry is given, never the global one, so that two runtimes in one
+process (a test, the twin) do not share counters. Knows nothing of who counts.
+
+Label values are resolved once: `metrics.bytes_out.inc(n)` and `metrics.frames_out["data"].inc()` cost one
+method call. Label values come from code or config, never from a client, so families stay small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+
+from kvolt.runtime.clock import Clock
+
+Child = TypeVar("Child", Counter, Gauge, Histogram)
+
+_LAG_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_HTTP_BUCKETS_S = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+)
+
+
+class ByLabel(dict[str, Child]):
+    """A family's children by the value of its last label, each resolved on first use."""
+
+    def __init__(self, resolve: Callable[[str], Child]) -> None:
+        super().__init__()
+        self._resolve = resolve
+
+    def __missing__(self, value: str) -> Child:
+        child = self[value] = self._resolve(value)
+        return child
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMetrics:
+    """One side's streams: `active` now, and `ended` by outcome (ok, error, cancelled, lost, deadline)."""
+
+    active: Gauge
+    ended: ByLabel[Counter]
+
+
+class Metrics:
+    """The runtime's metrics; every family is prefixed `kvolt_`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        ProcessCollector(registry=registry)
+        self._request_plane()
+        self._discovery()
+        self._event_plane()
+        self._http()
+        self.loop_lag = Histogram(
+            "kvolt_event_loop_lag_seconds",
+            "How late the event loop ran a timer",
+            buckets=_LAG_BUCKETS_S,
+            registry=registry,
+        )
+
+    def _request_plane(self) -> None:
+        connections = self._gauge("connections", "Open request plane connections", "direction")
+        self.connections_in = connections.labels("in")
+        self.connections_out = connections.labels("out")
+        connects = self._counter("connects", "Attempts to connect", "outcome")
+        self.connects: ByLabel[Counter] = ByLabel(connects.labels)
+        losses = self._counter("connection_losses", "Connections that ended", "reason")
+        self.connection_losses: ByLabel[Counter] = ByLabel(losses.labels)
+        active = self._gauge("streams_active", "Streams open now", "side")
+        ended = self._counter("streams", "Streams that ended", "side", "outcome")
+        self.client_streams = _streams(active, ended, "client")
+        self.server_streams = _streams(active, ended, "server")
+        num_bytes = self._counter("bytes", "Bytes moved by the request plane", "direction")
+        self.bytes_in = num_bytes.labels("in")
+        self.bytes_out = num_bytes.labels("out")
+        frames = self._counter("frames", "Frames moved by the request plane", "direction", "kind")
+        self.frames_in: ByLabel[Counter] = ByLabel(lambda kind: frames.labels("in", kind))
+        self.frames_out: ByLabel[Counter] = ByLabel(lambda kind: frames.labels("out", kind))
+        self.send_queue_depth = self._gauge("send_queue_depth", "Frames that wait to be written")
+        self.refused_versions = self._counter("refused_versions", "Peers that share no protocol version")
+        self.heartbeat_timeouts = self._counter("heartbeat_timeouts", "Peers that stopped answering")
+
+    def _discovery(self) -> None:
+        state = self._gauge(
+            "discovery_connected", "1 while discovery answers, 0 on last known state", "backend"
+        )
+        self.discovery_connected: ByLabel[Gauge] = ByLabel(state.labels)
+        self.discovery_losses = self._counter("discovery_losses", "Times that discovery stopped answering")
+
+    def _event_plane(self) -> None:
+        published = self._counter("events_published", "Events published", "topic")
+        self.events_published: ByLabel[Counter] = ByLabel(published.labels)
+        received = self._counter("events_received", "Events received", "topic")
+        self.events_received: ByLabel[Counter] = ByLabel(received.labels)
+        missed = self._counter("events_missed", "Events lost between publisher and subscriber", "topic")
+        self.events_missed: ByLabel[Counter] = ByLabel(missed.labels)
+
+    def _http(self) -> None:
+        self._http_requests = self._counter("http_requests", "HTTP responses", "server", "method", "status")
+        self._http_duration = Histogram(
+            "kvolt_http_request_duration_seconds",
+            "From a complete HTTP request to the end of its response",
+            ("server",),
+            buckets=_HTTP_BUCKETS_S,
+            registry=self.registry,
+        )
+
+    # the request plane's own words, per tick or per connection
+
+    def bytes_sent(self, num_bytes: int) -> None:
+        self.bytes_out.inc(num_bytes)
+
+    def bytes_received(self, num_bytes: int) -> None:
+        self.bytes_in.inc(num_bytes)
+
+    def connection_opened(self, dialer: bool) -> None:
+        (self.connections_out if dialer else self.connections_in).inc()
+
+    def connection_closed(self, dialer: bool, reason: str) -> None:
+        (self.connections_out if dialer else self.connections_in).dec()
+        self.connection_losses[reason].inc()
+
+    def version_refused(self) -> None:
+        self.refused_versions.inc()
+
+    def http_observer(self, server: str) -> Callable[[str, int, float], None]:
+        """What `HttpServer` calls with (method, status, seconds). The parser bounds the set of methods."""
+        requests = self._http_requests
+        children: dict[tuple[str, int], Counter] = {}
+        duration = self._http_duration.labels(server)
+
+        def observe(method: str, status: int, seconds: float) -> None:
+            child = children.get((method, status))
+            if child is None:
+                child = children[method, status] = requests.labels(server, method, str(status))
+            child.inc()
+            duration.observe(seconds)
+
+        return observe
+
+    def render(self) -> tuple[bytes, str]:
+        """The text that Prometheus scrapes, and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"kvolt_{name}", help_text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(f"kvolt_{name}", help_text, labels, registry=self.registry)
+
+
+def _streams(active: Gauge, ended: Counter, side: str) -> StreamMetrics:
+    return StreamMetrics(active.labels(side), ByLabel(lambda outcome: ended.labels(side, outcome)))
+
+
+class LoopLag:
+    """Samples how late the event loop is: what every other latency of the process is made of."""
+
+    def __init__(self, clock: Clock, lag: Histogram, interval_s: float = 0.1) -> None:
+        self._clock = clock
+        self._lag = lag
+        self._interval_s = interval_s
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            due = self._clock.monotonic() + self._interval_s
+            await asyncio.sleep(self._interval_s)
+            self._lag.observe(max(0.0, self._clock.monotonic() - due))

@@ -1,0 +1,309 @@
+"""A process of kvolt: its ports, its request plane, its registrations, its stopping.
+
+Composes what the other modules own and adds no mechanism of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvolt.core.errors import ConfigError, DiscoveryLost, KvoltError
+from kvolt.core.ids import InstanceId
+from kvolt.runtime.address import EndpointAddress, Instance, InstanceState, encode_instance
+from kvolt.runtime.call import Deadlines
+from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.clock import Blocking, Clock, new_id
+from kvolt.runtime.connection import ConnectionOptions
+from kvolt.runtime.connections import Connections
+from kvolt.runtime.discovery import Discovery, LeaseId
+from kvolt.runtime.events import EventPlane
+from kvolt.runtime.health import Health, State
+from kvolt.runtime.network import Network
+from kvolt.runtime.server import EndpointServer, Handler, StreamHandler, decoder
+from kvolt.runtime.tasks import Crew
+
+log = logging.getLogger(__name__)
+
+STATUS_ENDPOINT = "kvolt.process.status"
+CONTROL_ENDPOINT = "kvolt.process.control"
+"""Served by every process under its own address, without registration."""
+
+_RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class Ports:
+    """What a process needs of the outside; tests and the twin bring their own."""
+
+    clock: Clock
+    rng: random.Random
+    network: Network
+    blocking: Blocking
+    discovery: Callable[[Connections], Discovery]
+    events: Callable[[Discovery], EventPlane]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOptions:
+    name: str
+    listen: str = "127.0.0.1:0"
+    advertise: str | None = None
+    lease_ttl_s: float = 5.0
+    start_timeout_s: float = 30.0
+    connection: ConnectionOptions = field(default_factory=ConnectionOptions)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+
+class EndpointStatus(msgspec.Struct, frozen=True):
+    endpoint: str
+    instance: str
+    state: InstanceState
+    active_streams: int
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What `kvolt status` shows of a process."""
+
+    name: str
+    address: str
+    uptime_s: float
+    connections: int
+    calls_open: int
+    endpoints: tuple[EndpointStatus, ...]
+    details: dict[str, Any] = {}
+    """What the component adds: a worker its role and load."""
+
+
+class ControlRequest(msgspec.Struct, frozen=True):
+    verb: str
+    timeout_s: float = 30.0
+
+
+@dataclass(slots=True)
+class _Served:
+    instance: Instance
+    registered: bool = False
+
+
+class Runtime:
+    """One process. `start`, then `serve` and `client`, then `close`."""
+
+    def __init__(self, ports: Ports, options: ProcessOptions) -> None:
+        self.ports = ports
+        self.options = options
+        self.health = Health()
+        self.server = EndpointServer()
+        self.connections = Connections(
+            ports.network, options.connection, new_id(ports.rng), self.server.on_open
+        )
+        self.discovery = ports.discovery(self.connections)
+        self.events = ports.events(self.discovery)
+        self.admin_address: str | None = None
+        self._lease: LeaseId | None = None
+        self._served: dict[str, _Served] = {}
+        self._clients: list[EndpointClient] = []
+        self._details: dict[str, Callable[[], Any]] = {}
+        self._crew = Crew(options.name)
+        self._started_at = ports.clock.monotonic()
+
+    # --- life
+
+    async def start(self) -> None:
+        """Listen, and wait for discovery up to the start time-out."""
+        await self.connections.listen(self.options.listen, self.options.advertise)
+        for endpoint, handler, kind in (
+            (STATUS_ENDPOINT, self._serve_status, Any),
+            (CONTROL_ENDPOINT, self._serve_control, ControlRequest),
+        ):
+            self.server.add(endpoint, InstanceId(""), self.server.generator(handler, decoder(kind)))
+        self._lease = await self._first_lease()
+        await self.events.start()
+
+    async def _first_lease(self) -> LeaseId:
+        started = self.ports.clock.monotonic()
+        told = False
+        while True:
+            try:
+                return await self.discovery.lease(self.options.lease_ttl_s)
+            except DiscoveryLost as error:
+                waited_s = self.ports.clock.monotonic() - started
+                if waited_s + _RETRY_S >= self.options.start_timeout_s:
+                    raise ConfigError(
+                        f"discovery cannot be reached after {waited_s:.0f} s: {error.message}",
+                        key="discovery",
+                        remedy="check the address or directory, or start the process that serves it",
+                    ) from error
+                if not told:
+                    told = True
+                    log.warning("%s; retrying for %g s", error.message, self.options.start_timeout_s)
+                await asyncio.sleep(_RETRY_S)
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Stop accepting, finish what runs up to the deadline, cancel the rest, leave discovery."""
+        for served in self._served.values():
+            await self._set_state(served, InstanceState.DRAINING)
+        if drain_s > 0 and self.server.num_active:
+            log.info("draining %d streams for up to %g s", self.server.num_active, drain_s)
+            try:
+                async with asyncio.timeout(drain_s):
+                    await self.server.drain()
+            except TimeoutError:
+                log.warning("%d streams did not end in time and are cancelled", self.server.num_active)
+        await self.connections.stop_listening()
+        self.connections.go_away()
+        await self.server.close()
+        for client in self._clients:
+            await client.close()
+        await self.events.close()
+        await self.discovery.close()
+        await self._crew.close()
+        await self.connections.close()
+
+    # --- serving
+
+    async def serve(
+        self, endpoint: EndpointAddress, handler: Handler, request_type: Any = Any, info: Any = None
+    ) -> Instance:
+        """Serve an endpoint with an async generator per request; registers it."""
+        return await self.serve_streams(endpoint, self.server.generator(handler, decoder(request_type)), info)
+
+    async def serve_streams(
+        self, endpoint: EndpointAddress, handler: StreamHandler, info: Any = None
+    ) -> Instance:
+        """Serve an endpoint with a handler that gets the streams themselves; registers it."""
+        assert self._lease is not None and self.connections.address is not None, "start() first"
+        instance = Instance(
+            id=InstanceId(new_id(self.ports.rng)),
+            endpoint=endpoint,
+            address=self.connections.address,
+            process=self.options.name,
+            admin=self.admin_address,
+            info=msgspec.Raw(msgspec.msgpack.encode(info)),
+        )
+        self.server.add(str(endpoint), instance.id, handler)
+        served = self._served[str(endpoint)] = _Served(instance)
+        await self._publish(served)
+        self.health.set(str(endpoint), State.READY)
+        return instance
+
+    async def withdraw(self, endpoint: EndpointAddress) -> None:
+        """Stop serving an endpoint; its running streams go on."""
+        served = self._served.pop(str(endpoint), None)
+        if served is not None:
+            self.server.remove(str(endpoint))
+            self.health.remove(str(endpoint))
+            try:
+                await self.discovery.delete(served.instance.key)
+            except DiscoveryLost as error:
+                log.warning("could not withdraw %s: %s", endpoint, error.message)
+
+    def add_details(self, name: str, describe: Callable[[], Any]) -> None:
+        """Add to what `status` tells of this process."""
+        self._details[name] = describe
+
+    # --- calling
+
+    async def client(
+        self, endpoint: EndpointAddress, static: Sequence[str] = (), deadlines: Deadlines | None = None
+    ) -> EndpointClient:
+        """A live view of an endpoint. With static addresses discovery is not asked."""
+        client = EndpointClient(
+            endpoint,
+            self.connections,
+            self.ports.rng,
+            discovery=None if static else self.discovery,
+            static=static,
+            deadlines=deadlines or self.options.deadlines,
+        )
+        await client.start()
+        self._clients.append(client)
+        return client
+
+    # --- admin.Controls
+
+    async def cordon(self) -> None:
+        """Take no new streams; what runs goes on."""
+        for served in self._served.values():
+            await self._set_state(served, InstanceState.CORDONED)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Cordon, then wait until nothing runs or the time is over."""
+        for served in self._served.values():
+            await self._set_state(served, InstanceState.DRAINING)
+        try:
+            async with asyncio.timeout(timeout_s):
+                for endpoint in list(self._served):
+                    await self.server.drain(endpoint)
+        except TimeoutError:
+            pass
+
+    async def resume(self) -> None:
+        for served in self._served.values():
+            await self._set_state(served, InstanceState.READY)
+
+    async def status(self) -> ProcessStatus:
+        return ProcessStatus(
+            name=self.options.name,
+            address=self.connections.address or "",
+            uptime_s=self.ports.clock.monotonic() - self._started_at,
+            connections=self.connections.num_open,
+            calls_open=sum(connection.session.num_calls for connection in self.connections.all()),
+            endpoints=tuple(
+                EndpointStatus(
+                    endpoint, served.instance.id, served.instance.state, self.server.active(endpoint)
+                )
+                for endpoint, served in self._served.items()
+            ),
+            details={name: describe() for name, describe in self._details.items()},
+        )
+
+    # ---
+
+    async def _set_state(self, served: _Served, state: InstanceState) -> None:
+        endpoint = str(served.instance.endpoint)
+        served.instance = msgspec.structs.replace(served.instance, state=state)
+        self.server.refuse(endpoint, None if state is InstanceState.READY else state.value)
+        self.health.set(endpoint, State(state.value))
+        await self._publish(served)
+
+    async def _publish(self, served: _Served) -> None:
+        assert self._lease is not None
+        try:
+            await self.discovery.put(served.instance.key, encode_instance(served.instance), self._lease)
+        except DiscoveryLost as error:
+            # The process goes on with discovery away; what it meant to say is said when it is back.
+            log.warning("could not publish %s: %s", served.instance.endpoint, error.message)
+            if not self._crew.closed:
+                self._crew.start(self._publish_later(served), "publish")
+
+    async def _publish_later(self, served: _Served) -> None:
+        assert self._lease is not None
+        while self._served.get(str(served.instance.endpoint)) is served:
+            await asyncio.sleep(_RETRY_S)
+            try:
+                await self.discovery.put(served.instance.key, encode_instance(served.instance), self._lease)
+            except DiscoveryLost:
+                continue
+            return
+
+    async def _serve_status(self, request: Any) -> AsyncIterator[ProcessStatus]:
+        yield await self.status()
+
+    async def _serve_control(self, request: ControlRequest) -> AsyncIterator[ProcessStatus]:
+        match request.verb:
+            case "cordon":
+                await self.cordon()
+            case "drain":
+                await self.drain(request.timeout_s)
+            case "resume":
+                await self.resume()
+            case _:
+                raise KvoltError(f"unknown verb {request.verb!r}; known: cordon, drain, resume")
+        yield await self.status()

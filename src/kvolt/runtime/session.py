@@ -1,0 +1,482 @@
+"""One connection's multiplexing, sans-I/O.
+
+A Session is symmetric: either side may open streams (the dialer uses odd ids, the acceptor even
+ones). It knows no socket, loop or clock: bytes go in through `receive` and come out through
+`take_urgent` and `take_chunk`; the host is woken when there is something to send.
+
+What leaves in one go, in this order: control frames and opens, the items of all streams (one DELTAS
+frame for all engine deltas of a tick), ends, cancels, credit. Chunks of long messages go only when
+nothing urgent waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from kvolt.core.delta import Delta
+from kvolt.core.errors import (
+    Cancelled,
+    ErrorInfo,
+    KvoltError,
+    Overloaded,
+    PayloadTooLarge,
+    ProtocolError,
+    Unavailable,
+    VersionMismatch,
+    from_info,
+    to_info,
+)
+from kvolt.runtime import wire
+from kvolt.runtime.bulk import BulkReceiver, BulkSender
+from kvolt.runtime.plane_stats import PlaneStats, outcome
+from kvolt.runtime.streams import CallerStream, Decode, ServedStream, Sink
+from kvolt.runtime.wire import FrameKind
+
+_ITEMS_PER_FRAME = 4096
+
+
+class Host(Protocol):
+    """What a session needs of its driver."""
+
+    def wake(self) -> None:
+        """There is something to send."""
+        ...
+
+    def on_hello(self, hello: wire.Hello) -> None: ...
+
+    def on_open(self, stream: ServedStream) -> None:
+        """The peer opened a stream, and its request is here whole."""
+        ...
+
+    def on_goaway(self) -> None:
+        """The peer takes no new streams on this connection."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    max_frame_bytes: int = 1 << 20
+    max_message_bytes: int = 64 << 20
+    window_items: int = 256
+    max_streams: int = 20_000
+
+
+class Session:
+    """The state of one connection."""
+
+    def __init__(
+        self, *, dialer: bool, hello: wire.Hello, limits: SessionLimits, host: Host, stats: PlaneStats
+    ) -> None:
+        self._host = host
+        self._limits = limits
+        self._hello = hello
+        self._next_id = 1 if dialer else 2
+        self._peer_parity = 0 if dialer else 1
+        self._last_peer_id = 0
+        self._decoder = wire.FrameDecoder(limits.max_frame_bytes)
+        self._calls: dict[int, CallerStream] = {}
+        self._served: dict[int, ServedStream] = {}
+        self._opening: dict[int, wire.Open] = {}
+        """Opened by the peer, request still on its way in pieces."""
+        self._arriving = BulkReceiver(limits.max_message_bytes)
+        self._bulk = BulkSender()
+        self._greeting: bytes | None = wire.frame(FrameKind.HELLO, 0, wire.encode(hello))
+        self._control: list[bytes] = []
+        self._segments: list[tuple[FrameKind, list[tuple[int, Any]]]] = []
+        self._ends: list[ServedStream] = []
+        self._refused: list[tuple[int, ErrorInfo | None]] = []
+        self._cancels: list[int] = []
+        self._credits: dict[int, int] = {}
+        self._held: dict[int, ServedStream] = {}
+        self.peer: wire.Hello | None = None
+        """The peer's hello, once it came and the versions agreed."""
+        self.version: int | None = None
+        self.going_away = False
+        self.peer_going_away = False
+        self.paused = False
+        """The transport is full: streams keep their items back."""
+        self.stats = stats
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    @property
+    def num_served(self) -> int:
+        return len(self._served)
+
+    @property
+    def has_bulk(self) -> bool:
+        return bool(self._bulk)
+
+    @property
+    def has_bulk(self) -> bool:
+        return bool(self._bulk)
+
+    # --- calling
+
+    def open(
+        self,
+        target: str,
+        body: bytes,
+        sink: Sink,
+        decode: Decode,
+        deadline_s: float | None = None,
+        context: dict[str, str] | None = None,
+    ) -> CallerStream:
+        """Start a stream. `body` is the encoded request; `decode` turns an item's bytes into the item."""
+        limits = self._limits
+        self._check_size("a request", len(body))
+        if len(self._calls) >= limits.max_streams:
+            raise Overloaded("too many streams on one connection", queue="streams", limit=limits.max_streams)
+        stream_id = self._next_id
+        self._next_id += 2
+        stream = CallerStream(self, stream_id, sink, decode, limits.window_items)
+        self._calls[stream_id] = stream
+        chunked = len(body) > wire.CHUNK_BYTES
+        inline = msgspec.Raw(wire.NIL if chunked else body)
+        opening = wire.Open(target, limits.window_items, deadline_s, context or {}, chunked, inline)
+        self._control.append(wire.frame(FrameKind.OPEN, stream_id, wire.encode(opening)))
+        if chunked:
+            self._bulk.add(stream_id, body)
+        self._host.wake()
+        return stream
+
+    def cancel_call(self, stream_id: int) -> None:
+        if self._calls.pop(stream_id, None) is not None:
+            self.stats.calls_ended["cancelled"] += 1
+            self._forget(stream_id)
+            self._cancels.append(stream_id)
+            self._host.wake()
+
+    def grant(self, stream_id: int, num_items: int) -> None:
+        self._credits[stream_id] = self._credits.get(stream_id, 0) + num_items
+        self._host.wake()
+
+    # --- serving
+
+    def queue_item(self, stream: ServedStream, item: Any) -> None:
+        kind = FrameKind.DELTAS if type(item) is Delta else FrameKind.ITEMS
+        segments = self._segments
+        if segments and segments[-1][0] is kind:
+            segments[-1][1].append((stream.id, item))
+        else:
+            segments.append((kind, [(stream.id, item)]))
+            self._host.wake()
+
+    def queue_end(self, stream: ServedStream) -> None:
+        self._ends.append(stream)
+        self._host.wake()
+
+    def hold(self, stream: ServedStream) -> None:
+        self._held[stream.id] = stream
+
+    def count_merge(self) -> None:
+        self.stats.merged += 1
+
+    # --- the connection
+
+    def go_away(self) -> None:
+        """Refuse new streams from now on, and tell the peer."""
+        if not self.going_away:
+            self.going_away = True
+            self._control.append(wire.frame(FrameKind.GOAWAY, 0))
+            self._host.wake()
+
+    def ping(self) -> None:
+        self._control.append(wire.frame(FrameKind.PING, 0))
+        self._host.wake()
+
+    def resume(self) -> None:
+        """The transport has room again: let go of what was kept back."""
+        self.paused = False
+        held, self._held = self._held, {}
+        for stream in held.values():
+            if not stream.closed:
+                stream.release()
+                if stream.has_backlog:
+                    self._held[stream.id] = stream
+
+    def close(self, error: KvoltError) -> None:
+        """The connection is gone: every stream ends, in the order of opening."""
+        calls, self._calls = self._calls, {}
+        served, self._served = self._served, {}
+        self._opening.clear()
+        self._arriving.clear()
+        self._bulk.clear()
+        self._segments.clear()
+        self._ends.clear()
+        self._held.clear()
+        self.stats.calls_ended[outcome(error)] += len(calls)
+        self.stats.served_ended[outcome(error)] += len(served)
+        for call in calls.values():
+            call.finish(error)
+        for stream in served.values():
+            stream.give_up(error)
+
+    # --- sending
+
+    def take_urgent(self) -> list[bytes]:
+        """Everything but chunks, in as few frames as possible.
+
+        Until the peer has said hello only our hello leaves: a refusal must not race with a request.
+        """
+        out: list[bytes] = []
+        if self._greeting is not None:
+            out.append(self._greeting)
+            self._greeting = None
+        if self.peer is None:
+            return out
+        if self._control:
+            out += self._control
+            self._control = []
+        if self._segments:
+            segments, self._segments = self._segments, []
+            for kind, items in segments:
+                self.stats.items_out += len(items)
+                for start in range(0, len(items), _ITEMS_PER_FRAME):
+                    self._encode_items(kind, items[start : start + _ITEMS_PER_FRAME], out)
+        if self._ends or self._refused:
+            self._encode_ends(out)
+        if self._cancels:
+            out += [wire.frame(FrameKind.CANCEL, stream_id) for stream_id in self._cancels]
+            self._cancels = []
+        if self._credits:
+            out.append(wire.frame(FrameKind.CREDIT, 0, wire.encode(list(self._credits.items()))))
+            self._credits = {}
+        self.stats.frames_out += len(out)
+        return out
+
+    def take_chunk(self) -> bytes | None:
+        """The next piece of a long message, or None when there is none to send."""
+        if not self._bulk or self.peer is None:
+            return None
+        chunk, completed = self._bulk.take()
+        self.stats.frames_out += 1
+        stream = self._served.get(completed) if completed is not None else None
+        if stream is not None:
+            stream.bulk = False
+            stream.release()
+        return chunk
+
+    def _encode_items(self, kind: FrameKind, items: list[tuple[int, Any]], out: list[bytes]) -> None:
+        try:
+            payload = wire.encode(items)
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
+            self._encode_singly(kind, items, out)
+            return
+        if len(payload) <= wire.CHUNK_BYTES:
+            out.append(wire.frame(kind, 0, payload))
+        else:
+            self._encode_singly(kind, items, out)
+
+    def _encode_singly(self, kind: FrameKind, items: list[tuple[int, Any]], out: list[bytes]) -> None:
+        """A batch that is too long or holds something that does not encode: look at each item."""
+        batch: list[tuple[int, msgspec.Raw]] = []
+        batch_bytes = 0
+        for stream_id, item in items:
+            stream = self._served.get(stream_id)
+            if stream is None or stream.closed:
+                continue
+            if stream.bulk:
+                stream.put_back(item)
+                continue
+            try:
+                encoded = wire.encode(item)
+                self._check_size("an item", len(encoded))
+            except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+                stream.fail(KvoltError(f"the handler yielded what cannot be encoded: {error}"))
+                continue
+            except PayloadTooLarge as error:
+                stream.fail(error)
+                continue
+            if len(encoded) > wire.CHUNK_BYTES:
+                stream.bulk = True
+                self._bulk.add(stream_id, encoded)
+                continue
+            if batch_bytes + len(encoded) > wire.CHUNK_BYTES:
+                out.append(wire.frame(kind, 0, wire.encode(batch)))
+                batch, batch_bytes = [], 0
+            batch.append((stream_id, msgspec.Raw(encoded)))
+            batch_bytes += len(encoded) + 8
+        if batch:
+            out.append(wire.frame(kind, 0, wire.encode(batch)))
+
+    def _encode_ends(self, out: list[bytes]) -> None:
+        ends, self._refused = self._refused, []
+        for stream in self._ends:
+            if stream.closed or stream.has_backlog:
+                continue  # gone, or something of it turned out to be long: its end comes after that
+            stream.mark_closed()
+            self._served.pop(stream.id, None)
+            self._forget(stream.id)
+            ends.append((stream.id, stream.end_info))
+            self.stats.served_ended["ok" if stream.end_info is None else stream.end_info.code] += 1
+        self._ends = []
+        for start in range(0, len(ends), _ITEMS_PER_FRAME):
+            out.append(wire.frame(FrameKind.ENDS, 0, wire.encode(ends[start : start + _ITEMS_PER_FRAME])))
+
+    def _check_size(self, what: str, size_bytes: int) -> None:
+        limit = self.peer.max_message_bytes if self.peer else self._limits.max_message_bytes
+        if size_bytes > limit:
+            raise PayloadTooLarge(
+                f"{what} of {size_bytes} bytes is over the limit of {limit}",
+                limit_bytes=limit,
+                size_bytes=size_bytes,
+            )
+
+    def _forget(self, stream_id: int) -> None:
+        """A stream is over: nothing of it waits, arrives or leaves any more."""
+        self._credits.pop(stream_id, None)
+        self._held.pop(stream_id, None)
+        self._opening.pop(stream_id, None)
+        self._arriving.drop(stream_id)
+        if self._bulk:
+            self._bulk.drop(stream_id)
+
+    # --- receiving
+
+    def receive(self, data: bytes) -> None:
+        """Take bytes from the peer. ProtocolError means: send `refusal`, close, and `close` this session."""
+        frames = self._decoder.feed(data)
+        self.stats.frames_in += len(frames)
+        for kind, stream_id, payload in frames:
+            try:
+                self._handle(kind, stream_id, payload)
+            except msgspec.MsgspecError as error:
+                name = FrameKind(kind).name
+                raise ProtocolError(f"a {name} frame does not decode: {error}", rule="payload") from error
+
+    def refusal(self, error: KvoltError) -> bytes:
+        """A last frame that tells the peer why the connection is closed."""
+        return wire.frame(FrameKind.REFUSE, 0, wire.encode(to_info(error)))
+
+    def _handle(self, kind: int, stream_id: int, payload: bytes) -> None:
+        if self.peer is None:
+            self._greet(kind, payload)
+            return
+        if kind == FrameKind.DELTAS:
+            calls = self._calls
+            deltas = wire.decode_deltas(payload)
+            self.stats.items_in += len(deltas)
+            for target, delta in deltas:
+                call = calls.get(target)
+                if call is not None:  # else cancelled while this was on its way
+                    call.accept(delta)
+            return
+        match kind:
+            case FrameKind.ITEMS:
+                items = wire.decode_items(payload)
+                self.stats.items_in += len(items)
+                for target, raw in items:
+                    call = self._calls.get(target)
+                    if call is not None:
+                        call.accept_raw(raw)
+            case FrameKind.CHUNK:
+                self._on_chunk(stream_id, payload)
+            case FrameKind.OPEN:
+                self._on_open(stream_id, wire.decode_open(payload))
+            case FrameKind.ENDS:
+                for target, info in wire.decode_ends(payload):
+                    call = self._calls.pop(target, None)
+                    if call is not None:
+                        self._forget(target)
+                        error = None if info is None else from_info(info)
+                        self.stats.calls_ended[outcome(error)] += 1
+                        call.finish(error)
+            case FrameKind.CANCEL:
+                stream = self._served.pop(stream_id, None)
+                self._forget(stream_id)
+                if stream is not None:
+                    self.stats.served_ended["cancelled"] += 1
+                    stream.give_up(Cancelled("the caller cancelled"))
+            case FrameKind.CREDIT:
+                self._on_credit(wire.decode_credit(payload))
+            case FrameKind.PING:
+                pass  # that bytes came is all it says
+            case FrameKind.GOAWAY:
+                self.peer_going_away = True
+                self._host.on_goaway()
+            case FrameKind.REFUSE:
+                raise _refused(payload)
+            case _:
+                raise ProtocolError("a second hello", rule="hello")
+
+    def _greet(self, kind: int, payload: bytes) -> None:
+        if kind == FrameKind.REFUSE:
+            raise _refused(payload)
+        if kind != FrameKind.HELLO:
+            raise ProtocolError("the first frame is not a hello", rule="hello")
+        hello = wire.decode_hello(payload)
+        ours = self._hello.versions
+        version = wire.negotiate(ours, hello.versions)
+        if version is None:
+            raise VersionMismatch(
+                f"no common protocol version: one side speaks {list(ours)}, the other {list(hello.versions)}; "
+                "upgrade the older one",
+                ours=str(list(ours)),
+                theirs=str(list(hello.versions)),
+            )
+        if hello.max_frame_bytes < wire.MIN_FRAME_LIMIT_BYTES:
+            raise ProtocolError("the peer's frame limit is below the chunk size", rule="hello")
+        self.version = version
+        self.peer = hello
+        self._host.on_hello(hello)
+        self._host.wake()
+
+    def _on_open(self, stream_id: int, opening: wire.Open) -> None:
+        if stream_id % 2 != self._peer_parity or stream_id <= self._last_peer_id:
+            raise ProtocolError(f"stream id {stream_id} is not the peer's next", rule="stream_id")
+        if opening.window < 1:
+            raise ProtocolError("a stream without a window", rule="window")
+        self._last_peer_id = stream_id
+        limit = self._limits.max_streams
+        if self.going_away:
+            self._refuse(stream_id, Unavailable("the process is going away", reason="draining"))
+        elif len(self._served) + len(self._opening) >= limit:
+            self._refuse(
+                stream_id, Overloaded("too many streams on one connection", queue="streams", limit=limit)
+            )
+        elif opening.chunked:
+            self._opening[stream_id] = opening
+        else:
+            self._serve(stream_id, opening, opening.body)
+
+    def _refuse(self, stream_id: int, error: KvoltError) -> None:
+        self._refused.append((stream_id, to_info(error)))
+        self._host.wake()
+
+    def _serve(self, stream_id: int, opening: wire.Open, body: bytes | msgspec.Raw) -> None:
+        stream = self._served[stream_id] = ServedStream(self, stream_id, opening, body)
+        self._host.on_open(stream)
+
+    def _on_chunk(self, stream_id: int, payload: bytes) -> None:
+        opening = self._opening.get(stream_id)
+        call = self._calls.get(stream_id)
+        if opening is None and call is None:
+            return  # cancelled, refused or over: let the rest of it pass
+        message = self._arriving.add(stream_id, payload)
+        if message is None:
+            return
+        if opening is not None:
+            del self._opening[stream_id]
+            self._serve(stream_id, opening, message)
+        elif call is not None:
+            self.stats.items_in += 1
+            call.accept_raw(message)
+
+    def _on_credit(self, credits: list[tuple[int, int]]) -> None:
+        for stream_id, num_items in credits:
+            if num_items < 1:
+                raise ProtocolError("credit must be positive", rule="credit")
+            stream = self._served.get(stream_id)
+            if stream is not None:
+                stream.add_credit(num_items)
+
+
+def _refused(payload: bytes) -> ProtocolError:
+    error = from_info(wire.decode_error(payload))
+    return error if isinstance(error, ProtocolError) else ProtocolError(error.message, rule="refused")

@@ -1,0 +1,314 @@
+"""The config tree: every setting of kvolt with its type, limits, default and one line of help.
+
+Flags, environment names, `kvolt config` and the checks of a config file are all derived from these
+classes, so a setting is added here and nowhere else. This module must not know where values come
+from: it reads no file and no environment.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, inspect
+
+MIB = 1024 * 1024
+_WEEK_S = 7 * 24 * 3600
+
+Name = Annotated[
+    str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]*\Z", extra={"expects": "letters, digits, - and _"})
+]
+Text = Annotated[str, Meta(min_length=1)]
+Host = Annotated[str, Meta(min_length=1, extra={"metavar": "HOST"})]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+Seconds = Annotated[float, Meta(gt=0, le=_WEEK_S)]
+Grace = Annotated[float, Meta(ge=0, le=_WEEK_S)]
+Bytes = Annotated[int, Meta(ge=1024, le=16 * 1024 * MIB)]
+Role = Literal["aggregated", "prefill", "decode", "encode"]
+
+_ADDRESS = {"address": True, "metavar": "HOST:PORT"}
+_PATH = {"path": True, "metavar": "DIR"}
+
+
+class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How this process starts, listens and stops."""
+
+    host: Annotated[Host, Meta(description="Address the request plane listens on.")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="Port of the request plane; 0 takes any free one.")] = 0
+    advertise: Annotated[
+        Text | None,
+        Meta(description="Address at which other machines reach this one; runtime.host if not set."),
+    ] = None
+    start_timeout_s: Annotated[
+        Seconds, Meta(description="A process not ready after this long is given up.")
+    ] = 30.0
+    drain_timeout_s: Annotated[
+        Grace, Meta(description="Time that running requests get to finish when a process stops.")
+    ] = 30.0
+
+
+class DiscoverySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How processes find each other."""
+
+    kind: Annotated[
+        Literal["mem", "file", "join"],
+        Meta(
+            description="mem: this process only; file: this machine; join: a join server on another machine."
+        ),
+    ] = "file"
+    path: Annotated[
+        Text | None,
+        Meta(
+            description="Directory that the processes of one machine share; per user if not set.", extra=_PATH
+        ),
+    ] = None
+    join: Annotated[
+        Text | None,
+        Meta(
+            description="Join server to register with; setting it makes discovery.kind join.", extra=_ADDRESS
+        ),
+    ] = None
+    join_listen: Annotated[
+        Text | None, Meta(description="Serve discovery to other machines on this address.", extra=_ADDRESS)
+    ] = None
+    ttl_s: Annotated[Seconds, Meta(description="A process silent for this long is taken off the list.")] = 5.0
+    poll_s: Annotated[Seconds, Meta(description="How often file discovery looks for changes.")] = 0.25
+
+
+class PlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The request plane: calls and their streams between processes."""
+
+    connect_timeout_s: Annotated[Seconds, Meta(description="Limit for opening a connection.")] = 5.0
+    first_response_timeout_s: Annotated[Seconds, Meta(description="Limit until a call's first response.")] = (
+        60.0
+    )
+    between_responses_timeout_s: Annotated[Seconds, Meta(description="Limit between a call's responses.")] = (
+        30.0
+    )
+    total_timeout_s: Annotated[Seconds, Meta(description="Limit for a whole call.")] = 600.0
+    heartbeat_s: Annotated[Seconds, Meta(description="How often an idle connection says that it lives.")] = (
+        1.0
+    )
+    dead_after_s: Annotated[Seconds, Meta(description="A connection silent for this long is lost.")] = 3.0
+    max_frame_bytes: Annotated[Bytes, Meta(description="Largest frame on the wire.")] = MIB
+    max_message_bytes: Annotated[Bytes, Meta(description="Largest message, in however many frames.")] = (
+        64 * MIB
+    )
+    window_items: Annotated[
+        Count, Meta(description="Responses a stream may have unread before deltas merge.")
+    ] = 256
+    max_streams: Annotated[Count, Meta(description="Open streams per connection.")] = 20_000
+
+
+class EventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The event plane: KV events and load figures."""
+
+    kind: Annotated[
+        Literal["mem", "zmq"],
+        Meta(description="mem: this process only; zmq: between processes and machines."),
+    ] = "zmq"
+    host: Annotated[Host, Meta(description="Address that events are published on.")] = "127.0.0.1"
+    queue_limit: Annotated[
+        Count, Meta(description="Events held for a slow reader before the oldest drop.")
+    ] = 10_000
+
+
+class AdminSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The admin port of each process: health, metrics, state."""
+
+    host: Annotated[Host, Meta(description="Address the admin port listens on.")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="Admin port; 0 takes any free one.")] = 0
+    enabled: Annotated[bool, Meta(description="Whether there is an admin port at all.")] = True
+
+
+class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is logged, and how."""
+
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="Least important level that is logged."),
+    ] = "info"
+    format: Annotated[
+        Literal["auto", "human", "json"], Meta(description="auto: human on a terminal, json elsewhere.")
+    ] = "auto"
+
+
+class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP edge that clients talk to."""
+
+    host: Annotated[Host, Meta(description="Address the HTTP API listens on.")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="Port of the HTTP API; 0 takes any free one.")] = 8000
+    max_body_bytes: Annotated[Bytes, Meta(description="Largest request body.")] = 16 * MIB
+    request_timeout_s: Annotated[Seconds, Meta(description="Limit for one request, queueing included.")] = (
+        600.0
+    )
+
+
+class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kvolt serve`, which starts the other processes and keeps them alive."""
+
+    log_dir: Annotated[
+        Text | None,
+        Meta(
+            description="Directory for the processes' logs; beside the discovery directory if not set.",
+            extra=_PATH,
+        ),
+    ] = None
+    restart_backoff_s: Annotated[Seconds, Meta(description="Wait before the first restart of a process.")] = (
+        0.5
+    )
+    restart_backoff_max_s: Annotated[Seconds, Meta(description="Longest wait between restarts.")] = 30.0
+    stop_timeout_s: Annotated[Grace, Meta(description="Wait for a process to stop before it is killed.")] = (
+        10.0
+    )
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One `[[workers]]` entry: `count` equal processes."""
+
+    name: Annotated[Name, Meta(description="Name of this group, in logs and in `kvolt status`.")] = "worker"
+    role: Annotated[Role, Meta(description="What these workers do.")] = "aggregated"
+    engine: Annotated[Text, Meta(description="What computes.")] = "sim"
+    model: Annotated[Text, Meta(description="Model that is served.")] = "sim-tiny"
+    count: Annotated[int, Meta(ge=0, le=4096, description="How many processes.")] = 1
+    devices: Annotated[list[str], Meta(description="Devices that each process may use, by index or id.")] = []
+    args: Annotated[
+        dict[str, Any],
+        Meta(
+            description="Arguments of the engine, checked by the engine.",
+            extra={"expects": "a table without dates"},
+        ),
+    ] = {}
+
+
+def _default_workers() -> list[WorkerSettings]:
+    return [WorkerSettings(count=2)]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole tree."""
+
+    namespace: Annotated[Name, Meta(description="Processes see each other only within one namespace.")] = (
+        "default"
+    )
+    runtime: RuntimeSettings = RuntimeSettings()
+    discovery: DiscoverySettings = DiscoverySettings()
+    plane: PlaneSettings = PlaneSettings()
+    events: EventsSettings = EventsSettings()
+    admin: AdminSettings = AdminSettings()
+    log: LogSettings = LogSettings()
+    frontend: FrontendSettings = FrontendSettings()
+    supervisor: SupervisorSettings = SupervisorSettings()
+    workers: list[WorkerSettings] = msgspec.field(default_factory=_default_workers)
+
+
+class Leaf(msgspec.Struct, frozen=True):
+    """One setting, as flags, environment, file checks and help need to know it."""
+
+    section: str | None
+    name: str
+    type: Any
+    default: Any
+    info: inspect.Type
+    description: str
+    extra: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.{self.name}" if self.section else self.name
+
+    @property
+    def env(self) -> str:
+        return "KVOLT_" + self.key.upper().replace(".", "_")
+
+    @property
+    def optional(self) -> bool:
+        return isinstance(self.info, inspect.UnionType)
+
+    @property
+    def expects(self) -> str:
+        """The values it takes, in words: `a whole number from 0 to 65535`."""
+        return str(self.extra.get("expects") or _in_words(self.info))
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return (
+            tuple(str(value) for value in self.info.values)
+            if isinstance(self.info, inspect.LiteralType)
+            else ()
+        )
+
+    @property
+    def metavar(self) -> str:
+        if self.choices:
+            return "{" + ",".join(self.choices) + "}"
+        units = {"s": "SECONDS", "bytes": "BYTES"}
+        fallback = "N" if isinstance(self.info, inspect.IntType) else "TEXT"
+        return str(self.extra.get("metavar") or units.get(self.name.rpartition("_")[2], fallback))
+
+
+@cache
+def leaves() -> dict[str, Leaf]:
+    """Every scalar setting by its dotted key, in the order of the tree. `workers` is not among them."""
+    found = [leaf for leaf in _leaves_of(Settings, None) if leaf.name not in (*sections(), "workers")]
+    for name, section in sections().items():
+        found += _leaves_of(section, name)
+    return {leaf.key: leaf for leaf in found}
+
+
+@cache
+def worker_leaves() -> dict[str, Leaf]:
+    """The fields of one `[[workers]]` entry by name."""
+    return {leaf.name: leaf for leaf in _leaves_of(WorkerSettings, None)}
+
+
+@cache
+def sections() -> dict[str, type[msgspec.Struct]]:
+    """The sections of the tree, by name."""
+    fields = msgspec.structs.fields(Settings)
+    return {field.name: field.type for field in fields if isinstance(field.type, type(msgspec.Struct))}
+
+
+def _leaves_of(struct: type[msgspec.Struct], section: str | None) -> list[Leaf]:
+    found = []
+    for field in msgspec.structs.fields(struct):
+        info = inspect.type_info(field.type)
+        meta = info if isinstance(info, inspect.Metadata) else inspect.Metadata(info)
+        found.append(
+            Leaf(
+                section=section,
+                name=field.name,
+                type=field.type,
+                default=field.default_factory() if field.default is msgspec.NODEFAULT else field.default,
+                info=meta.type,
+                description=(meta.extra_json_schema or {}).get("description", ""),
+                extra=meta.extra or {},
+            )
+        )
+    return found
+
+
+def _in_words(info: inspect.Type) -> str:
+    match info:
+        case inspect.LiteralType():
+            return "one of " + ", ".join(map(str, info.values))
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.IntType():
+            return f"a whole number from {info.ge} to {info.le}"
+        case inspect.FloatType() if info.gt is not None:
+            return f"a number above {info.gt:g}, at most {info.le:g}"
+        case inspect.FloatType():
+            return f"a number from {info.ge:g} to {info.le:g}"
+        case inspect.ListType():
+            return "a list of text"
+        case inspect.DictType():
+            return "a table"
+        case inspect.UnionType():
+            return _in_words(info.types[0])
+        case inspect.StrType() if info.min_length:
+            return "text that is not empty"
+        case _:
+            return "text"

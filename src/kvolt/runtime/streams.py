@@ -1,0 +1,253 @@
+"""The two ends of a stream, sans-I/O: the caller's, and the one that serves it.
+
+Credit is counted in items. A served stream without credit, or with a transport that is full, keeps
+items back: deltas merge (token boundaries kept), other items queue up to a bound; over it the
+stream ends with Overloaded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from kvolt.core.delta import Delta
+from kvolt.core.errors import ErrorInfo, InvalidRequest, KvoltError, Overloaded, ProtocolError, to_info
+from kvolt.runtime.wire import Open
+
+BACKLOG_ITEMS = 1024
+"""Items that do not merge which a stream without credit may keep back."""
+
+Decode = Callable[[bytes | msgspec.Raw], Any]
+
+
+class Sink(Protocol):
+    """Where a caller's stream delivers to. Called from the loop's read path: must not raise or block."""
+
+    def on_item(self, item: Any) -> None: ...
+
+    def on_end(self, error: KvoltError | None) -> None:
+        """Once, after the last item; not called after `CallerStream.cancel`."""
+        ...
+
+
+class CallerHost(Protocol):
+    """What a caller's stream needs of its session."""
+
+    def grant(self, stream_id: int, num_items: int) -> None: ...
+
+    def cancel_call(self, stream_id: int) -> None: ...
+
+
+class ServerHost(Protocol):
+    """What a served stream needs of its session."""
+
+    paused: bool
+
+    def queue_item(self, stream: ServedStream, item: Any) -> None: ...
+
+    def queue_end(self, stream: ServedStream) -> None: ...
+
+    def hold(self, stream: ServedStream) -> None: ...
+
+    def count_merge(self) -> None: ...
+
+
+class CallerStream:
+    """Our end of a stream that we opened."""
+
+    __slots__ = ("_decode", "_session", "_sink", "_unacknowledged", "_window", "_window_left", "ended", "id")
+
+    def __init__(self, session: CallerHost, stream_id: int, sink: Sink, decode: Decode, window: int) -> None:
+        self._session = session
+        self._sink = sink
+        self._decode = decode
+        self._window = window
+        self._window_left = window
+        self._unacknowledged = 0
+        self.id = stream_id
+        self.ended = False
+
+    def consumed(self, num_items: int) -> None:
+        """The reader took items: give credit for as many back, half a window at a time."""
+        self._unacknowledged += num_items
+        if self._unacknowledged * 2 >= self._window and not self.ended:
+            self._window_left += self._unacknowledged
+            self._session.grant(self.id, self._unacknowledged)
+            self._unacknowledged = 0
+
+    def cancel(self) -> None:
+        """Tell the peer to stop; nothing more is delivered, not even an end."""
+        if not self.ended:
+            self.ended = True
+            self._session.cancel_call(self.id)
+
+    def accept(self, item: Any) -> None:
+        if self._window_left <= 0:
+            raise ProtocolError(f"stream {self.id} sent more than its credit", rule="credit")
+        self._window_left -= 1
+        self._sink.on_item(item)
+
+    def accept_raw(self, raw: bytes | msgspec.Raw) -> None:
+        try:
+            item = self._decode(raw)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"stream {self.id}: an item does not decode: {error}", rule="item") from error
+        self.accept(item)
+
+    def finish(self, error: KvoltError | None) -> None:
+        self.ended = True
+        self._sink.on_end(error)
+
+
+class ServedStream:
+    """Our end of a stream that the peer opened: the request comes whole, answers go out one by one."""
+
+    __slots__ = (
+        "_backlog",
+        "_credit",
+        "_session",
+        "body",
+        "bulk",
+        "closed",
+        "context",
+        "deadline_s",
+        "end_info",
+        "ending",
+        "id",
+        "on_cancel",
+        "on_closed",
+        "on_writable",
+        "target",
+    )
+
+    def __init__(self, session: ServerHost, stream_id: int, opening: Open, body: bytes | msgspec.Raw) -> None:
+        self._session = session
+        self._credit = opening.window
+        self._backlog: deque[Any] | None = None
+        self.id = stream_id
+        self.target = opening.target
+        self.deadline_s = opening.deadline_s
+        self.context = opening.context
+        self.body = body
+        self.bulk = False
+        """A message of this stream is being sent in pieces; what follows waits for it."""
+        self.ending = False
+        """We have said the last word; some of it may still be kept back."""
+        self.closed = False
+        """Nothing more leaves: the peer has the end, or has given up, or is gone."""
+        self.end_info: ErrorInfo | None = None
+        self.on_cancel: Callable[[KvoltError], None] | None = None
+        """Called once when the peer gives up, the connection is lost, or the backlog overflows."""
+        self.on_writable: Callable[[], None] | None = None
+        """Called when `send` would go through again after items were kept back."""
+        self.on_closed: Callable[[], None] | None = None
+        """Called once when the stream is over, however it ended."""
+
+    @property
+    def writable(self) -> bool:
+        """Whether an item sent now would leave with the next frame."""
+        return self._credit > 0 and self._backlog is None and not self.bulk and not self._session.paused
+
+    @property
+    def has_backlog(self) -> bool:
+        return self._backlog is not None or self.bulk
+
+    def decode_body(self, decode: Decode) -> Any:
+        """The request, decoded once; its bytes are let go. InvalidRequest when they are not that."""
+        body, self.body = self.body, b""
+        try:
+            return decode(body)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"the request does not decode: {error}", param="body") from error
+
+    def send(self, item: Any) -> None:
+        """An item for the next frame. What is sent to a stream that has ended vanishes: its reader is gone."""
+        if self.ending or self.closed:
+            return
+        if self._credit > 0 and self._backlog is None and not self.bulk and not self._session.paused:
+            self._credit -= 1
+            self._session.queue_item(self, item)
+        else:
+            self._keep_back(item)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The last word; what is kept back goes first. A second end is ignored."""
+        if self.ending or self.closed:
+            return
+        self.ending = True
+        self.end_info = None if error is None else to_info(error)
+        if not self.has_backlog:
+            self._session.queue_end(self)
+
+    def put_back(self, item: Any) -> None:
+        """An item that had left the backlog but must wait behind a bulk message after all."""
+        self._credit += 1
+        if self._backlog is None:
+            self._backlog = deque()
+            self._session.hold(self)
+        self._backlog.append(item)
+
+    def add_credit(self, num_items: int) -> None:
+        self._credit += num_items
+        self.release()
+
+    def release(self) -> None:
+        """Let go of what was kept back, as far as credit and transport allow."""
+        backlog = self._backlog
+        while backlog and self._credit > 0 and not self.bulk and not self._session.paused:
+            self._credit -= 1
+            self._session.queue_item(self, backlog.popleft())
+        if backlog or self.bulk:
+            return
+        self._backlog = None
+        if self.ending:
+            self._session.queue_end(self)
+        elif self.on_writable is not None and self.writable:
+            self.on_writable()
+
+    def give_up(self, error: KvoltError) -> None:
+        """Nobody reads this any more: tell the producer, once."""
+        if self.closed:
+            return
+        self._backlog = None
+        self.body = b""
+        told, self.on_cancel = self.on_cancel, None
+        if told is not None and not self.ending:
+            told(error)
+        self.mark_closed()
+
+    def mark_closed(self) -> None:
+        self.closed = True
+        if self.on_closed is not None:
+            self.on_closed()
+            self.on_closed = None
+
+    def fail(self, error: KvoltError) -> None:
+        """End with an error in place of all that is kept back, and tell the producer."""
+        if self.ending or self.closed:
+            return
+        self._backlog = None
+        self.ending = True
+        self.end_info = to_info(error)
+        self._session.queue_end(self)
+        if self.on_cancel is not None:
+            self.on_cancel(error)
+
+    def _keep_back(self, item: Any) -> None:
+        backlog = self._backlog
+        if backlog is None:
+            backlog = self._backlog = deque()
+            self._session.hold(self)
+        if backlog and type(item) is Delta and type(backlog[-1]) is Delta:
+            merged = backlog[-1].merge(item)
+            if merged is not None:
+                backlog[-1] = merged
+                self._session.count_merge()
+                return
+        if len(backlog) >= BACKLOG_ITEMS:
+            self.fail(Overloaded("the reader is too slow", queue="stream_backlog", limit=BACKLOG_ITEMS))
+            return
+        backlog.append(item)

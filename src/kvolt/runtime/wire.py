@@ -1,0 +1,145 @@
+"""The request plane's bytes, sans-I/O: frames in, frames out.
+
+Every frame is a 9-byte header and a payload:
+
+    0        4      5          9
+    +--------+------+----------+---------------------+
+    | length | kind | stream   | payload (length B)  |     little-endian u32, u8, u32
+    +--------+------+----------+---------------------+
+
+Frames that carry things of many streams (DELTAS, ITEMS, ENDS, CREDIT) use stream 0. The header and
+the HELLO and REFUSE payloads never change, so that any two versions can at least refuse each other
+politely. Arbitrary bytes give a ProtocolError; the memory held is at most one frame.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from struct import Struct
+
+import msgspec
+
+from kvolt.core.delta import Delta
+from kvolt.core.errors import ErrorInfo, ProtocolError
+
+VERSIONS = (1,)
+"""Protocol versions that this build speaks, best first."""
+
+CHUNK_BYTES = 64 * 1024
+"""Largest payload that may stand between two deltas; longer messages go in pieces."""
+
+MIN_FRAME_LIMIT_BYTES = 2 * CHUNK_BYTES
+"""No peer may ask for smaller frames than a chunk with its envelope."""
+
+HEADER = Struct("<IBI")
+NIL = b"\xc0"
+
+
+class FrameKind(IntEnum):
+    HELLO = 1
+    REFUSE = 2
+    OPEN = 3
+    DELTAS = 4
+    ITEMS = 5
+    CHUNK = 6
+    ENDS = 7
+    CANCEL = 8
+    CREDIT = 9
+    PING = 10
+    GOAWAY = 11
+
+
+Frame = tuple[int, int, bytes]
+"""Kind, stream, payload."""
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """First frame in both directions. A map: later versions may add keys."""
+
+    versions: tuple[int, ...]
+    process: str
+    """Random id of the sending process."""
+    address: str | None = None
+    """Where the sender listens, so that the other side can call back over this connection."""
+    max_frame_bytes: int
+    max_message_bytes: int
+    heartbeat_s: float
+    software: str = ""
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True):
+    """Starts a stream. A chunked body follows in CHUNK frames; `body` is nil then."""
+
+    target: str
+    window: int
+    deadline_s: float | None
+    context: dict[str, str]
+    chunked: bool
+    body: msgspec.Raw
+
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+
+decode_hello = msgspec.msgpack.Decoder(Hello).decode
+decode_open = msgspec.msgpack.Decoder(Open).decode
+decode_deltas = msgspec.msgpack.Decoder(list[tuple[int, Delta]]).decode
+decode_items = msgspec.msgpack.Decoder(list[tuple[int, msgspec.Raw]]).decode
+decode_ends = msgspec.msgpack.Decoder(list[tuple[int, ErrorInfo | None]]).decode
+decode_credit = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
+decode_error = msgspec.msgpack.Decoder(ErrorInfo).decode
+
+_KINDS = frozenset(FrameKind)
+
+
+def frame(kind: FrameKind, stream: int, payload: bytes = b"") -> bytes:
+    return HEADER.pack(len(payload), kind, stream) + payload
+
+
+class FrameDecoder:
+    """Cuts a byte stream into frames. After an error it stays broken: the stream has lost its place."""
+
+    __slots__ = ("_broken", "_max_frame_bytes", "_rest")
+
+    def __init__(self, max_frame_bytes: int) -> None:
+        self._max_frame_bytes = max_frame_bytes
+        self._rest = b""
+        self._broken: ProtocolError | None = None
+
+    @property
+    def buffered_bytes(self) -> int:
+        return len(self._rest)
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Frames completed by `data`, in order."""
+        if self._broken is not None:
+            raise self._broken
+        if self._rest:
+            data = self._rest + data
+        frames: list[Frame] = []
+        position, end = 0, len(data)
+        header_size = HEADER.size
+        while end - position >= header_size:
+            length, kind, stream = HEADER.unpack_from(data, position)
+            if length > self._max_frame_bytes:
+                raise self._break("frame_size", f"a frame of {length} bytes is over {self._max_frame_bytes}")
+            if kind not in _KINDS:
+                raise self._break("frame_kind", f"frame kind {kind} is unknown")
+            body = position + header_size
+            position = body + length
+            if position > end:
+                position = body - header_size
+                break
+            frames.append((kind, stream, data[body:position]))
+        self._rest = data[position:] if position < end else b""
+        return frames
+
+    def _break(self, rule: str, text: str) -> ProtocolError:
+        self._rest = b""
+        self._broken = ProtocolError(text, rule=rule)
+        return self._broken
+
+
+def negotiate(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int | None:
+    """The best version both speak, or None."""
+    return max((version for version in ours if version in theirs), default=None)
