@@ -57,7 +57,9 @@ class ThreadBlocking:
         try:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
-            raise DeadlineExceeded("blocking call took too long", stage="blocking", after_s=timeout_s) from None
+            raise DeadlineExceeded(
+                "blocking call took too long", stage="blocking", after_s=timeout_s
+            ) from None
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

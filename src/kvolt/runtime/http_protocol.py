@@ -235,7 +235,7 @@ class RequestReader:
     def release(self) -> None:
         """Break the cycle between reader and parser, so that a closed connection is freed at once."""
         self.done = True
-        self._parser = None
+        del self._parser
 
     def _refuse_headers(self) -> None:
         self.refuse(431, f"headers are over {self._limits.max_header_bytes} bytes", "headers_too_large")

@@ -127,10 +127,10 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             **_context_fields(),
         }
-        extra = {f"{name}_" if name in line else name: value for name, value in _extra(record).items()}
         exception = _exception_text(self, record)
         if exception:
             line["exception"] = exception
+        extra = {f"{name}_" if name in line else name: value for name, value in _extra(record).items()}
         try:
             return json.dumps(line | extra, default=_plain_value, allow_nan=False)
         except (ValueError, TypeError, RecursionError):

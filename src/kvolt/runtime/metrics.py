@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from prometheus_client import (
@@ -26,7 +25,7 @@ from prometheus_client import (
 
 from kvolt.runtime.clock import Clock
 
-Child = TypeVar("Child", Counter, Gauge, Histogram)
+Child = TypeVar("Child", bound=Counter | Gauge | Histogram)
 
 _LAG_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _HTTP_BUCKETS_S = (
@@ -62,21 +61,12 @@ class ByLabel(dict[str, Child]):
         return child
 
 
-@dataclass(frozen=True, slots=True)
-class StreamMetrics:
-    """One side's streams: `active` now, and `ended` by outcome (ok, error, cancelled, lost, deadline)."""
-
-    active: Gauge
-    ended: ByLabel[Counter]
-
-
 class Metrics:
-    """The runtime's metrics; every family is prefixed `kvolt_`."""
+    """The runtime's metrics but for the request plane's, which `plane_metrics` reads off at each scrape."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         ProcessCollector(registry=registry)
-        self._request_plane()
         self._discovery()
         self._event_plane()
         self._http()
@@ -86,28 +76,6 @@ class Metrics:
             buckets=_LAG_BUCKETS_S,
             registry=registry,
         )
-
-    def _request_plane(self) -> None:
-        connections = self._gauge("connections", "Open request plane connections", "direction")
-        self.connections_in = connections.labels("in")
-        self.connections_out = connections.labels("out")
-        connects = self._counter("connects", "Attempts to connect", "outcome")
-        self.connects: ByLabel[Counter] = ByLabel(connects.labels)
-        losses = self._counter("connection_losses", "Connections that ended", "reason")
-        self.connection_losses: ByLabel[Counter] = ByLabel(losses.labels)
-        active = self._gauge("streams_active", "Streams open now", "side")
-        ended = self._counter("streams", "Streams that ended", "side", "outcome")
-        self.client_streams = _streams(active, ended, "client")
-        self.server_streams = _streams(active, ended, "server")
-        num_bytes = self._counter("bytes", "Bytes moved by the request plane", "direction")
-        self.bytes_in = num_bytes.labels("in")
-        self.bytes_out = num_bytes.labels("out")
-        frames = self._counter("frames", "Frames moved by the request plane", "direction", "kind")
-        self.frames_in: ByLabel[Counter] = ByLabel(lambda kind: frames.labels("in", kind))
-        self.frames_out: ByLabel[Counter] = ByLabel(lambda kind: frames.labels("out", kind))
-        self.send_queue_depth = self._gauge("send_queue_depth", "Frames that wait to be written")
-        self.refused_versions = self._counter("refused_versions", "Peers that share no protocol version")
-        self.heartbeat_timeouts = self._counter("heartbeat_timeouts", "Peers that stopped answering")
 
     def _discovery(self) -> None:
         state = self._gauge(
@@ -134,24 +102,6 @@ class Metrics:
             registry=self.registry,
         )
 
-    # the request plane's own words, per tick or per connection
-
-    def bytes_sent(self, num_bytes: int) -> None:
-        self.bytes_out.inc(num_bytes)
-
-    def bytes_received(self, num_bytes: int) -> None:
-        self.bytes_in.inc(num_bytes)
-
-    def connection_opened(self, dialer: bool) -> None:
-        (self.connections_out if dialer else self.connections_in).inc()
-
-    def connection_closed(self, dialer: bool, reason: str) -> None:
-        (self.connections_out if dialer else self.connections_in).dec()
-        self.connection_losses[reason].inc()
-
-    def version_refused(self) -> None:
-        self.refused_versions.inc()
-
     def http_observer(self, server: str) -> Callable[[str, int, float], None]:
         """What `HttpServer` calls with (method, status, seconds). The parser bounds the set of methods."""
         requests = self._http_requests
@@ -176,10 +126,6 @@ class Metrics:
 
     def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
         return Gauge(f"kvolt_{name}", help_text, labels, registry=self.registry)
-
-
-def _streams(active: Gauge, ended: Counter, side: str) -> StreamMetrics:
-    return StreamMetrics(active.labels(side), ByLabel(lambda outcome: ended.labels(side, outcome)))
 
 
 class LoopLag:

@@ -43,7 +43,9 @@ def split_address(address: str) -> tuple[str, int]:
     """`host:port` or `[v6]:port` as a pair; ConfigError names the remedy when it is neither."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{address!r} is not an address", remedy="write HOST:PORT, for example 127.0.0.1:7400")
+        raise ConfigError(
+            f"{address!r} is not an address", remedy="write HOST:PORT, for example 127.0.0.1:7400"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -108,7 +110,11 @@ def tune_socket(transport: asyncio.BaseTransport) -> None:
 def _listen_error(address: str, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         return ConfigError(
-            f"{address} is taken by another process", key="port", remedy="choose another port, or 0 for any free one"
+            f"{address} is taken by another process",
+            key="port",
+            remedy="choose another port, or 0 for any free one",
         )
     reason = error.strerror or str(error)
-    return ConfigError(f"cannot listen on {address}: {reason}", key="host", remedy="use an address of this machine")
+    return ConfigError(
+        f"cannot listen on {address}: {reason}", key="host", remedy="use an address of this machine"
+    )

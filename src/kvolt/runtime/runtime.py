@@ -27,6 +27,7 @@ from kvolt.runtime.events import EventPlane
 from kvolt.runtime.health import Health, State
 from kvolt.runtime.network import Network
 from kvolt.runtime.server import EndpointServer, Handler, StreamHandler, decoder
+from kvolt.runtime.stop import graceful_stop
 from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)
@@ -146,16 +147,20 @@ class Runtime:
                 await asyncio.sleep(_RETRY_S)
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Stop accepting, finish what runs up to the deadline, cancel the rest, leave discovery."""
+        """Stop accepting, finish what runs up to the deadline, cancel the rest, leave discovery. Safe to repeat."""
+        if self._crew.closed:
+            return
+        await graceful_stop(self._stop_accepting, self._drain_served, self._cancel, drain_s)
+
+    async def _stop_accepting(self) -> None:
         for served in self._served.values():
             await self._set_state(served, InstanceState.DRAINING)
-        if drain_s > 0 and self.server.num_active:
-            log.info("draining %d streams for up to %g s", self.server.num_active, drain_s)
-            try:
-                async with asyncio.timeout(drain_s):
-                    await self.server.drain()
-            except TimeoutError:
-                log.warning("%d streams did not end in time and are cancelled", self.server.num_active)
+
+    async def _drain_served(self) -> None:
+        for endpoint in list(self._served):
+            await self.server.drain(endpoint)
+
+    async def _cancel(self) -> None:
         await self.connections.stop_listening()
         self.connections.go_away()
         await self.server.close()
@@ -178,7 +183,7 @@ class Runtime:
         self, endpoint: EndpointAddress, handler: StreamHandler, info: Any = None
     ) -> Instance:
         """Serve an endpoint with a handler that gets the streams themselves; registers it."""
-        assert self._lease is not None and self.connections.address is not None, "start() first"
+        assert self.connections.address is not None, "start() first"
         instance = Instance(
             id=InstanceId(new_id(self.ports.rng)),
             endpoint=endpoint,
@@ -239,8 +244,7 @@ class Runtime:
             await self._set_state(served, InstanceState.DRAINING)
         try:
             async with asyncio.timeout(timeout_s):
-                for endpoint in list(self._served):
-                    await self.server.drain(endpoint)
+                await self._drain_served()
         except TimeoutError:
             pass
 

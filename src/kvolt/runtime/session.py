@@ -112,10 +112,6 @@ class Session:
     def has_bulk(self) -> bool:
         return bool(self._bulk)
 
-    @property
-    def has_bulk(self) -> bool:
-        return bool(self._bulk)
-
     # --- calling
 
     def open(

@@ -1,0 +1,82 @@
+"""What `kvolt status` and `kvolt top` know of a running cluster: discovery, then each process itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from kvolt.cli.process import make_ports, process_options
+from kvolt.core.errors import KvoltError
+from kvolt.runtime.address import INSTANCES, Instance, decode_instance
+from kvolt.runtime.call import Deadlines
+from kvolt.runtime.client import Destination, open_stream
+from kvolt.runtime.clock import ThreadBlocking
+from kvolt.runtime.connections import Connections
+from kvolt.runtime.discovery import Discovery
+from kvolt.runtime.metrics import Metrics
+from kvolt.runtime.runtime import STATUS_ENDPOINT, ProcessStatus
+from kvolt.runtime.server import EndpointServer
+from kvolt.runtime.settings import Settings
+
+_LIMITS = Deadlines(connect_s=2.0, first_s=2.0, between_s=2.0, total_s=3.0)
+_decode_status = msgspec.msgpack.Decoder(ProcessStatus).decode
+
+
+class ProcessView(msgspec.Struct, frozen=True):
+    """One process as seen from outside."""
+
+    name: str
+    address: str
+    admin: str | None
+    status: ProcessStatus | None
+    problem: str = ""
+    """Why there is no status."""
+
+
+class Cluster:
+    """A visitor: looks, and registers nothing."""
+
+    def __init__(self, discovery: Discovery, connections: Connections, namespace: str) -> None:
+        self._discovery = discovery
+        self._connections = connections
+        self._namespace = namespace
+
+    async def look(self) -> list[ProcessView]:
+        """Every registered process with its own account of itself, by name. May raise DiscoveryLost."""
+        content = await self._discovery.get_prefix(f"{INSTANCES}{self._namespace}/")
+        processes: dict[str, Instance] = {}
+        for value in content.values():
+            instance = decode_instance(value)
+            if instance is not None:
+                processes.setdefault(instance.address, instance)
+        views = await asyncio.gather(*(self._ask(instance) for instance in processes.values()))
+        return sorted(views, key=lambda view: (view.name, view.address))
+
+    async def _ask(self, instance: Instance) -> ProcessView:
+        try:
+            to = Destination(instance.address, STATUS_ENDPOINT)
+            async with await open_stream(self._connections, to, None, _LIMITS, _decode_status) as stream:
+                status = await anext(stream)
+            return ProcessView(instance.process, instance.address, instance.admin, status)
+        except KvoltError as error:
+            return ProcessView(instance.process, instance.address, instance.admin, None, error.message)
+
+
+@asynccontextmanager
+async def visit(settings: Settings) -> AsyncIterator[Cluster]:
+    blocking = ThreadBlocking()
+    ports = make_ports(settings, Metrics(CollectorRegistry()), blocking)
+    server = EndpointServer()
+    options = process_options(settings, "visitor").connection
+    connections = Connections(ports.network, options, "visitor", server.on_open)
+    discovery = ports.discovery(connections)
+    try:
+        yield Cluster(discovery, connections, settings.namespace)
+    finally:
+        await discovery.close()
+        await connections.close()
+        blocking.close()

@@ -1,0 +1,143 @@
+"""The `kvolt` command: picks the verb, loads the config, turns errors into one line and an exit code.
+
+A verb is a module with `HELP`, `configure(parser)` and `run(args, loaded)`. It is imported when it is
+chosen and not before, so that help stays fast. A (sub-)verb that must work with a broken config puts a
+function of the arguments alone into its parser's defaults as `without_config`.
+
+Exit codes: 0 done, 1 failed, 2 wrong command or config, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvolt import __version__
+from kvolt.core.errors import ConfigError, KvoltError
+
+_ALL = ("runtime", "discovery", "plane", "events", "admin", "log", "frontend", "supervisor")
+_PROCESS = ("runtime", "discovery", "plane", "events", "admin", "log")
+_VISITOR = ("discovery", "plane", "log")
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One verb: its module, help line and group; the section of its short flags, the sections it uses.
+
+    A verb without sections gets no settings flags: its sub-verbs add their own.
+    """
+
+    module: str
+    help: str
+    group: str
+    home: str | None = None
+    sections: tuple[str, ...] = ()
+
+
+VERBS: dict[str, Verb] = {
+    "serve": Verb(
+        "kvolt.cli.serve", "frontend and workers on this machine, kept alive", "start", "frontend", _ALL
+    ),
+    "frontend": Verb(
+        "kvolt.cli.frontend", "only the OpenAI-compatible HTTP edge", "start", "frontend", _PROCESS
+    ),
+    "worker": Verb(
+        "kvolt.cli.worker", "only one worker, here or joined to another machine", "start", None, _PROCESS
+    ),
+    "status": Verb("kvolt.cli.status", "what is running, and is it ready", "look", None, _VISITOR),
+    "top": Verb("kvolt.cli.top", "live load, latency and cache hits", "look", None, _VISITOR),
+    "doctor": Verb(
+        "kvolt.cli.doctor", "what this machine has, what it lacks, what to do", "look", "frontend", _ALL
+    ),
+    "config": Verb("kvolt.cli.config", "settings: values, origins, checks, names", "look"),
+}
+
+_GROUPS = {"start": "Start", "look": "Look"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except KvoltError as error:
+        remedy = error.fields.get("remedy")
+        print(f"kvolt: {error.message}" + (f" ({remedy})" if remedy else ""), file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted; without this the interpreter complains at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _dispatch(argv: list[str]) -> int:
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:], "--help"]
+    if not argv or argv[0] in ("-h", "--help"):
+        print(help_text())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"kvolt {__version__}")
+        return 0
+    if argv[0].startswith("-"):
+        raise ConfigError(f"{argv[0]} comes before a verb", key="verb", remedy="write `kvolt VERB FLAGS`")
+    return _run_verb(argv[0], argv[1:])
+
+
+def _run_verb(name: str, argv: list[str]) -> int:
+    from kvolt.cli import flags
+    from kvolt.runtime.config import load, nearest
+
+    verb = VERBS.get(name)
+    if verb is None:
+        raise ConfigError(
+            f"unknown verb {name}" + nearest(name, VERBS), key="verb", remedy="see `kvolt --help`"
+        )
+    module = importlib.import_module(verb.module)
+    parser = flags.Parser(prog=f"kvolt {name}", description=module.HELP.strip())
+    module.configure(parser)
+    if verb.sections:
+        flags.add_settings(parser, verb.home, verb.sections)
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # --help was printed
+        return stop.code if isinstance(stop.code, int) else 0
+    without_config = getattr(args, "without_config", None)
+    if without_config is not None:
+        return int(without_config(args))
+    loaded = load(
+        environ=os.environ,
+        cwd=Path.cwd(),
+        file=getattr(args, "config", None),
+        overrides=flags.given_overrides(args),
+    )
+    return int(module.run(args, loaded))
+
+
+def help_text() -> str:
+    lines = [
+        "kvolt serves large language models across many machines: an OpenAI-compatible frontend,",
+        "a router that knows who holds which KV cache, and workers that can be scaled apart.",
+        "",
+        "Begin with:",
+        "  kvolt doctor            is this machine ready?",
+        "  kvolt serve             a frontend and two simulated workers on http://127.0.0.1:8000",
+        "  kvolt status            what is running now",
+    ]
+    for group, title in _GROUPS.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  {name:<10}{verb.help}" for name, verb in VERBS.items() if verb.group == group]
+    lines += [
+        "",
+        "Next:",
+        "  kvolt VERB --help       examples and all flags of a verb",
+        "  kvolt config env        every setting; each is also a key of kvolt.toml and a flag",
+        "  kvolt --version",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,240 @@
+"""Runs one kvolt process: fills the ports from the settings, starts, waits for a signal, stops in order.
+
+Every verb that starts a process comes through here, so all of them log, count, register and stop alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from kvolt.core.errors import ConfigError
+from kvolt.runtime.admin import AdminServer
+from kvolt.runtime.call import Deadlines
+from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
+from kvolt.runtime.connection import ConnectionOptions
+from kvolt.runtime.connections import Connections
+from kvolt.runtime.discovery import Discovery
+from kvolt.runtime.discovery_file import FileDiscovery
+from kvolt.runtime.discovery_join import JoinDiscovery
+from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
+from kvolt.runtime.events import EventPlane
+from kvolt.runtime.events_mem import EventCounters, MemBus, MemEvents
+from kvolt.runtime.events_zmq import ZmqEvents, ZmqOptions
+from kvolt.runtime.join_server import JoinServer
+from kvolt.runtime.logs import setup_logs
+from kvolt.runtime.metrics import LoopLag, Metrics
+from kvolt.runtime.network import SocketNetwork, join_address, split_address
+from kvolt.runtime.plane_metrics import PlaneCollector
+from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
+from kvolt.runtime.session import SessionLimits
+from kvolt.runtime.settings import Settings
+from kvolt.runtime.stop import StopSignal
+from kvolt.runtime.tasks import Scope
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+Body = Callable[["Process"], Awaitable[None]]
+Stopper = Callable[[float], Awaitable[None]]
+
+
+class Process:
+    """A started process: its runtime, its settings, and what to do when it stops."""
+
+    def __init__(self, settings: Settings, runtime: Runtime, metrics: Metrics) -> None:
+        self.settings = settings
+        self.runtime = runtime
+        self.metrics = metrics
+        self._stoppers: list[Stopper] = []
+
+    def before_close(self, stopper: Stopper) -> None:
+        """Await `stopper(drain_s)` first thing when the process stops; the last one added goes first."""
+        self._stoppers.append(stopper)
+
+    async def close(self, drain_s: float) -> None:
+        while self._stoppers:
+            await self._stoppers.pop()(drain_s)
+        await self.runtime.close(drain_s)
+
+
+def run_loop(main: Callable[[], Awaitable[int]]) -> int:
+    """Run to the end on the fastest loop there is."""
+
+    async def entry() -> int:
+        return await main()
+
+    if sys.platform == "win32":
+        return asyncio.run(entry())
+    import uvloop
+
+    return uvloop.run(entry())
+
+
+def run_process(settings: Settings, name: str, body: Body) -> int:
+    """One process from start to exit code. `body` returns when the process should stop."""
+    clock = SystemClock()
+    setup_logs(settings.log.level, settings.log.format, name, sys.stderr, clock)
+
+    async def main() -> int:
+        stop = StopSignal()
+        stop.install()
+        async with running(settings, name) as process:
+            await _until_stopped(process, body, stop)
+        return 0
+
+    return run_loop(main)
+
+
+async def _until_stopped(process: Process, body: Body, stop: StopSignal) -> None:
+    """Run the body until it ends or a signal comes. After a signal the body goes on while the rest drains."""
+
+    async def run_body() -> None:
+        await body(process)
+        scope.cancel()
+
+    async def watch() -> None:
+        await stop.wait()
+        await process.close(process.settings.runtime.drain_timeout_s)
+        scope.cancel()
+
+    async with Scope("process") as scope:
+        scope.start(watch(), "stop")
+        scope.start(LoopLag(process.runtime.ports.clock, process.metrics.loop_lag).run(), "loop-lag")
+        scope.start(run_body(), "body")
+
+
+@asynccontextmanager
+async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
+    """The runtime of a process with its admin server, closed in order at the end."""
+    metrics = Metrics(CollectorRegistry())
+    blocking = ThreadBlocking()
+    runtime = Runtime(make_ports(settings, metrics, blocking), process_options(settings, name))
+    process = Process(settings, runtime, metrics)
+    metrics.registry.register(PlaneCollector(runtime.connections))
+    admin = AdminServer(
+        runtime.ports.network,
+        runtime.ports.clock,
+        runtime.health,
+        metrics,
+        runtime,
+        settings.runtime.drain_timeout_s,
+    )
+    join: JoinServer | None = None
+    try:
+        if settings.admin.enabled:
+            runtime.admin_address = await admin.start(join_address(settings.admin.host, settings.admin.port))
+        if settings.discovery.join_listen is not None:
+            join = JoinServer(runtime.discovery, runtime.ports.clock, settle_s=2 * settings.discovery.ttl_s)
+            join.add_to(runtime.server)
+        await runtime.start()
+        if settings.discovery.join_listen is not None:
+            await runtime.connections.listen(settings.discovery.join_listen)
+        yield process
+    finally:
+        await process.close(0.0)
+        if join is not None:
+            await join.close()
+        await admin.close()
+        blocking.close()
+
+
+def process_options(settings: Settings, name: str) -> ProcessOptions:
+    plane = settings.plane
+    host = plane_host(settings)
+    return ProcessOptions(
+        name=name,
+        listen=join_address(host, settings.runtime.port),
+        advertise=settings.runtime.advertise,
+        lease_ttl_s=settings.discovery.ttl_s,
+        start_timeout_s=settings.runtime.start_timeout_s,
+        connection=ConnectionOptions(
+            heartbeat_s=plane.heartbeat_s,
+            dead_after_s=plane.dead_after_s,
+            limits=SessionLimits(
+                max_frame_bytes=plane.max_frame_bytes,
+                max_message_bytes=plane.max_message_bytes,
+                window_items=plane.window_items,
+                max_streams=plane.max_streams,
+            ),
+        ),
+        deadlines=Deadlines(
+            connect_s=plane.connect_timeout_s,
+            first_s=plane.first_response_timeout_s,
+            between_s=plane.between_responses_timeout_s,
+            total_s=plane.total_timeout_s,
+        ),
+    )
+
+
+def plane_host(settings: Settings) -> str:
+    """The address to listen on: as set, or, when joined to another machine, the one that faces it."""
+    host = settings.runtime.host
+    join = settings.discovery.join
+    if join is None or host not in _LOOPBACK:
+        return host
+    server, port = split_address(join)
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in server else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((server, port))  # sends nothing: it only asks the routing table
+            return str(probe.getsockname()[0])
+    except OSError:
+        return host
+
+
+def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -> Ports:
+    clock = SystemClock()
+    rng = random.Random(secrets.randbits(128))
+
+    def discovery(connections: Connections) -> Discovery:
+        kind = settings.discovery.kind
+
+        def on_state(connected: bool) -> None:
+            metrics.discovery_connected[kind].set(connected)
+            if not connected:
+                metrics.discovery_losses.inc()
+
+        match kind:
+            case "mem":
+                return MemDiscovery(MemStore(), clock, rng)
+            case "join":
+                address = settings.discovery.join
+                if address is None:
+                    raise ConfigError(
+                        "discovery.kind is join, but there is no address to join",
+                        key="discovery.join",
+                        remedy="give --join HOST:PORT",
+                    )
+                split_address(address)
+                return JoinDiscovery(connections, address, rng, on_state=on_state)
+            case _:
+                path = settings.discovery.path
+                assert path is not None, "the config loader sets it"
+                return FileDiscovery(path, clock, blocking, rng, settings.discovery.poll_s, on_state=on_state)
+
+    def events(found: Discovery) -> EventPlane:
+        counters = EventCounters(
+            published=lambda topic, number: metrics.events_published[topic].inc(number),
+            received=lambda topic, number: metrics.events_received[topic].inc(number),
+            missed=lambda topic, number: metrics.events_missed[topic].inc(number),
+        )
+        publisher = new_id(rng)
+        if settings.events.kind == "mem":
+            return MemEvents(MemBus(), publisher, counters)
+        advertise = settings.runtime.advertise
+        local = settings.events.host in _LOOPBACK
+        options = ZmqOptions(
+            namespace=settings.namespace,
+            host=plane_host(settings) if local else settings.events.host,
+            advertise_host=split_address(advertise)[0] if advertise else None,
+            lease_ttl_s=settings.discovery.ttl_s,
+        )
+        return ZmqEvents(options, publisher, found, counters)
+
+    return Ports(clock, rng, SocketNetwork(), blocking, discovery, events)

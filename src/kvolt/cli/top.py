@@ -1,0 +1,58 @@
+"""`kvolt top`: the live cluster, again and again."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from kvolt.cli.cluster import Cluster, visit
+from kvolt.cli.process import run_loop
+from kvolt.cli.status import console, table
+from kvolt.core.errors import DiscoveryLost
+from kvolt.runtime.config import LoadedConfig
+
+HELP = """
+Show the live cluster, refreshed until Ctrl-C.
+
+Examples:
+  kvolt top
+  kvolt top --interval 0.5
+  kvolt top --once               one picture, for scripts
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks")
+    parser.add_argument("--once", action="store_true", help="look once and end")
+
+
+def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
+    async def main() -> int:
+        screen = console()
+        async with visit(loaded.settings) as cluster:
+            picture = await _picture(cluster, loaded.settings.namespace)
+            if args.once:
+                screen.print(picture)
+                return 0
+            with Live(picture, console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
+                while True:
+                    await asyncio.sleep(max(args.interval, 0.1))
+                    live.update(await _picture(cluster, loaded.settings.namespace), refresh=True)
+
+    return run_loop(main)
+
+
+async def _picture(cluster: Cluster, namespace: str) -> Group:
+    try:
+        views = await cluster.look()
+    except DiscoveryLost as error:
+        return Group(Text(f"discovery does not answer: {error.message}", style="red"))
+    streams = sum(
+        endpoint.active_streams for view in views if view.status for endpoint in view.status.endpoints
+    )
+    title = Text(f"kvolt {namespace}: {len(views)} processes, {streams} streams   (Ctrl-C ends)")
+    return Group(title, Text(), table(views))

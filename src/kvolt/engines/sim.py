@@ -1,0 +1,241 @@
+"""The simulated engine: real scheduling and streaming, time from a step model, no computing.
+
+Continuous batching with chunked prefill under a token budget; a request is admitted when all the
+blocks it can ever need are free, so that it never has to be preempted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import msgspec
+import xxhash
+
+from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
+from kvolt.core.delta import Delta, FinishReason, StepOutput, Usage
+from kvolt.core.errors import InvalidRequest, Overloaded, Unsupported
+from kvolt.core.hashing import token_bytes
+from kvolt.core.ids import RequestId
+from kvolt.core.latency import LatencyModel
+from kvolt.core.load import StepStats, WorkerLoad
+from kvolt.core.request import Request
+from kvolt.engines.registry import EngineSpec
+from kvolt.engines.sim_model import next_token, sim_card
+
+
+class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Arguments of `engine = "sim"`. The default step model is a mid-size GPU with an 8B model."""
+
+    speed: float = 1.0
+    """Times faster than the step model says."""
+    block_size: int = 16
+    kv_blocks: int = 16_384
+    context_length: int = 32_768
+    max_num_seqs: int = 256
+    max_waiting: int = 4096
+    max_batch_tokens: int = 8192
+    latency: LatencyModel = LatencyModel(
+        base_s=0.006,
+        prefill_token_s=0.00006,
+        prefill_context_s=2e-9,
+        batch_s=0.00005,
+        context_token_s=2e-8,
+    )
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A request on its way through the engine; all its choices advance together."""
+
+    request: Request
+    num_blocks: int
+    seeds: tuple[int, ...]
+    num_prefilled: int = 0
+    num_generated: int = 0
+    finished: bool = field(default=False)
+
+    @property
+    def num_prompt(self) -> int:
+        """What has to be prefilled: the prompt, and what was generated before a move to this engine."""
+        return len(self.request.token_ids) + len(self.request.resume)
+
+
+class SimEngine:
+    """See the module. One task reads `steps`; `submit` and `abort` are called from the same loop."""
+
+    def __init__(self, spec: EngineSpec, arguments: SimArguments) -> None:
+        self._spec = spec
+        self._arguments = arguments
+        self._card = sim_card(spec.model, arguments.context_length, arguments.block_size)
+        self._waiting: deque[_Sequence] = deque()
+        self._running: dict[RequestId, _Sequence] = {}
+        self._free_blocks = arguments.kv_blocks
+        self._work = asyncio.Event()
+        self._closed = False
+
+    @property
+    def card(self) -> ModelCard:
+        return self._card
+
+    async def start(self) -> EngineInfo:
+        arguments = self._arguments
+        return EngineInfo(
+            engine="sim",
+            role=self._spec.role,
+            model=self._card.name,
+            card=card_hash(self._card),
+            block_size=arguments.block_size,
+            capacity=Capacity(
+                max_num_seqs=arguments.max_num_seqs,
+                max_batch_tokens=arguments.max_batch_tokens,
+                kv_total_blocks=arguments.kv_blocks,
+            ),
+            latency=arguments.latency,
+        )
+
+    def submit(self, request: Request) -> None:
+        if request.grammar is not None:
+            raise Unsupported("the sim engine has no grammars", feature="grammar")
+        num_tokens = len(request.token_ids) + request.stop.max_tokens
+        if num_tokens > self._arguments.context_length:
+            raise InvalidRequest(
+                f"{len(request.token_ids)} prompt tokens and {request.stop.max_tokens} new ones are over the "
+                f"context of {self._arguments.context_length}",
+                param="max_tokens",
+            )
+        num_blocks = -(-num_tokens // self._arguments.block_size) * request.sampling.num_choices
+        if num_blocks > self._arguments.kv_blocks:
+            raise InvalidRequest(f"the request needs {num_blocks} blocks, more than there are", param="n")
+        if len(self._waiting) >= self._arguments.max_waiting:
+            raise Overloaded("the engine's queue is full", queue="engine", limit=self._arguments.max_waiting)
+        self._waiting.append(_Sequence(request, num_blocks, _seeds(request)))
+        self._work.set()
+
+    def abort(self, request_id: RequestId) -> None:
+        sequence = self._running.pop(request_id, None)
+        if sequence is not None:
+            self._free_blocks += sequence.num_blocks
+        else:
+            self._take_waiting(request_id)
+
+    async def withdraw(self, request_id: RequestId) -> bool:
+        return self._take_waiting(request_id)
+
+    async def steps(self) -> AsyncIterator[StepOutput]:
+        while not self._closed:
+            if not self._running and not self._waiting:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            self._admit()
+            prefilled, decoding, step = self._plan()
+            time_s = self._arguments.latency.step_s(step) / self._arguments.speed
+            await asyncio.sleep(time_s)
+            yield self._finish_step(prefilled, decoding, msgspec.structs.replace(step, time_s=time_s))
+
+    async def close(self) -> None:
+        self._closed = True
+        self._waiting.clear()
+        self._running.clear()
+        self._work.set()
+
+    # ---
+
+    def _take_waiting(self, request_id: RequestId) -> bool:
+        for sequence in self._waiting:
+            if sequence.request.request_id == request_id:
+                self._waiting.remove(sequence)
+                return True
+        return False
+
+    def _admit(self) -> None:
+        """First come, first served: a large request at the head waits for its blocks, and all behind it."""
+        while self._waiting and len(self._running) < self._arguments.max_num_seqs:
+            sequence = self._waiting[0]
+            if sequence.num_blocks > self._free_blocks:
+                return
+            self._free_blocks -= sequence.num_blocks
+            self._running[sequence.request.request_id] = self._waiting.popleft()
+
+    def _plan(self) -> tuple[dict[RequestId, int], list[RequestId], StepStats]:
+        """What this step does: chunk sizes by request, requests that decode, and the step's cost terms."""
+        budget = self._arguments.max_batch_tokens
+        decoding: list[RequestId] = []
+        prefilled: dict[RequestId, int] = {}
+        batch = context_tokens = prefill_context = 0
+        for request_id, sequence in self._running.items():
+            if sequence.num_prefilled >= sequence.num_prompt:
+                decoding.append(request_id)
+                batch += len(sequence.seeds)
+                context_tokens += (sequence.num_prompt + sequence.num_generated) * len(sequence.seeds)
+        budget -= batch
+        for request_id, sequence in self._running.items():
+            chunk = min(sequence.num_prompt - sequence.num_prefilled, budget)
+            if chunk > 0:
+                budget -= chunk
+                prefilled[request_id] = chunk
+                prefill_context += chunk * (sequence.num_prefilled + chunk)
+        step = StepStats(
+            batch=batch,
+            prefill_tokens=sum(prefilled.values()),
+            prefill_context=prefill_context,
+            context_tokens=context_tokens,
+        )
+        return prefilled, decoding, step
+
+    def _finish_step(
+        self, prefilled: dict[RequestId, int], decoding: list[RequestId], step: StepStats
+    ) -> StepOutput:
+        deltas: list[tuple[RequestId, Delta]] = []
+        for request_id, chunk in prefilled.items():
+            sequence = self._running.get(request_id)  # None: aborted during the step
+            if sequence is not None:
+                sequence.num_prefilled += chunk
+                if sequence.num_prefilled >= sequence.num_prompt:
+                    self._generate(sequence, deltas)
+        for request_id in decoding:
+            sequence = self._running.get(request_id)
+            if sequence is not None:
+                self._generate(sequence, deltas)
+        return StepOutput(tuple(deltas), load=self._load(step))
+
+    def _generate(self, sequence: _Sequence, deltas: list[tuple[RequestId, Delta]]) -> None:
+        request = sequence.request
+        position = len(request.resume) + sequence.num_generated
+        sequence.num_generated += 1
+        last = position + 1 >= request.stop.max_tokens
+        usage = None
+        if last:
+            usage = Usage(prompt_tokens=len(request.token_ids), completion_tokens=position + 1)
+        for index, seed in enumerate(sequence.seeds):
+            delta = Delta(
+                token_ids=(next_token(seed, position),),
+                index=index,
+                finish=FinishReason.LENGTH if last else None,
+                usage=usage,
+                cached_tokens=0 if sequence.num_generated == 1 else None,
+            )
+            deltas.append((request.request_id, delta))
+        if last:
+            del self._running[request.request_id]
+            self._free_blocks += sequence.num_blocks
+
+    def _load(self, step: StepStats) -> WorkerLoad:
+        return WorkerLoad(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_used_blocks=self._arguments.kv_blocks - self._free_blocks,
+            kv_total_blocks=self._arguments.kv_blocks,
+            step=step,
+        )
+
+
+def _seeds(request: Request) -> tuple[int, ...]:
+    """One stream of randomness per choice, from the request's seed or else from its prompt."""
+    base = request.sampling.seed
+    if base is None:
+        base = xxhash.xxh3_64_intdigest(token_bytes(request.token_ids))
+    return tuple((base + index * 0x9E3779B97F4A7C15) % 2**64 for index in range(request.sampling.num_choices))

@@ -1,0 +1,48 @@
+"""The router port: which instance gets a request."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from kvolt.core.errors import Unavailable
+from kvolt.core.request import KvSource, Request
+from kvolt.runtime.address import Instance
+from kvolt.runtime.client import EndpointClient
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Where a request goes, and what the router expects of it."""
+
+    instance: Instance
+    overlap_blocks: int = 0
+    predicted_ms: float | None = None
+    kv_sources: tuple[KvSource, ...] = ()
+
+
+class Router(Protocol):
+    """The port. Asynchronous, since a router may let a request wait for its turn or live elsewhere."""
+
+    async def route(self, request: Request) -> Decision:
+        """Unavailable when no instance can take the request; Overloaded when too many wait."""
+        ...
+
+
+class RoundRobinRouter:
+    """Each candidate in turn. Pins are obeyed; nothing else about the request matters."""
+
+    def __init__(self, client: EndpointClient) -> None:
+        self._client = client
+
+    async def route(self, request: Request) -> Decision:
+        for instance_id in request.routing.pins.values():
+            pinned = [instance for instance in self._client.candidates() if instance.id == instance_id]
+            if not pinned:
+                raise Unavailable(
+                    f"the pinned instance {instance_id} cannot be reached",
+                    endpoint=str(self._client.endpoint),
+                    reason="pin",
+                )
+            return Decision(pinned[0])
+        return Decision(self._client.round_robin())

@@ -1,0 +1,446 @@
+"""Conformance suite of the Discovery port: every implementation passes it, ours and a user's.
+
+A case is an async function of a `Harness`, which knows how to make clients of the implementation and
+how to break its store. With pytest, on a real loop:
+
+    @pytest.mark.parametrize("case", discovery_suite.CASES, ids=discovery_suite.name)
+    async def test_discovery(case):
+        await discovery_suite.run_case(case, MyHarness)
+
+and on the virtual loop: `run_virtual(lambda: run_case(case, MyHarness), until_s=600)`.
+
+Must not know any implementation. Waits have generous ends, so a slow machine fails no case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Protocol
+
+from kvolt.core.errors import DiscoveryLost
+from kvolt.runtime.discovery import Discovery, LeaseId, Put, Synced
+from kvolt.runtime.tasks import Crew
+from kvolt.testing.discovery_observer import SOON_S, Observer, expect, observing
+
+_RETRY_S = 0.05
+
+
+class Harness(Protocol):
+    """What the suite needs besides the port. Time passes with `asyncio.sleep`."""
+
+    @property
+    def ttl_s(self) -> float:
+        """The ttl of the suite's leases: as short as the implementation bears, at most 10 s."""
+        ...
+
+    async def client(self) -> Discovery:
+        """A new client of the one store, as another process would have it."""
+        ...
+
+    async def crash(self, client: Discovery) -> None:
+        """End a client without a goodbye."""
+        ...
+
+    async def set_reachable(self, reachable: bool) -> None:
+        """Take the store away from all clients, or give it back as it was."""
+        ...
+
+    async def wipe(self) -> None:
+        """Empty the store, as if it was set up anew."""
+        ...
+
+    async def close(self) -> None:
+        """Close every client made and not crashed, then the store."""
+        ...
+
+
+Case = Callable[[Harness], Awaitable[None]]
+
+
+def name(case: Case) -> str:
+    return getattr(case, "__name__", repr(case))
+
+
+async def run_case(case: Case, make_harness: Callable[[], Harness], timeout_s: float = 60.0) -> None:
+    """One case with a harness of its own, made on the running loop."""
+    harness = make_harness()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await case(harness)
+    finally:
+        await harness.close()
+
+
+async def eventually(action: Callable[[], Awaitable[None]]) -> None:
+    """Retry what a lost store refuses, as a caller of the port would."""
+    async with asyncio.timeout(SOON_S):
+        while True:
+            try:
+                return await action()
+            except DiscoveryLost:
+                await asyncio.sleep(_RETRY_S)
+
+
+async def leased(harness: Harness) -> tuple[Discovery, LeaseId]:
+    client = await harness.client()
+    return client, await client.lease(harness.ttl_s)
+
+
+# -- keys and values
+
+
+async def put_get_overwrite_delete(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    reader = await harness.client()
+    expect(await reader.get_prefix("") == {}, "a new store is empty")
+    await owner.put("a/b", b"1", lease)
+    expect(await owner.get_prefix("a/b") == {"a/b": b"1"}, "a put is seen by its own client")
+    expect(await reader.get_prefix("a/b") == {"a/b": b"1"}, "a put is seen by another client")
+    await owner.put("a/b", b"2", lease)
+    expect(await reader.get_prefix("a/b") == {"a/b": b"2"}, "the second put replaces the value")
+    await owner.delete("a/b")
+    expect(await reader.get_prefix("a/b") == {}, "a deleted key is gone")
+    await owner.delete("a/b")
+    await owner.delete("never/there")
+    await owner.put("a/b", b"3", lease)
+    expect(await reader.get_prefix("a/b") == {"a/b": b"3"}, "a deleted key can be put again")
+
+
+async def deleted_key_stays_deleted(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    await owner.put("k/gone", b"1", lease)
+    await owner.put("k/stays", b"1", lease)
+    await owner.delete("k/gone")
+    await asyncio.sleep(2 * harness.ttl_s)
+    expect(await owner.get_prefix("k/") == {"k/stays": b"1"}, "renewing a lease puts no deleted key back")
+
+
+async def prefix_and_order(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    keys = ["b", "a/2", "a/10", "a", "a/1", "ab", "A", "a/é"]
+    for key in keys:
+        await owner.put(key, key.encode(), lease)
+    for prefix in ("", "a", "a/", "a/1", "zz"):
+        found = await owner.get_prefix(prefix)
+        wanted = sorted(key for key in keys if key.startswith(prefix))
+        expect(list(found) == wanted, f"prefix {prefix!r}: {list(found)} is not {wanted}")
+
+
+async def odd_keys(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    keys = [
+        ".",
+        "..",
+        "../..",
+        "/",
+        "//",
+        " ",
+        "a b",
+        "%2F",
+        "a%2Fb",
+        "a/b",
+        "é/ü",
+        "🜁",
+        "x\n",
+        "@",
+        "a.ended",
+    ]
+    keys += ["k" * 300, "k" * 300 + "/1", "k" * 300 + "/2", "é" * 200]
+    for number, key in enumerate(keys):
+        await owner.put(key, str(number).encode(), lease)
+    found = await (await harness.client()).get_prefix("")
+    expect(
+        dict(found) == {key: str(number).encode() for number, key in enumerate(keys)},
+        "every key is kept apart and comes back as it was",
+    )
+
+
+async def odd_values(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    values = {"v/empty": b"", "v/binary": bytes(range(256)), "v/large": b"\x00\xff" * 512 * 1024}
+    for key, value in values.items():
+        await owner.put(key, value, lease)
+    reader = await harness.client()
+    expect(dict(await reader.get_prefix("v/")) == values, "get returns values as they were put")
+    async with observing(reader, "v/") as [observer]:
+        expect(observer.content == values, "watch returns values as they were put")
+
+
+# -- watches
+
+
+async def watch_initial_then_changes(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    for key in ("w/b", "w/a", "other"):
+        await owner.put(key, b"0", lease)
+    async with observing(await harness.client(), "w/") as [observer]:
+        expect(
+            observer.events == [Put("w/a", b"0"), Put("w/b", b"0"), Synced()],
+            f"the content in key order, then Synced: {observer.events}",
+        )
+        for value in (b"1", b"2", b"3"):
+            await owner.put("w/a", value, lease)
+            await observer.until_content({"w/a": value, "w/b": b"0"})
+        await owner.delete("w/b")
+        await observer.until_content({"w/a": b"3"})
+        expect(observer.values("w/a") == [b"0", b"1", b"2", b"3"], "changes come in order")
+        expect(observer.events.count(Synced()) == 1, "Synced comes once")
+        expect(observer.deletes == ["w/b"], "one Delete")
+
+
+async def two_watchers(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    client = await harness.client()
+    async with observing(client, "t/", "t/1") as [all_of_it, part]:
+        for key in ("t/1", "t/2", "t/11"):
+            await owner.put(key, b"x", lease)
+        await all_of_it.until_content({"t/1": b"x", "t/2": b"x", "t/11": b"x"})
+        await part.until_content({"t/1": b"x", "t/11": b"x"})
+        async with observing(client, "t/") as [late]:
+            await late.until_content(all_of_it.content)
+        await owner.delete("t/1")
+        await all_of_it.until_content({"t/2": b"x", "t/11": b"x"})
+        await part.until_content({"t/11": b"x"})
+
+
+async def watch_of_nothing_yet(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    async with observing(await harness.client(), "later/") as [observer]:
+        expect(observer.events == [Synced()], "an empty prefix is synced at once")
+        await owner.put("later/1", b"x", lease)
+        await observer.until_content({"later/1": b"x"})
+
+
+async def slow_reader_gets_the_last_state(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    watch = (await harness.client()).watch_prefix("s/")
+    for number in range(50):
+        await owner.put("s/a", str(number).encode(), lease)
+    await owner.put("s/b", b"x", lease)
+    observer, crew = Observer(), Crew("slow")
+    crew.start(observer.read(watch), "watch")
+    try:
+        await observer.until_content({"s/a": b"49", "s/b": b"x"})
+    finally:
+        await crew.close()
+
+
+async def close_ends_watches(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    await owner.put("c/1", b"x", lease)
+    reader = await harness.client()
+    async with observing(reader, "c/") as [observer], observing(owner, "c/") as [own]:
+        await owner.close()
+        await own.until(lambda: own.ended, "the end of the closed client's watch")
+        await observer.until_content({})
+        expect(not observer.ended, "another client's watch goes on")
+        await reader.close()
+        await observer.until(lambda: observer.ended, "the end of the watch")
+    await reader.close()
+
+
+# -- leases
+
+
+async def revoke_deletes_at_once(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    kept = await owner.lease(harness.ttl_s)
+    await owner.put("r/1", b"x", lease)
+    await owner.put("r/2", b"x", lease)
+    await owner.put("r/kept", b"x", kept)
+    reader = await harness.client()
+    async with observing(reader, "r/") as [observer]:
+        await owner.revoke(lease)
+        expect(await reader.get_prefix("r/") == {"r/kept": b"x"}, "revoked keys are gone when revoke returns")
+        await observer.until_content({"r/kept": b"x"})
+    await owner.revoke(lease)
+    await owner.revoke(LeaseId("no-such-lease"))
+
+
+async def lease_is_kept_alive(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    await owner.put("l/1", b"x", lease)
+    async with observing(await harness.client(), "l/") as [observer]:
+        await asyncio.sleep(3 * harness.ttl_s)
+        expect(observer.content == {"l/1": b"x"}, "a living owner's key stays")
+        expect(not observer.deletes, "and is never reported gone")
+
+
+async def crash_expires_after_ttl(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    survivor, other = await leased(harness)
+    await owner.put("x/dies", b"x", lease)
+    await survivor.put("x/lives", b"x", other)
+    reader = await harness.client()
+    async with observing(reader, "x/") as [observer]:
+        await harness.crash(owner)
+        await asyncio.sleep(harness.ttl_s / 4)
+        expect(not observer.deletes, "a crash is no news before the ttl")
+        await observer.until_content({"x/lives": b"x"})
+    expect(await reader.get_prefix("x/") == {"x/lives": b"x"}, "an expired key is gone for get, too")
+
+
+async def takeover(harness: Harness) -> None:
+    first, old = await leased(harness)
+    second, new = await leased(harness)
+    async with observing(await harness.client(), "o/") as [observer]:
+        await first.put("o/1", b"first", old)
+        await first.put("o/2", b"first", old)
+        await second.put("o/1", b"second", new)
+        await observer.until_content({"o/1": b"second", "o/2": b"first"})
+        await first.revoke(old)
+        await observer.until_content({"o/1": b"second"})
+        await asyncio.sleep(2 * harness.ttl_s)
+        expect(observer.content == {"o/1": b"second"}, "the new owner's key outlives the old lease")
+        expect(observer.deletes == ["o/2"], f"only the old owner's key was deleted: {observer.deletes}")
+
+
+async def takeover_of_a_crashed_owner(harness: Harness) -> None:
+    first, old = await leased(harness)
+    second, new = await leased(harness)
+    await first.put("o/1", b"first", old)
+    await harness.crash(first)
+    await second.put("o/1", b"second", new)
+    async with observing(await harness.client(), "o/") as [observer]:
+        await asyncio.sleep(2 * harness.ttl_s)
+        expect(observer.content == {"o/1": b"second"} and not observer.deletes, "the key stays")
+
+
+# -- losing the store
+
+
+async def loss_is_no_news(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    await owner.put("n/1", b"1", lease)
+    async with observing(await harness.client(), "n/") as [observer]:
+        await harness.set_reachable(False)
+        refused = False
+        try:
+            await owner.put("n/2", b"2", lease)
+        except DiscoveryLost:
+            refused = True
+        await asyncio.sleep(2 * harness.ttl_s)
+        expect(not observer.ended, "a watch survives the loss")
+        expect(observer.content == {"n/1": b"1"} and not observer.deletes, "and keeps the last state")
+        await harness.set_reachable(True)
+        if refused:
+            await eventually(lambda: owner.put("n/2", b"2", lease))
+        await observer.until_content({"n/1": b"1", "n/2": b"2"})
+        await asyncio.sleep(2 * harness.ttl_s)
+        expect(not observer.deletes, f"coming back deletes nothing: {observer.deletes}")
+
+
+async def watch_begun_while_lost(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    await owner.put("n/1", b"1", lease)
+    reader = await harness.client()
+    await harness.set_reachable(False)
+    observer, crew = Observer(), Crew("early")
+    crew.start(observer.read(reader.watch_prefix("n/")), "watch")
+    try:
+        await asyncio.sleep(harness.ttl_s)
+        expect(observer.events == [], "nothing is said of a store that cannot be read")
+        await harness.set_reachable(True)
+        await observer.until_content({"n/1": b"1"})
+    finally:
+        await crew.close()
+
+
+async def crash_while_lost(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    await owner.put("n/1", b"1", lease)
+    async with observing(await harness.client(), "n/") as [observer]:
+        await harness.set_reachable(False)
+        await harness.crash(owner)
+        await asyncio.sleep(2 * harness.ttl_s)
+        expect(not observer.deletes, "who died cannot be known while the store is lost")
+        await harness.set_reachable(True)
+        await observer.until_content({})
+
+
+async def revoke_while_lost(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    await owner.put("n/1", b"1", lease)
+    async with observing(await harness.client(), "n/") as [observer]:
+        await harness.set_reachable(False)
+        with suppress(DiscoveryLost):
+            await owner.revoke(lease)
+        await harness.set_reachable(True)
+        await observer.until_content({})
+
+
+async def close_while_lost(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    await owner.put("n/1", b"1", lease)
+    async with observing(owner, "n/") as [own]:
+        await harness.set_reachable(False)
+        await owner.close()
+        await own.until(lambda: own.ended, "the end of the watch")
+    await harness.set_reachable(True)
+
+
+async def wipe_is_put_back(harness: Harness) -> None:
+    owners = [await leased(harness) for _ in range(3)]
+    content = {}
+    for number, (owner, lease) in enumerate(owners):
+        content[f"p/{number}"] = str(number).encode()
+        await owner.put(f"p/{number}", content[f"p/{number}"], lease)
+    reader = await harness.client()
+    async with observing(reader, "p/") as [observer]:
+        for _ in range(2):
+            await harness.wipe()
+            await asyncio.sleep(2 * harness.ttl_s)
+            expect(not observer.deletes, f"a watcher sees no Delete: {observer.deletes}")
+            expect(observer.content == content, "nor a change")
+    expect(dict(await (await harness.client()).get_prefix("p/")) == content, "a new client finds all keys")
+
+
+async def wipe_while_lost(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    await owner.put("p/1", b"1", lease)
+    async with observing(await harness.client(), "p/") as [observer]:
+        await harness.set_reachable(False)
+        await harness.wipe()
+        await asyncio.sleep(2 * harness.ttl_s)
+        await harness.set_reachable(True)
+        await asyncio.sleep(2 * harness.ttl_s)
+        expect(observer.content == {"p/1": b"1"} and not observer.deletes, "the key was put back unseen")
+    expect(dict(await (await harness.client()).get_prefix("p/")) == {"p/1": b"1"}, "and is really there")
+
+
+async def crash_before_wipe(harness: Harness) -> None:
+    owner, lease = await leased(harness)
+    await owner.put("p/1", b"1", lease)
+    async with observing(await harness.client(), "p/") as [observer]:
+        await harness.crash(owner)
+        await harness.wipe()
+        await observer.until_content({})
+
+
+CASES: tuple[Case, ...] = (
+    put_get_overwrite_delete,
+    deleted_key_stays_deleted,
+    prefix_and_order,
+    odd_keys,
+    odd_values,
+    watch_initial_then_changes,
+    two_watchers,
+    watch_of_nothing_yet,
+    slow_reader_gets_the_last_state,
+    close_ends_watches,
+    revoke_deletes_at_once,
+    lease_is_kept_alive,
+    crash_expires_after_ttl,
+    takeover,
+    takeover_of_a_crashed_owner,
+    loss_is_no_news,
+    watch_begun_while_lost,
+    crash_while_lost,
+    revoke_while_lost,
+    close_while_lost,
+    wipe_is_put_back,
+    wipe_while_lost,
+    crash_before_wipe,
+)

@@ -1,0 +1,152 @@
+"""The command as a whole: verbs, exit codes, one-line errors, and how little `--help` imports."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvolt import __version__
+from kvolt.cli.main import VERBS, Verb, main
+from kvolt.core.errors import ConfigError, Unavailable
+from kvolt.runtime.config import LoadedConfig
+from kvolt.runtime.settings import sections
+
+Run = Callable[[argparse.Namespace, LoadedConfig], int]
+
+
+@pytest.fixture(autouse=True)
+def _clean_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def install(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """A verb named `probe` whose work is `run`."""
+    module = types.ModuleType("kvolt_probe_verb")
+    module.__dict__.update(HELP="Probes.", configure=lambda parser: None, run=run)
+    monkeypatch.setitem(sys.modules, "kvolt_probe_verb", module)
+    monkeypatch.setitem(VERBS, "probe", Verb("kvolt_probe_verb", "probes", "look", "frontend", ("log",)))
+
+
+def failing(error: BaseException) -> Run:
+    def run(_args: argparse.Namespace, _loaded: LoadedConfig) -> int:
+        raise error
+
+    return run
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in VERBS)
+    assert main([]) == 0
+    assert main(["help"]) == 0
+    assert capsys.readouterr().out == text * 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvolt {__version__}\n"
+
+
+def test_the_table_names_real_sections() -> None:
+    for verb in VERBS.values():
+        assert set(verb.sections) <= set(sections())
+        assert verb.home is None or verb.home in sections()
+
+
+def test_a_verb_gets_config_with_origins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[LoadedConfig] = []
+
+    def run(_args: argparse.Namespace, loaded: LoadedConfig) -> int:
+        seen.append(loaded)
+        return 7
+
+    install(monkeypatch, run)
+    monkeypatch.setenv("KVOLT_LOG_LEVEL", "error")
+    (tmp_path / "mine.toml").write_text("namespace = 'n'\n")
+    assert main(["probe", "--port", "1", "--config", "mine.toml"]) == 7
+    origins = seen[0].origins
+    assert origins["frontend.port"] == "flag --port"
+    assert origins["log.level"] == "env KVOLT_LOG_LEVEL"
+    assert origins["namespace"] == "file mine.toml"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (
+            ConfigError("port taken", key="port", remedy="choose another"),
+            2,
+            "kvolt: port taken (choose another)\n",
+        ),
+        (Unavailable("nobody there", endpoint="e"), 1, "kvolt: nobody there\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_are_one_line_and_a_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    line: str,
+) -> None:
+    install(monkeypatch, failing(error))
+    assert main(["probe"]) == code
+    assert capsys.readouterr() == ("", line)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["serv"], "kvolt: unknown verb serv; did you mean serve? (see `kvolt --help`)\n"),
+        (["zzzz"], "kvolt: unknown verb zzzz (see `kvolt --help`)\n"),
+        (["--port", "1"], "kvolt: --port comes before a verb (write `kvolt VERB FLAGS`)\n"),
+        (
+            ["config", "shw"],
+            "kvolt: config: unknown choice shw; did you mean show? (see `kvolt config --help`)\n",
+        ),
+        (
+            ["config", "show", "--tmol"],
+            "kvolt: config show: unknown flag --tmol; did you mean --toml? "
+            "(see `kvolt config show --help`)\n",
+        ),
+    ],
+)
+def test_wrong_commands_exit_with_two(capsys: pytest.CaptureFixture[str], argv: list[str], line: str) -> None:
+    assert main(argv) == 2
+    assert capsys.readouterr() == ("", line)
+
+
+def test_help_of_a_verb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    install(monkeypatch, failing(AssertionError("help must not run the verb")))
+    assert main(["help", "probe"]) == 0
+    assert "Probes." in capsys.readouterr().out
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from kvolt.cli.main import main; main(['--help']);"
+        "heavy = {'uvloop', 'zmq', 'tokenizers', 'numpy', 'asyncio', 'rich', 'torch'} & set(sys.modules);"
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    # The sleep holds the first write back until the reader's end of the pipe is closed.
+    code = "import sys, time; time.sleep(0.3); from kvolt.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "config", "env"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.close()
+        complaint = child.stderr.read()
+    assert (child.returncode, complaint) == (141, b"")

@@ -1,0 +1,144 @@
+"""Health states and the admin server over a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvolt.core.errors import Unavailable
+from kvolt.runtime.admin import AdminServer
+from kvolt.runtime.clock import SystemClock
+from kvolt.runtime.health import Health, State
+from kvolt.runtime.metrics import Metrics
+from kvolt.runtime.network import SocketNetwork
+
+
+class RecordedControls:
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    async def cordon(self) -> None:
+        self.calls.append("cordon")
+
+    async def drain(self, timeout_s: float) -> None:
+        self.calls.append(("drain", timeout_s))
+
+    async def resume(self) -> None:
+        raise Unavailable("already stopping")
+
+    async def status(self) -> dict[str, object]:
+        return {"calls": len(self.calls)}
+
+
+@pytest.fixture
+def health() -> Health:
+    return Health()
+
+
+@pytest.fixture
+def controls() -> RecordedControls:
+    return RecordedControls()
+
+
+@pytest.fixture
+async def client(health: Health, controls: RecordedControls) -> AsyncIterator[httpx.AsyncClient]:
+    server = AdminServer(SocketNetwork(), SystemClock(), health, Metrics(CollectorRegistry()), controls)
+    address = await server.start("127.0.0.1:0")
+    async with httpx.AsyncClient(base_url=f"http://{address}") as client:
+        yield client
+    await server.close()
+
+
+# health
+
+
+def test_ready_needs_every_required_check(health: Health) -> None:
+    assert health.not_ready() == {"process": "starting"}
+    health.set("generate", State.STARTING, "loading weights")
+    health.set_optional("tracing", State.UNHEALTHY, "no collector")
+    assert health.not_ready() == {"generate": "starting: loading weights"}
+    health.set("generate", State.READY)
+    assert health.ready()
+    health.set("tracing", State.UNHEALTHY)
+    assert health.ready(), "an optional check stays optional"
+    for state in (State.CORDONED, State.DRAINING, State.UNHEALTHY):
+        health.set("generate", state)
+        assert health.not_ready() == {"generate": state.value}
+    health.remove("generate")
+    assert not health.ready()
+
+
+def test_live_until_the_process_cannot_go_on(health: Health) -> None:
+    health.set("generate", State.READY)
+    assert health.live()
+    assert health.healthy()
+    health.set("generate", State.UNHEALTHY, "engine died")
+    assert health.live()
+    assert not health.healthy()
+    health.mark_dead("stop hangs")
+    assert not health.live()
+    assert health.not_ready() == {"process": "stop hangs"}
+
+
+# admin
+
+
+async def test_probes_follow_health(client: httpx.AsyncClient, health: Health) -> None:
+    health.set("generate", State.STARTING)
+    ready = await client.get("/ready")
+    assert ready.status_code == 503
+    assert ready.json() == {
+        "live": True,
+        "ready": False,
+        "not_ready": {"generate": "starting"},
+        "checks": {"generate": {"state": "starting"}},
+    }
+    assert (await client.get("/live")).status_code == 200
+    assert (await client.get("/health")).status_code == 200
+    health.set("generate", State.READY)
+    assert (await client.get("/ready")).status_code == 200
+    health.set("generate", State.UNHEALTHY, "engine died")
+    assert (await client.get("/health")).status_code == 503
+    health.mark_dead("stuck")
+    assert (await client.get("/live")).status_code == 503
+
+
+async def test_metrics_count_the_admin_server_too(client: httpx.AsyncClient) -> None:
+    await client.get("/live")
+    text = (await client.get("/metrics")).text
+    assert 'kvolt_http_requests_total{method="GET",server="admin",status="200"} 1.0' in text
+
+
+async def test_controls_are_called_and_answer_with_the_status(
+    client: httpx.AsyncClient, controls: RecordedControls
+) -> None:
+    assert (await client.post("/cordon")).json() == {"calls": 1}
+    assert (await client.post("/drain?timeout_s=2.5")).json() == {"calls": 2}
+    await client.post("/drain")
+    assert controls.calls == ["cordon", ("drain", 2.5), ("drain", 30.0)]
+    assert (await client.get("/status")).json() == {"calls": 3}
+    refused = await client.post("/resume")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+    assert (await client.get("/cordon")).status_code == 405
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "nan", "inf", "", "1e9"])
+async def test_a_bad_drain_time_is_refused(
+    client: httpx.AsyncClient, controls: RecordedControls, text: str
+) -> None:
+    answer = await client.post("/drain", params={"timeout_s": text})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "timeout_s"
+    assert controls.calls == []
+
+
+@pytest.mark.parametrize("header", [{"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}])
+async def test_web_pages_cannot_use_the_controls(
+    client: httpx.AsyncClient, controls: RecordedControls, header: dict[str, str]
+) -> None:
+    for path in ("/cordon", "/drain", "/resume"):
+        assert (await client.post(path, headers=header)).status_code == 403
+    assert controls.calls == []
