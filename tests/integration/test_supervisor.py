@@ -21,16 +21,12 @@ import pytest
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.stop import StopSignal, die_with_parent
-from kvolt.runtime.supervisor import (
+from kvolt.runtime.supervisor import ChildSpec, ChildStatus, Supervisor, SupervisorConfig, read_status
+from kvolt.runtime.supervisor_output import (
     LINE_LIMIT_BYTES,
-    ChildSpec,
-    ChildStatus,
     LineCutter,
     RotatingFile,
-    Supervisor,
-    SupervisorConfig,
     TerminalView,
-    read_status,
     render_line,
 )
 from kvolt.runtime.supervisor_plan import ChildState, Level, RestartRule

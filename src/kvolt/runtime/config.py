@@ -8,7 +8,6 @@ arguments; what the settings mean is known in `kvolt.runtime.settings` only.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import tomllib
@@ -19,7 +18,21 @@ from typing import Any
 import msgspec
 
 from kvolt.core.errors import ConfigError
+from kvolt.runtime.config_toml import literal, to_toml
 from kvolt.runtime.settings import Leaf, Settings, leaves, sections, worker_leaves
+
+__all__ = [
+    "DEFAULT_FILE",
+    "ENV_OTHER",
+    "ENV_PREFIX",
+    "LoadedConfig",
+    "Override",
+    "check_file",
+    "load",
+    "nearest",
+    "to_toml",
+    "without_settings",
+]
 
 ENV_PREFIX = "KVOLT_"
 ENV_OTHER = ("KVOLT_CONFIG", "KVOLT_TRACES", "KVOLT_PEER")
@@ -304,7 +317,7 @@ def _checked(leaf: Leaf, value: Any) -> Any:
     try:
         checked = msgspec.convert(value, leaf.type)
         if checked is not None:
-            _literal(checked)  # what to_toml cannot write would not reach a child process
+            literal(checked)  # what to_toml cannot write would not reach a child process
     except (msgspec.ValidationError, TypeError):
         hint = nearest(str(value), leaf.choices)
         raise ValueError(f"expected {leaf.expects}, got {_shown(value)}{hint}") from None
@@ -347,43 +360,7 @@ def _place(origin: str, key: str) -> str:
 
 def _shown(value: Any) -> str:
     try:
-        text = "nothing" if value is None else _literal(value)
+        text = "nothing" if value is None else literal(value)
     except TypeError:
         text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def to_toml(settings: Settings) -> str:
-    """The tree as a TOML file that loads to the same settings; a value of None is left out."""
-    lines = [f"namespace = {_literal(settings.namespace)}"]
-    if not settings.workers:
-        lines.append("workers = []")
-    tables = [(f"[{name}]", getattr(settings, name)) for name in sections()]
-    tables += [("[[workers]]", worker) for worker in settings.workers]
-    for head, table in tables:
-        lines += ["", head]
-        values = msgspec.structs.asdict(table)
-        lines += [f"{name} = {_literal(value)}" for name, value in values.items() if value is not None]
-    return "\n".join(lines) + "\n"
-
-
-def _literal(value: Any) -> str:
-    """A TOML value on one line; TypeError for what config may not hold (dates, None inside a table)."""
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case str():
-            # JSON's escapes are TOML's, but for DEL, which TOML wants escaped as well.
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        case list() | tuple():
-            return "[" + ", ".join(_literal(item) for item in value) + "]"
-        case dict():
-            return (
-                "{"
-                + ", ".join(f"{_literal(str(key))} = {_literal(item)}" for key, item in value.items())
-                + "}"
-            )
-        case _:
-            raise TypeError(f"{type(value).__name__} has no place in a config file")

@@ -23,7 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvolt.core.errors import DeadlineExceeded, DiscoveryLost, InvalidRequest, NotFound, PayloadTooLarge
+from kvolt.core.errors import (
+    DeadlineExceeded,
+    DiscoveryLost,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PayloadTooLarge,
+    Unavailable,
+)
 from kvolt.runtime.blocking_lane import BlockingLane
 from kvolt.runtime.clock import Blocking, Clock, new_id
 from kvolt.runtime.discovery import LeaseId, WatchEvent
@@ -265,7 +273,7 @@ class FileDiscovery:
 
         try:
             result = await self._lane.run(attempt)
-        except (OSError, DeadlineExceeded) as error:
+        except (OSError, DeadlineExceeded, Overloaded, Unavailable) as error:
             self._directory_made = False
             reason = str(error)
             self._health.failed(side, reason)

@@ -27,7 +27,7 @@ import zmq
 from kvolt.core.errors import ConfigError, DiscoveryLost, PayloadTooLarge, Unavailable
 from kvolt.runtime.discovery import Delete, Discovery, LeaseId, Put
 from kvolt.runtime.events import Event
-from kvolt.runtime.events_mem import NO_COUNTERS, EventCounters, Numbering, Subscription, Subscriptions
+from kvolt.runtime.events_queue import NO_COUNTERS, EventCounters, Numbering, Subscription, Subscriptions
 from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)

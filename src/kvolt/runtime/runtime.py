@@ -150,7 +150,7 @@ class Runtime:
         """Stop accepting, finish what runs up to the deadline, cancel the rest, leave discovery. Safe to repeat."""
         if self._crew.closed:
             return
-        await graceful_stop(self._stop_accepting, self._drain_served, self._cancel, drain_s)
+        await graceful_stop(self._stop_accepting, self._drain_served, self.abort, drain_s)
 
     async def _stop_accepting(self) -> None:
         for served in self._served.values():
@@ -160,7 +160,8 @@ class Runtime:
         for endpoint in list(self._served):
             await self.server.drain(endpoint)
 
-    async def _cancel(self) -> None:
+    async def abort(self) -> None:
+        """Stop at once: whatever runs is cancelled. Safe to repeat."""
         await self.connections.stop_listening()
         self.connections.go_away()
         await self.server.close()

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvolt.core.errors import ConfigError
-from kvolt.runtime.config import LoadedConfig, Override, check_file, load, to_toml, without_settings
+from kvolt.runtime.config import LoadedConfig, Override, check_file, load, without_settings
+from kvolt.runtime.config_toml import to_toml
 from kvolt.runtime.settings import FrontendSettings, Settings, WorkerSettings, leaves, sections, worker_leaves
 
 

@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 
 from kvolt.core.errors import ConfigError, InvalidRequest
-from kvolt.runtime import events_mem
+from kvolt.runtime import events_queue
 from kvolt.runtime.events import Event
-from kvolt.runtime.events_mem import EventCounters, LinkDelay, MemBus, MemEvents, Subscriptions
+from kvolt.runtime.events_mem import LinkDelay, MemBus, MemEvents
+from kvolt.runtime.events_queue import EventCounters, Subscriptions
 from kvolt.testing.events_suite import CASES, Stream
 from kvolt.testing.loop import run_virtual
 
@@ -155,7 +156,7 @@ async def test_drops_before_the_first_read_are_counted():
 
 
 async def test_forgets_the_publisher_that_was_read_longest_ago(monkeypatch):
-    monkeypatch.setattr(events_mem, "_MAX_TRACKED_PUBLISHERS", 2)
+    monkeypatch.setattr(events_queue, "_MAX_TRACKED_PUBLISHERS", 2)
     subscriptions = Subscriptions(EventCounters())
     stream = subscriptions.open("kv", 10)
 

@@ -17,7 +17,7 @@ from kvolt.runtime import events_zmq
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.runtime.events import Event
-from kvolt.runtime.events_mem import EventCounters
+from kvolt.runtime.events_queue import EventCounters
 from kvolt.runtime.events_zmq import Registration, ZmqEvents, ZmqOptions, decode, encode
 from kvolt.testing.events_suite import CASES, Stream, probe
 

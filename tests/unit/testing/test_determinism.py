@@ -10,8 +10,9 @@ SCRIPT = """
 import asyncio, random, sys
 from kvolt.core.errors import ConnectFailed
 from kvolt.runtime.tasks import Crew
+from kvolt.testing.link import LinkProfile
 from kvolt.testing.loop import run_virtual
-from kvolt.testing.network import LinkProfile, VirtualNetwork
+from kvolt.testing.network import VirtualNetwork
 from kvolt.testing.ports import VirtualProcess
 
 

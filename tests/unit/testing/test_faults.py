@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvolt.core.errors import ConnectFailed, NotFound
+from kvolt.testing.link import LinkProfile, VirtualTransport
 from kvolt.testing.loop import run_virtual
-from kvolt.testing.network import LinkProfile, VirtualNetwork, VirtualTransport
+from kvolt.testing.network import VirtualNetwork
 
 
 class Recorder(asyncio.Protocol):

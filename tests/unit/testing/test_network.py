@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvolt.core.errors import ConfigError, ConnectFailed
+from kvolt.testing.link import LinkProfile, VirtualTransport
 from kvolt.testing.loop import Unhandled, run_virtual
-from kvolt.testing.network import LinkProfile, VirtualNetwork, VirtualTransport
+from kvolt.testing.network import VirtualNetwork
 from kvolt.testing.ports import VirtualProcess
 
 

@@ -1,0 +1,61 @@
+# Thin over plain commands; every target sets up what it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST_WORKERS ?= 2
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test test-long lint format bench seeds clean install
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@ $(VENV)/.core
+
+$(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,bench]'
+	@touch $@ $(VENV)/.core $(VENV)/.test
+
+install: $(VENV)/.core ## set up the virtual environment
+
+serve: $(VENV)/.core ## a frontend and two workers on http://127.0.0.1:8000 (ARGS="--port 8080")
+	@$(BIN)/kvolt serve $(ARGS)
+
+test: $(VENV)/.test lint ## lint, types, import contract, tests with branch coverage
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m "not long" --cov --cov-report=term:skip-covered --cov-fail-under=85 $(ARGS)
+
+test-long: $(VENV)/.test ## what takes minutes: the long tests and a thousand virtual-time seeds
+	$(BIN)/python -m pytest -m long $(ARGS)
+	$(MAKE) seeds
+
+seeds: $(VENV)/.test ## a thousand seeds of a virtual cluster under faults, each run twice
+	$(BIN)/python -m kvolt.testing.faults --seeds 1000 $(ARGS)
+
+lint: $(VENV)/.test ## ruff, mypy --strict, import contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+format: $(VENV)/.test ## rewrite files as ruff formats them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.bench ## the request plane beside a bare socket and grpc.aio (minutes)
+	$(BIN)/python benchmarks/core/hashing.py
+	$(BIN)/python benchmarks/runtime/plane.py $(ARGS)
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.* htmlcov

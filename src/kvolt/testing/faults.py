@@ -1,0 +1,223 @@
+"""Seeded faults for a virtual cluster, and the command that runs many seeds.
+
+python -m kvolt.testing.faults --seeds 1000       all seeds, each in two processes, logs compared
+python -m kvolt.testing.faults --seed 17 --log    one seed again, with its log
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import logging
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kvolt.runtime.tasks import Crew
+from kvolt.testing.cluster import Cluster, ClusterProcess, RunReport
+from kvolt.testing.loop import run_virtual
+
+DURATION_S = 60.0
+"""Of a run: trouble, then time to recover, then a last part in which every request must be answered."""
+_TROUBLE = 0.55
+_RECOVERY = 0.25
+_MEAN_BETWEEN_FAULTS_S = 2.5
+
+Fault = Callable[[Cluster, random.Random], Coroutine[Any, Any, None]]
+
+
+async def _for_a_while(cluster: Cluster, rng: random.Random, least_s: float, most_s: float) -> None:
+    """How long a fault lasts: never beyond the time of trouble."""
+    now = asyncio.get_running_loop().time()
+    await asyncio.sleep(min(rng.uniform(least_s, most_s), max(cluster.trouble_ends_at - now, 0.0)))
+
+
+async def _crash(cluster: Cluster, process: ClusterProcess, rng: random.Random) -> None:
+    await process.crash(silent=rng.random() < 0.5)
+    await _for_a_while(cluster, rng, 0.1, 12.0)
+    process.restart()
+
+
+async def crash_worker(cluster: Cluster, rng: random.Random) -> None:
+    await _crash(cluster, rng.choice(cluster.workers), rng)
+
+
+async def crash_frontend(cluster: Cluster, rng: random.Random) -> None:
+    await _crash(cluster, rng.choice(cluster.frontends), rng)
+
+
+async def crash_discovery(cluster: Cluster, rng: random.Random) -> None:
+    await _crash(cluster, cluster.discovery, rng)
+
+
+def _two_hosts(cluster: Cluster, rng: random.Random) -> tuple[str, str]:
+    first, second = rng.sample(cluster.processes, 2)
+    return first.name, second.name
+
+
+async def cut_links(cluster: Cluster, rng: random.Random) -> None:
+    first, second = _two_hosts(cluster, rng)
+    cluster.network.cut(first, second, silent=rng.random() < 0.5)
+
+
+async def partition(cluster: Cluster, rng: random.Random) -> None:
+    first, second = _two_hosts(cluster, rng)
+    cluster.network.partition(first, second)
+    await _for_a_while(cluster, rng, 0.5, 20.0)
+    cluster.network.heal(first, second)
+
+
+async def slow_link(cluster: Cluster, rng: random.Random) -> None:
+    first, second = _two_hosts(cluster, rng)
+    cluster.network.slow(first, second, latency_s=rng.uniform(0.02, 0.4), bytes_per_s=rng.uniform(2e3, 2e6))
+    await _for_a_while(cluster, rng, 0.5, 10.0)
+    cluster.network.slow(first, second, latency_s=0.0005, bytes_per_s=None)
+
+
+async def pause_host(cluster: Cluster, rng: random.Random) -> None:
+    name = rng.choice(cluster.processes).name
+    cluster.network.pause(name)
+    await _for_a_while(cluster, rng, 0.2, 8.0)
+    cluster.network.resume(name)
+
+
+FAULTS: Sequence[Fault] = (
+    crash_worker,
+    crash_worker,
+    crash_frontend,
+    crash_discovery,
+    cut_links,
+    cut_links,
+    partition,
+    slow_link,
+    pause_host,
+)
+
+
+async def run_cluster(seed: int, duration_s: float = DURATION_S) -> RunReport:
+    """A cluster's minute: random size, load and faults; raises Violation when an invariant breaks."""
+    rng = random.Random(f"{seed}/faults")
+    cluster = Cluster(seed, num_workers=rng.randint(1, 3), num_frontends=rng.randint(1, 2))
+    loop = asyncio.get_running_loop()
+    cluster.trouble_ends_at = loop.time() + _TROUBLE * duration_s
+    cluster.start()
+    faults = Crew("faults", on_error=lambda error: cluster.fail(f"a fault failed: {error!r}"))
+    while (pause_s := rng.expovariate(1 / _MEAN_BETWEEN_FAULTS_S)) < cluster.trouble_ends_at - loop.time():
+        await asyncio.sleep(pause_s)
+        fault = rng.choice(FAULTS)
+        cluster.note(f"fault {fault.__name__}")
+        faults.start(fault(cluster, random.Random(rng.getrandbits(64))), fault.__name__)
+    await asyncio.sleep(max(cluster.trouble_ends_at - loop.time(), 0.0))
+    await faults.drain()
+    await asyncio.sleep(_RECOVERY * duration_s)
+    cluster.must_succeed = True
+    await asyncio.sleep((1 - _TROUBLE - _RECOVERY) * duration_s)
+    await cluster.stop()
+    tally = cluster.tally
+    return RunReport(
+        seed, tuple(cluster.log), tally.started, tally.ok, dict(sorted(tally.failed.items())), tally.cut_short
+    )
+
+
+def run_seed(seed: int, duration_s: float = DURATION_S) -> RunReport:
+    return run_virtual(lambda: run_cluster(seed, duration_s), until_s=duration_s * 10 + 600)
+
+
+def log_digest(report: RunReport) -> str:
+    return hashlib.sha256("\n".join(report.log).encode()).hexdigest()
+
+
+# --- many seeds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, help="run one seed in this process")
+    parser.add_argument("--log", action="store_true", help="with --seed: print the whole log")
+    parser.add_argument("--first", type=int, default=0, help="first seed (default 0)")
+    parser.add_argument("--seeds", type=int, default=100, help="how many seeds (default 100)")
+    parser.add_argument("--duration", type=float, default=DURATION_S, help="virtual seconds (default 60)")
+    parser.add_argument("--digests", action="store_true", help="print seed, counts and log digest per line")
+    args = parser.parse_args(argv)
+    if args.seed is not None:
+        return _run_one(args.seed, args.duration, args.log)
+    if args.digests:
+        return _print_digests(range(args.first, args.first + args.seeds), args.duration)
+    return compare(range(args.first, args.first + args.seeds), args.duration)
+
+
+def _run_one(seed: int, duration_s: float, show_log: bool) -> int:
+    report = run_seed(seed, duration_s)
+    if show_log:
+        print("\n".join(report.log))
+    print(
+        f"seed {seed}: {report.started} requests, {report.ok} ok, failed {report.failed}, {log_digest(report)}"
+    )
+    return 0
+
+
+def _print_digests(seeds: range, duration_s: float) -> int:
+    logging.disable(logging.CRITICAL)
+    for seed in seeds:
+        try:
+            report = run_seed(seed, duration_s)
+        except AssertionError as error:
+            print(f"{seed} FAILED {type(error).__name__}: {error}".replace("\n", " "), flush=True)
+            continue
+        failed = sum(report.failed.values())
+        print(
+            f"{seed} {report.started} {report.ok} {failed} {report.cut_short} {log_digest(report)}",
+            flush=True,
+        )
+    return 0
+
+
+def compare(seeds: range, duration_s: float = DURATION_S) -> int:
+    """Run every seed in two processes with different hash seeds; their logs must be equal byte for byte."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda hash_seed: _digests(seeds, duration_s, hash_seed), ("1", "2"))
+    bad = [line for line in first if "FAILED" in line]
+    bad += [
+        f"{seeds[index]} differs between two runs"
+        for index, line in enumerate(first)
+        if line != second[index]
+    ]
+    for line in bad:
+        seed = line.split()[0]
+        print(f"seed {line}\n  again: python -m kvolt.testing.faults --seed {seed} --log", file=sys.stderr)
+    counts = [[int(word) for word in line.split()[1:5]] for line in first if "FAILED" not in line]
+    asked, ok, failed, cut = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0, 0)
+    print(
+        f"{len(seeds)} seeds of {duration_s:g} virtual s, each in two processes: {len(bad)} bad; {asked} requests, "
+        f"{ok} answered, {failed} typed errors, {cut} cut short; {time.perf_counter() - started:.0f} s"
+    )
+    return 1 if bad else 0
+
+
+def _digests(seeds: range, duration_s: float, hash_seed: str) -> list[str]:
+    command = [sys.executable, "-m", "kvolt.testing.faults", "--digests"]
+    command += ["--first", str(seeds.start), "--seeds", str(len(seeds)), "--duration", str(duration_s)]
+    environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    lines: list[str] = []
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.strip())
+            if hash_seed == "1" and sys.stderr.isatty():
+                print(f"\r{len(lines)}/{len(seeds)} seeds", end="", file=sys.stderr, flush=True)
+    if len(lines) != len(seeds):
+        lines += [f"{seed} FAILED the process died" for seed in seeds[len(lines) :]]
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
