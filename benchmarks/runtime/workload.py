@@ -47,6 +47,12 @@ class Work(msgspec.Struct, frozen=True, omit_defaults=True):
     """Bulk: size of the long messages beside the deltas; 0 for none."""
 
 
+class Command(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a process is told: to work, or, without work, to read its meters."""
+
+    work: Work | None = None
+
+
 class Mark(msgspec.Struct, frozen=True):
     """A process's meters at one moment, all counted from its start."""
 

@@ -1,4 +1,225 @@
-from tests.integration.processes import X
+"""`kvolt serve` as a user meets it: start, ask, stop."""
 
-def test_x() -> None:
-    assert X == 1
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.integration.processes import MODEL, Bench, until_ready
+
+FAST = """
+[[workers]]
+count = 2
+args = {speed = 20, context_length = 512}
+"""
+SLOW = """
+[runtime]
+drain_timeout_s = 20
+
+[[workers]]
+count = 2
+args = {speed = 0.5}
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with Bench(tmp_path) as bench:
+        yield bench
+
+
+@pytest.fixture
+async def client(bench: Bench) -> AsyncIterator[httpx.AsyncClient]:
+    """Talks to a `kvolt serve` of two quick workers."""
+    (bench.folder / "kvolt.toml").write_text(FAST)
+    _, url = await bench.serve()
+    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        yield client
+
+
+def completion(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "Hello there", "max_tokens": 8, **more}
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **more}
+
+
+async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream; it must end with [DONE]."""
+    async with client.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def until_closed(url: str) -> None:
+    """Wait until new clients are not let in."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                async with httpx.AsyncClient(base_url=url) as late:
+                    await late.get("/health")
+            except httpx.TransportError:
+                return
+
+
+async def test_it_says_where_it_is_and_how_to_ask(bench: Bench) -> None:
+    (bench.folder / "kvolt.toml").write_text(FAST)
+    serve, url = await bench.serve()
+    found = await serve.says(r"\n  (curl .*)\n")
+    words = shlex.split(found[1])
+    assert words[:3] == ["curl", "-N", f"{url}/v1/chat/completions"]
+    async with httpx.AsyncClient() as client:
+        answer = await client.post(words[2], content=words[words.index("-d") + 1], timeout=20)
+    assert answer.status_code == 200
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert [view["name"] for view in bench.status()] == ["frontend", "worker-0", "worker-1"]
+
+
+async def test_answers(client: httpx.AsyncClient) -> None:
+    models = (await client.get("/v1/models")).json()
+    assert [model["id"] for model in models["data"]] == [MODEL]
+
+    whole = await post(client, "/v1/completions", completion())
+    assert whole["object"] == "text_completion"
+    assert whole["usage"]["completion_tokens"] == 8
+    assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] + 8
+    [choice] = whole["choices"]
+    assert choice["finish_reason"] == "length"
+    assert len(choice["text"].split()) == 8
+
+    two = await post(client, "/v1/completions", completion(n=2))
+    assert [choice["index"] for choice in two["choices"]] == [0, 1]
+    assert two["choices"][0]["text"] != two["choices"][1]["text"]
+    assert two["usage"]["completion_tokens"] == 16
+
+    by_ids = await post(client, "/v1/completions", completion(prompt=[70, 71, 72, 73]))
+    assert by_ids["usage"] == {"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12}
+
+    talk = await post(client, "/v1/chat/completions", chat())
+    assert talk["object"] == "chat.completion"
+    assert talk["choices"][0]["message"]["role"] == "assistant"
+    assert len(talk["choices"][0]["message"]["content"].split()) == 8
+
+    chunks = await events(client, "/v1/completions", completion(stream_options={"include_usage": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == choice["text"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == whole["usage"]
+
+    chunks = await events(client, "/v1/chat/completions", chat(n=2))
+    texts = {0: "", 1: ""}
+    for chunk in chunks:
+        for part in chunk["choices"]:
+            texts[part["index"]] += part["delta"].get("content", "")
+    assert texts[0] == talk["choices"][0]["message"]["content"]
+    assert len(texts[1].split()) == 8
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+async def test_requests_that_are_wrong(client: httpx.AsyncClient) -> None:
+    wrong: list[tuple[str, dict[str, Any] | bytes, int, str | None]] = [
+        ("/v1/completions", completion(model="nobody"), 404, None),
+        ("/v1/chat/completions", chat(model="nobody"), 404, None),
+        ("/v1/nothing", completion(), 404, None),
+        ("/v1/completions", b"{not json", 400, None),
+        ("/v1/completions", b"", 400, None),
+        ("/v1/completions", b"[]", 400, None),
+        ("/v1/completions", {"model": MODEL}, 400, None),
+        ("/v1/completions", completion(temperature=3), 400, "temperature"),
+        ("/v1/completions", completion(temperature="hot"), 400, "temperature"),
+        ("/v1/completions", completion(max_tokens=0), 400, "max_tokens"),
+        ("/v1/completions", completion(n=0), 400, "n"),
+        ("/v1/completions", completion(seed=10**30), 400, "seed"),
+        ("/v1/completions", completion(prompt=[]), 400, "prompt"),
+        ("/v1/completions", completion(prompt=[-1]), 400, "prompt[0]"),
+        ("/v1/completions", completion(prompt=[1, 10**30]), 400, "prompt[1]"),
+        ("/v1/completions", completion(prompt="word " * 600), 400, "max_tokens"),
+        ("/v1/completions", completion(max_tokens=512), 400, "max_tokens"),
+        ("/v1/chat/completions", chat(messages=[]), 400, "messages"),
+    ]
+    for path, body, status, param in wrong:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        response = await client.post(path, content=content)
+        assert (response.status_code, path, body) == (status, path, body)
+        error = response.json()["error"]
+        assert error["message"]
+        assert error["param"] == param, body
+    assert (await client.get("/v1/completions")).status_code == 405
+    await post(client, "/v1/completions", completion())
+
+
+async def test_health_follows_the_workers(bench: Bench) -> None:
+    _, url = await bench.frontend()
+    async with httpx.AsyncClient(base_url=url) as client:
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["models"]) == (503, [])
+        assert (await client.get("/live")).status_code == 200
+        assert (await client.post("/v1/completions", json=completion())).status_code == 404
+        worker = bench.worker("worker", speed=20)
+        await until_ready(url)
+        assert (await client.get("/health")).json()["models"] == [MODEL]
+        assert (await client.post("/v1/completions", json=completion())).status_code == 200
+        worker.send(signal.SIGTERM)
+        assert await worker.ended() == 0
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["models"]) == (503, [])
+        assert (await client.post("/v1/completions", json=completion())).status_code == 503
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_stop_lets_running_requests_finish(bench: Bench, number: signal.Signals) -> None:
+    (bench.folder / "kvolt.toml").write_text(SLOW)
+    serve, url = await bench.serve()
+    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        running = [
+            asyncio.ensure_future(events(client, "/v1/completions", completion(max_tokens=200, seed=seed)))
+            for seed in range(4)
+        ]
+        await bench.until_computing(4)
+        serve.send(number)
+        await until_closed(url)
+        assert not any(task.done() for task in running), "the requests were too short to say anything"
+        for chunks in await asyncio.gather(*running):
+            assert len("".join(chunk["choices"][0]["text"] for chunk in chunks).split()) == 200
+    stopped_at = time.monotonic()
+    assert await serve.ended() == 0
+    assert time.monotonic() - stopped_at < 8
+    await bench.nothing_left()
+    assert list((bench.folder / "tmp").iterdir()) == []
+    assert "kvolt: stopped" in serve.out
+
+
+async def test_a_second_signal_ends_it_at_once(bench: Bench) -> None:
+    (bench.folder / "kvolt.toml").write_text(SLOW)
+    serve, url = await bench.serve()
+    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        running = asyncio.ensure_future(events(client, "/v1/completions", completion(max_tokens=5000)))
+        await bench.until_computing(1)
+        serve.send(signal.SIGINT)
+        await serve.says("stopping: SIGINT")
+        asked_at = time.monotonic()
+        serve.send(signal.SIGINT)
+        assert await serve.ended() == 130
+        await bench.nothing_left()
+        assert time.monotonic() - asked_at < 4
+        with pytest.raises(httpx.TransportError):
+            await running

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from kvolt.cli.process import make_ports, process_options
+from kvolt.cli.process import check_directory, make_ports, process_options
 from kvolt.core.errors import KvoltError
 from kvolt.runtime.address import INSTANCES, Instance, decode_instance
 from kvolt.runtime.call import Deadlines
@@ -68,6 +68,7 @@ class Cluster:
 
 @asynccontextmanager
 async def visit(settings: Settings) -> AsyncIterator[Cluster]:
+    check_directory(settings)
     blocking = ThreadBlocking()
     ports = make_ports(settings, Metrics(CollectorRegistry()), blocking)
     server = EndpointServer()

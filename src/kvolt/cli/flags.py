@@ -44,7 +44,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message)
         if found:
-            message = f"unknown choice {found[1]}" + nearest(found[1], re.findall(r"[\w-]+", found[2]))
+            known = re.findall(r"[\w-]+", found[2])
+            hint = nearest(found[1], known) or f"; known: {', '.join(known)}"
+            message = f"unknown choice {found[1]}{hint}"
         verb = self.prog.partition(" ")[2] or self.prog
         raise ConfigError(f"{verb}: {message}", key="flags", remedy=f"see `{self.prog} --help`")
 

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -79,6 +80,7 @@ def run_loop(main: Callable[[], Awaitable[int]]) -> int:
 
 def run_process(settings: Settings, name: str, body: Body) -> int:
     """One process from start to exit code. `body` returns when the process should stop."""
+    check_directory(settings)
     clock = SystemClock()
     setup_logs(settings.log.level, settings.log.format, name, sys.stderr, clock)
 
@@ -186,6 +188,18 @@ def plane_host(settings: Settings) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return host
+
+
+def check_directory(settings: Settings) -> None:
+    """ConfigError when the discovery directory can never be one: no waiting would help."""
+    path = Path(settings.discovery.path or ".")
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    if settings.discovery.kind == "file" and not nearest.is_dir():
+        raise ConfigError(
+            f"discovery.path {path}: {nearest} is not a directory",
+            key="discovery.path",
+            remedy="name a directory, or a path where one can be made",
+        )
 
 
 def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -> Ports:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from kvolt.cli.process import run_loop
+from kvolt.cli.process import check_directory, run_loop
 from kvolt.core.errors import ConfigError
 from kvolt.engines.registry import check_arguments
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
 from kvolt.runtime.config import LoadedConfig, to_toml, without_settings
 from kvolt.runtime.cores import share_cores, thread_env, usable_cores
-from kvolt.runtime.network import SocketNetwork, join_address
+from kvolt.runtime.network import SocketNetwork, join_address, split_address
 from kvolt.runtime.settings import Settings
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.supervisor import ChildSpec, Supervisor, SupervisorConfig, TerminalView
@@ -46,12 +46,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    settings = _with_workers(loaded.settings, args.workers)
-    for group in settings.workers:
+    given = _with_workers(loaded.settings, args.workers)
+    check_directory(given)
+    for group in given.workers:
         check_arguments(group.engine, group.args)
 
     async def main() -> int:
-        await _check_port(settings)
+        settings = await _with_port(given)
         with tempfile.TemporaryDirectory(prefix="kvolt-serve-") as folder:
             config = Path(folder) / "kvolt.toml"
             config.write_text(to_toml(settings))
@@ -69,11 +70,13 @@ def _with_workers(settings: Settings, count: int | None) -> Settings:
     return msgspec.structs.replace(settings, workers=[first, *settings.workers[1:]])
 
 
-async def _check_port(settings: Settings) -> None:
-    """A taken port is told before anything is started."""
-    address = join_address(settings.frontend.host, settings.frontend.port)
-    listener = await SocketNetwork().listen(address, asyncio.Protocol)
+async def _with_port(settings: Settings) -> Settings:
+    """The port known before anything is started: a taken one is told, and 0 becomes a free one."""
+    frontend = settings.frontend
+    listener = await SocketNetwork().listen(join_address(frontend.host, frontend.port), asyncio.Protocol)
     await listener.close()
+    port = split_address(listener.address)[1]
+    return msgspec.structs.replace(settings, frontend=msgspec.structs.replace(frontend, port=port))
 
 
 def child_specs(settings: Settings, config: Path) -> list[ChildSpec]:
@@ -126,7 +129,8 @@ class _Serve:
                     backoff_initial_s=supervisor_settings.restart_backoff_s,
                     backoff_max_s=supervisor_settings.restart_backoff_max_s,
                 ),
-                stop_timeout_s=supervisor_settings.stop_timeout_s,
+                # A process may take its whole drain time; only what comes after that is being stuck.
+                stop_timeout_s=settings.runtime.drain_timeout_s + supervisor_settings.stop_timeout_s,
             ),
             view,
         )

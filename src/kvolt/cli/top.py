@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from kvolt.cli.cluster import Cluster, visit
+from kvolt.cli.cluster import Cluster, ProcessView, visit
 from kvolt.cli.process import run_loop
 from kvolt.cli.status import console, table
 from kvolt.core.errors import DiscoveryLost
@@ -34,10 +34,10 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     async def main() -> int:
         screen = console()
         async with visit(loaded.settings) as cluster:
-            picture = await _picture(cluster, loaded.settings.namespace)
             if args.once:
-                screen.print(picture)
+                screen.print(_draw(await cluster.look(), loaded.settings.namespace))
                 return 0
+            picture = await _picture(cluster, loaded.settings.namespace)
             with Live(picture, console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
                 while True:
                     await asyncio.sleep(max(args.interval, 0.1))
@@ -48,9 +48,12 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 
 async def _picture(cluster: Cluster, namespace: str) -> Group:
     try:
-        views = await cluster.look()
+        return _draw(await cluster.look(), namespace)
     except DiscoveryLost as error:
         return Group(Text(f"discovery does not answer: {error.message}", style="red"))
+
+
+def _draw(views: list[ProcessView], namespace: str) -> Group:
     streams = sum(
         endpoint.active_streams for view in views if view.status for endpoint in view.status.endpoints
     )

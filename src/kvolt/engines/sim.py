@@ -10,9 +10,11 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 import xxhash
+from msgspec import Meta
 
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import Delta, FinishReason, StepOutput, Usage
@@ -25,18 +27,20 @@ from kvolt.core.request import Request
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim_model import next_token, sim_card
 
+_AtLeastOne = Annotated[int, Meta(ge=1)]
+
 
 class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Arguments of `engine = "sim"`. The default step model is a mid-size GPU with an 8B model."""
 
-    speed: float = 1.0
+    speed: Annotated[float, Meta(gt=0)] = 1.0
     """Times faster than the step model says."""
-    block_size: int = 16
-    kv_blocks: int = 16_384
-    context_length: int = 32_768
-    max_num_seqs: int = 256
-    max_waiting: int = 4096
-    max_batch_tokens: int = 8192
+    block_size: _AtLeastOne = 16
+    kv_blocks: _AtLeastOne = 16_384
+    context_length: _AtLeastOne = 32_768
+    max_num_seqs: _AtLeastOne = 256
+    max_waiting: _AtLeastOne = 4096
+    max_batch_tokens: _AtLeastOne = 8192
     latency: LatencyModel = LatencyModel(
         base_s=0.006,
         prefill_token_s=0.00006,

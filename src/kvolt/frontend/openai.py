@@ -5,9 +5,10 @@ Schemas only. Fields that are not listed are ignored; a later edge will be exact
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from kvolt.core.errors import InvalidRequest
 
@@ -21,14 +22,14 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
 
 
 class CompletionRequest(_Common, frozen=True, kw_only=True):
-    prompt: str | list[int]
+    prompt: str | list[Annotated[int, Meta(ge=0, le=2**32 - 1)]]
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,38 +24,43 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call:
-    """Watches the deadlines of one stream and passes what comes on to a sink.
+    """Watches the deadlines of one call. Items go from the stream to the sink past it, the end comes through.
 
     The sink sees exactly one end: the peer's, a lost connection's, a deadline's, or Cancelled.
     """
 
     __slots__ = (
-        "_deadlines",
-        "_got_first",
-        "_last_arrival",
         "_loop",
         "_sink",
         "_started",
         "_stream",
         "_timer",
+        "_waiting_since",
+        "automatic_credit",
+        "deadlines",
         "ended",
+        "on_item",
     )
 
-    def __init__(self, sink: Sink, deadlines: Deadlines, started: float | None = None) -> None:
+    def __init__(self, sink: Sink, deadlines: Deadlines, automatic_credit: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
         self._sink = sink
-        self._deadlines = deadlines
-        self._started = self._loop.time() if started is None else started
-        self._last_arrival = self._loop.time()
-        self._got_first = False
+        self.deadlines = deadlines
+        self.automatic_credit = automatic_credit
+        self._started = self._waiting_since = self._loop.time()
         self._stream: CallerStream | None = None
         self.ended = False
+        self.on_item = sink.on_item
         self._timer: asyncio.TimerHandle | None = self._loop.call_at(self._due()[0], self._on_timer)
 
     @property
     def remaining_s(self) -> float:
         """Time left in total, to be told to the peer."""
-        return max(self._started + self._deadlines.total_s - self._loop.time(), 0.0)
+        return max(self._started + self.deadlines.total_s - self._loop.time(), 0.0)
+
+    @property
+    def stream(self) -> CallerStream | None:
+        return self._stream
 
     def attach(self, stream: CallerStream) -> None:
         """The stream is open. If the call ended meanwhile, the stream is cancelled."""
@@ -63,38 +68,20 @@ class Call:
         if self.ended:
             stream.cancel()
 
-    def consumed(self, num_items: int) -> None:
-        if self._stream is not None:
-            self._stream.consumed(num_items)
-
     def cancel(self, error: KvoltError | None = None) -> None:
         """Stop the call here and at the peer."""
         if self.ended:
             return
         if self._stream is not None:
             self._stream.cancel()
-        self._end(error or Cancelled("the caller cancelled"))
+        self.on_end(error or Cancelled("the caller cancelled"))
 
     def abandon(self) -> None:
         """The call never started: no deadline is watched any more, and the sink hears nothing."""
         self.ended = True
         self._stop_timer()
 
-    # --- streams.Sink
-
-    def on_item(self, item: Any) -> None:
-        if self.ended:
-            return
-        self._got_first = True
-        self._last_arrival = self._loop.time()
-        self._sink.on_item(item)
-
     def on_end(self, error: KvoltError | None) -> None:
-        self._end(error)
-
-    # ---
-
-    def _end(self, error: KvoltError | None) -> None:
         if self.ended:
             return
         self.ended = True
@@ -108,28 +95,26 @@ class Call:
 
     def _due(self) -> tuple[float, str, float]:
         """When the next deadline is, which one, and its length."""
-        limits = self._deadlines
+        limits = self.deadlines
+        arrival = self._stream.last_arrival if self._stream is not None else None
+        stage, length = ("first", limits.first_s) if arrival is None else ("between", limits.between_s)
+        due = max(self._waiting_since, arrival or 0.0) + length
         total = self._started + limits.total_s
-        stage, length = ("between", limits.between_s) if self._got_first else ("first", limits.first_s)
-        if self._last_arrival + length < total:
-            return self._last_arrival + length, stage, length
-        return total, "total", limits.total_s
+        return (due, stage, length) if due < total else (total, "total", limits.total_s)
 
     def _on_timer(self) -> None:
-        # One timer per call, re-armed when it fires early: items only note their arrival.
+        # One timer per call, re-armed when it fires early: an item only notes its arrival.
         due, stage, length = self._due()
-        if due > self._loop.time():
+        now = self._loop.time()
+        if due <= now and stage == "between" and getattr(self._sink, "num_queued", 0) > 0:
+            self._waiting_since = now  # our own reader is behind: the sender may lack credit
+            due = self._due()[0]
+        if due > now:
             self._timer = self._loop.call_at(due, self._on_timer)
-        elif stage == "between" and self._reader_is_behind():
-            self._last_arrival = self._loop.time()
-            self._timer = self._loop.call_at(self._due()[0], self._on_timer)
         else:
             self.cancel(
                 DeadlineExceeded(f"no answer within {length:g} s ({stage})", stage=stage, after_s=length)
             )
-
-    def _reader_is_behind(self) -> bool:
-        return getattr(self._sink, "num_queued", 0) > 0
 
 
 class ResponseStream(AsyncIterator[Any]):
@@ -140,12 +125,12 @@ class ResponseStream(AsyncIterator[Any]):
 
     __slots__ = ("_call", "_error", "_items", "_over", "_waiter")
 
-    def __init__(self, deadlines: Deadlines, started: float | None = None) -> None:
+    def __init__(self, deadlines: Deadlines) -> None:
         self._items: deque[Any] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._over = False
         self._error: KvoltError | None = None
-        self._call = Call(self, deadlines, started)
+        self._call = Call(self, deadlines)
 
     @property
     def call(self) -> Call:
@@ -175,7 +160,7 @@ class ResponseStream(AsyncIterator[Any]):
         if not self._items:
             await self._wait()
         if self._items:
-            self._call.consumed(1)
+            self._took(1)
             return self._items.popleft()
         if self._error is not None:
             raise self._error
@@ -189,8 +174,12 @@ class ResponseStream(AsyncIterator[Any]):
             raise self._error
         items = list(self._items)
         self._items.clear()
-        self._call.consumed(len(items))
+        self._took(len(items))
         return items
+
+    def _took(self, num_items: int) -> None:
+        if self._call.stream is not None:
+            self._call.stream.consumed(num_items)
 
     async def _wait(self) -> None:
         while not self._items and not self._over:

@@ -42,15 +42,27 @@ class Destination(NamedTuple):
 
 
 async def open_call(
-    connections: Connections, to: Destination, request: Any, call: Call, decode: Decode, limits: Deadlines
+    connections: Connections,
+    to: Destination,
+    request: Any,
+    call: Call,
+    decode: Decode,
 ) -> None:
     """Open a stream for a call. When it raises, nothing was sent and the call is over."""
     try:
         body = _encode(request)
         connection = connections.ready_to(to.address)
         if connection is None:
-            connection = await connections.get(to.address, min(limits.connect_s, call.remaining_s))
-        stream = connection.session.open(to.target, body, call, decode, call.remaining_s, current_context())
+            connection = await connections.get(to.address, min(call.deadlines.connect_s, call.remaining_s))
+        stream = connection.session.open(
+            to.target,
+            body,
+            call,
+            decode,
+            deadline_s=call.remaining_s,
+            context=current_context(),
+            automatic_credit=call.automatic_credit,
+        )
     except BaseException:
         call.abandon()
         raise
@@ -62,7 +74,7 @@ async def open_stream(
 ) -> ResponseStream:
     """Call a known process directly."""
     responses = ResponseStream(limits)
-    await open_call(connections, to, request, responses.call, decode, limits)
+    await open_call(connections, to, request, responses.call, decode)
     return responses
 
 
@@ -176,9 +188,8 @@ class EndpointClient:
 
         ConnectFailed: nothing was sent. Once it returns, errors come out of the stream.
         """
-        limits = deadlines or self._deadlines
-        responses = ResponseStream(limits)
-        await self._open(request, instance, limits, decode, responses.call)
+        responses = ResponseStream(deadlines or self._deadlines)
+        await self._open(request, instance, decode, responses.call)
         return responses
 
     async def call(
@@ -191,16 +202,13 @@ class EndpointClient:
     ) -> Call:
         """As `stream`, but the answers go to a sink as they arrive, without a task switch.
 
-        The sink's reader must call `consumed` on the Call for what it has taken.
+        An item counts as read when the sink has it; a sink that falls behind says so by `Call.stream.hold`.
         """
-        limits = deadlines or self._deadlines
-        call = Call(sink, limits)
-        await self._open(request, instance, limits, decode, call)
+        call = Call(sink, deadlines or self._deadlines, automatic_credit=True)
+        await self._open(request, instance, decode, call)
         return call
 
-    async def _open(
-        self, request: Any, instance: Instance | None, limits: Deadlines, decode: Decode, call: Call
-    ) -> None:
+    async def _open(self, request: Any, instance: Instance | None, decode: Decode, call: Call) -> None:
         try:
             chosen = instance or self.round_robin()
         except BaseException:
@@ -208,9 +216,7 @@ class EndpointClient:
             raise
         target = str(self.endpoint) if chosen.id in self._static else chosen.target
         try:
-            await open_call(
-                self._connections, Destination(chosen.address, target), request, call, decode, limits
-            )
+            await open_call(self._connections, Destination(chosen.address, target), request, call, decode)
         except NetworkFault as error:
             self._mark_unreachable(chosen.id, error)
             raise

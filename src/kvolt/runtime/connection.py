@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         if self._close_reason is not None:
             return
         try:
-            self.session.receive(data)
+            self.session.receive(data, self._last_received)
         except ProtocolError as error:
             if isinstance(error, VersionMismatch):
                 self._stats.refused_versions += 1

@@ -86,11 +86,13 @@ class Session:
         self._greeting: bytes | None = wire.frame(FrameKind.HELLO, 0, wire.encode(hello))
         self._control: list[bytes] = []
         self._segments: list[tuple[FrameKind, list[tuple[int, Any]]]] = []
+        self.open_deltas: list[tuple[int, Any]] | None = None
         self._ends: list[ServedStream] = []
         self._refused: list[tuple[int, ErrorInfo | None]] = []
         self._cancels: list[int] = []
         self._credits: dict[int, int] = {}
         self._held: dict[int, ServedStream] = {}
+        self._now = 0.0
         self.peer: wire.Hello | None = None
         """The peer's hello, once it came and the versions agreed."""
         self.version: int | None = None
@@ -122,6 +124,7 @@ class Session:
         decode: Decode,
         deadline_s: float | None = None,
         context: dict[str, str] | None = None,
+        automatic_credit: bool = False,
     ) -> CallerStream:
         """Start a stream. `body` is the encoded request; `decode` turns an item's bytes into the item."""
         limits = self._limits
@@ -130,7 +133,7 @@ class Session:
             raise Overloaded("too many streams on one connection", queue="streams", limit=limits.max_streams)
         stream_id = self._next_id
         self._next_id += 2
-        stream = CallerStream(self, stream_id, sink, decode, limits.window_items)
+        stream = CallerStream(self, stream_id, sink, decode, limits.window_items, automatic_credit)
         self._calls[stream_id] = stream
         chunked = len(body) > wire.CHUNK_BYTES
         inline = msgspec.Raw(wire.NIL if chunked else body)
@@ -160,7 +163,9 @@ class Session:
         if segments and segments[-1][0] is kind:
             segments[-1][1].append((stream.id, item))
         else:
-            segments.append((kind, [(stream.id, item)]))
+            items: list[tuple[int, Any]] = [(stream.id, item)]
+            segments.append((kind, items))
+            self.open_deltas = items if kind is FrameKind.DELTAS else None
             self._host.wake()
 
     def queue_end(self, stream: ServedStream) -> None:
@@ -204,6 +209,7 @@ class Session:
         self._arriving.clear()
         self._bulk.clear()
         self._segments.clear()
+        self.open_deltas = None
         self._ends.clear()
         self._held.clear()
         self.stats.calls_ended[outcome(error)] += len(calls)
@@ -231,6 +237,7 @@ class Session:
             self._control = []
         if self._segments:
             segments, self._segments = self._segments, []
+            self.open_deltas = None
             for kind, items in segments:
                 self.stats.items_out += len(items)
                 for start in range(0, len(items), _ITEMS_PER_FRAME):
@@ -335,8 +342,9 @@ class Session:
 
     # --- receiving
 
-    def receive(self, data: bytes) -> None:
+    def receive(self, data: bytes, now: float = 0.0) -> None:
         """Take bytes from the peer. ProtocolError means: send `refusal`, close, and `close` this session."""
+        self._now = now
         frames = self._decoder.feed(data)
         self.stats.frames_in += len(frames)
         for kind, stream_id, payload in frames:
@@ -356,12 +364,17 @@ class Session:
             return
         if kind == FrameKind.DELTAS:
             calls = self._calls
+            now = self._now
             deltas = wire.decode_deltas(payload)
             self.stats.items_in += len(deltas)
             for target, delta in deltas:
                 call = calls.get(target)
                 if call is not None:  # else cancelled while this was on its way
-                    call.accept(delta)
+                    call.last_arrival = now
+                    call.window_left = left = call.window_left - 1
+                    if left < call.low_water:
+                        call.on_low()
+                    call.deliver(delta)
             return
         match kind:
             case FrameKind.ITEMS:
@@ -370,7 +383,7 @@ class Session:
                 for target, raw in items:
                     call = self._calls.get(target)
                     if call is not None:
-                        call.accept_raw(raw)
+                        call.accept_raw(raw, self._now)
             case FrameKind.CHUNK:
                 self._on_chunk(stream_id, payload)
             case FrameKind.OPEN:
@@ -462,7 +475,7 @@ class Session:
             self._serve(stream_id, opening, message)
         elif call is not None:
             self.stats.items_in += 1
-            call.accept_raw(message)
+            call.accept_raw(message, self._now)
 
     def _on_credit(self, credits: list[tuple[int, int]]) -> None:
         for stream_id, num_items in credits:

@@ -45,6 +45,8 @@ class ServerHost(Protocol):
     """What a served stream needs of its session."""
 
     paused: bool
+    open_deltas: list[tuple[int, Any]] | None
+    """The DELTAS frame being filled, when it is the last thing queued."""
 
     def queue_item(self, stream: ServedStream, item: Any) -> None: ...
 
@@ -56,27 +58,77 @@ class ServerHost(Protocol):
 
 
 class CallerStream:
-    """Our end of a stream that we opened."""
+    """Our end of a stream that we opened.
 
-    __slots__ = ("_decode", "_session", "_sink", "_unacknowledged", "_window", "_window_left", "ended", "id")
+    With `automatic` credit an item counts as read when it is delivered, until `hold`; otherwise the
+    reader says what it has taken by `consumed`. Credit goes back half a window at a time.
 
-    def __init__(self, session: CallerHost, stream_id: int, sink: Sink, decode: Decode, window: int) -> None:
+    The session's receive loop reads and writes the public fields itself: it runs once per token.
+    """
+
+    __slots__ = (
+        "_automatic",
+        "_decode",
+        "_finish",
+        "_session",
+        "_unread_back",
+        "_window",
+        "deliver",
+        "ended",
+        "id",
+        "last_arrival",
+        "low_water",
+        "window_left",
+    )
+
+    def __init__(
+        self,
+        session: CallerHost,
+        stream_id: int,
+        sink: Sink,
+        decode: Decode,
+        window: int,
+        automatic: bool = False,
+    ) -> None:
         self._session = session
-        self._sink = sink
+        self._finish = sink.on_end
         self._decode = decode
         self._window = window
-        self._window_left = window
-        self._unacknowledged = 0
+        self._automatic = automatic
+        self._unread_back = 0
+        """Items taken by the reader and not yet given back as credit."""
         self.id = stream_id
         self.ended = False
+        self.deliver = sink.on_item
+        self.window_left = window
+        """Items that the peer may still send."""
+        self.low_water = window // 2 if automatic else 0
+        """Below this `on_low` is called."""
+        self.last_arrival: float | None = None
+
+    def on_low(self) -> None:
+        """The window is half empty (automatic credit), or overdrawn."""
+        if self.window_left < 0:
+            raise ProtocolError(f"stream {self.id} sent more than its credit", rule="credit")
+        self._grant(self._window - self.window_left)
 
     def consumed(self, num_items: int) -> None:
-        """The reader took items: give credit for as many back, half a window at a time."""
-        self._unacknowledged += num_items
-        if self._unacknowledged * 2 >= self._window and not self.ended:
-            self._window_left += self._unacknowledged
-            self._session.grant(self.id, self._unacknowledged)
-            self._unacknowledged = 0
+        """The reader took items. Only for a stream without automatic credit."""
+        self._unread_back += num_items
+        if self._unread_back * 2 >= self._window and not self.ended:
+            num_items, self._unread_back = self._unread_back, 0
+            self._grant(num_items)
+
+    def hold(self) -> None:
+        """Give no more automatic credit: the reader is behind."""
+        self.low_water = 0
+
+    def release(self) -> None:
+        """The reader has caught up."""
+        if self._automatic and not self.ended:
+            self.low_water = self._window // 2
+            if self.window_left < self.low_water:
+                self._grant(self._window - self.window_left)
 
     def cancel(self) -> None:
         """Tell the peer to stop; nothing more is delivered, not even an end."""
@@ -84,22 +136,25 @@ class CallerStream:
             self.ended = True
             self._session.cancel_call(self.id)
 
-    def accept(self, item: Any) -> None:
-        if self._window_left <= 0:
-            raise ProtocolError(f"stream {self.id} sent more than its credit", rule="credit")
-        self._window_left -= 1
-        self._sink.on_item(item)
-
-    def accept_raw(self, raw: bytes | msgspec.Raw) -> None:
+    def accept_raw(self, raw: bytes | msgspec.Raw, now: float) -> None:
+        """An item that is no delta."""
         try:
             item = self._decode(raw)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"stream {self.id}: an item does not decode: {error}", rule="item") from error
-        self.accept(item)
+        self.last_arrival = now
+        self.window_left -= 1
+        if self.window_left < self.low_water:
+            self.on_low()
+        self.deliver(item)
 
     def finish(self, error: KvoltError | None) -> None:
         self.ended = True
-        self._sink.on_end(error)
+        self._finish(error)
+
+    def _grant(self, num_items: int) -> None:
+        self.window_left += num_items
+        self._session.grant(self.id, num_items)
 
 
 class ServedStream:
@@ -167,9 +222,13 @@ class ServedStream:
         """An item for the next frame. What is sent to a stream that has ended vanishes: its reader is gone."""
         if self.ending or self.closed:
             return
-        if self._credit > 0 and self._backlog is None and not self.bulk and not self._session.paused:
+        session = self._session
+        if self._credit > 0 and self._backlog is None and not self.bulk and not session.paused:
             self._credit -= 1
-            self._session.queue_item(self, item)
+            if type(item) is Delta and session.open_deltas is not None:
+                session.open_deltas.append((self.id, item))  # what queue_item does, without the call
+            else:
+                session.queue_item(self, item)
         else:
             self._keep_back(item)
 

@@ -1,0 +1,98 @@
+"""One process of a pair: takes commands as JSON lines on its input, answers as JSON lines.
+
+Started by `pair`, not by hand: `python -m benchmarks.runtime.child JOB`. Ends when its input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import cProfile
+import io
+import pstats
+import resource
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import psutil
+import uvloop
+
+from benchmarks.runtime.workload import Client, Command, Job, Mark, Server, Work
+
+_PROFILE_LINES = 25
+
+Act = Callable[[Work], Awaitable[dict[str, Any]]]
+
+
+def _say(answer: Any) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _mark(side: Server | Client) -> Mark:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return Mark(used.ru_utime + used.ru_stime, psutil.Process().memory_info().rss, side.counters())
+
+
+def _module(system: str) -> Any:
+    """The systems live apart, so that no process pays for a library that it does not use."""
+    match system:
+        case "bare socket":
+            from benchmarks.runtime import over_socket as module
+        case "grpc.aio":
+            from benchmarks.runtime import over_grpc as module
+        case "kvolt bulk":
+            from benchmarks.runtime import over_kvolt_bulk as module
+        case _:
+            from benchmarks.runtime import over_kvolt as module
+    return module
+
+
+async def _perform(act: Act, work: Work, profile: bool) -> dict[str, Any]:
+    profiler = cProfile.Profile() if profile and work.measured else None
+    if profiler is not None:
+        profiler.enable()
+    started = time.monotonic()
+    found = await act(work)
+    ended = time.monotonic()
+    if profiler is not None:
+        profiler.disable()
+        text = io.StringIO()
+        pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(_PROFILE_LINES)
+        found = {**found, "profile": text.getvalue()}
+    return {"started": started, "ended": ended, **found}
+
+
+async def main() -> None:
+    job = msgspec.json.decode(sys.argv[1], type=Job)
+    commands = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
+    )
+    module = _module(job.system)
+    side: Server | Client
+    act: Act
+    if job.side == "server":
+        server: Server = await module.serve(job)
+        side, act = server, server.produce
+        _say({"address": server.address, "mark": _mark(side)})
+        await server.wait_open()
+    else:
+        client: Client = await module.connect(job)
+        side, act = client, client.consume
+        _say({"mark": _mark(side)})
+        await client.open()
+    _say({})
+    while line := await commands.readline():
+        command = msgspec.json.decode(line, type=Command)
+        if command.work is None:
+            _say({"mark": _mark(side)})
+        else:
+            _say(await _perform(act, command.work, job.profile))
+    await side.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

@@ -1,0 +1,152 @@
+"""A worker dies, or falls silent, under its callers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.integration.processes import (
+    GENERATE,
+    MODEL,
+    PATIENCE_S,
+    Bench,
+    decode_delta,
+    sim_request,
+    sim_tokens,
+    until,
+)
+
+from kvolt.core.errors import KvoltError, WorkerLost
+from kvolt.runtime.address import Instance
+from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.supervisor import read_status
+
+NUM_STREAMS = 200
+NUM_TOKENS = 300
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with Bench(tmp_path) as bench:
+        yield bench
+
+
+@dataclass(slots=True)
+class Caller:
+    """One stream, read to its end."""
+
+    number: int
+    instance: Instance
+    tokens: list[int] = field(default_factory=list)
+    error: KvoltError | None = None
+    ended_at: float = 0.0
+
+    async def run(self, client: EndpointClient) -> None:
+        try:
+            request = sim_request(self.number, NUM_TOKENS)
+            async with await client.stream(request, self.instance, decode=decode_delta) as stream:
+                async for delta in stream:
+                    self.tokens += delta.token_ids
+        except KvoltError as error:
+            self.error = error
+        self.ended_at = time.monotonic()
+
+
+async def known(client: EndpointClient, *names: str) -> list[Instance]:
+    """The instances of these processes, once all of them are candidates."""
+
+    def by_name() -> dict[str, Instance]:
+        return {instance.process: instance for instance in client.candidates()}
+
+    await until(lambda: sorted(by_name()) == sorted(names), what=f"{names}")
+    return [by_name()[name] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("number", "reason", "at_least_s"), [(signal.SIGKILL, "closed", 0.0), (signal.SIGSTOP, "heartbeat", 1.0)]
+)
+async def test_callers_of_a_lost_worker(
+    bench: Bench, number: signal.Signals, reason: str, at_least_s: float
+) -> None:
+    victim = bench.worker("victim", speed=0.5)
+    bench.worker("witness", speed=0.5)
+    async with bench.runtime() as runtime:
+        client = await runtime.client(GENERATE)
+        lost, safe = await known(client, "victim", "witness")
+        callers = [Caller(number, (lost, safe)[number % 2]) for number in range(NUM_STREAMS)]
+        running = [asyncio.ensure_future(caller.run(client)) for caller in callers]
+        await until(lambda: all(len(caller.tokens) >= 3 for caller in callers), what="tokens on all streams")
+
+        struck_at = time.monotonic()
+        victim.send(number)
+        mine = [caller for caller in callers if caller.instance is lost]
+        await until(lambda: all(caller.ended_at for caller in mine), what="the victim's callers to be told")
+        after_s = [caller.ended_at - struck_at for caller in mine]
+        assert not any(caller.ended_at for caller in callers if caller.instance is safe), "streams too short"
+        # At once when the socket closes; after plane.dead_after_s when it does not.
+        assert at_least_s < max(after_s) < 5.0
+        for caller in mine:
+            assert isinstance(caller.error, WorkerLost)
+            assert caller.error.fields["reason"] == reason
+            assert caller.tokens == sim_tokens(caller.number, NUM_TOKENS)[: len(caller.tokens)]
+        assert [instance.process for instance in client.candidates()] == ["witness"]
+        for _ in range(4):
+            async with await client.stream(sim_request(0, 1), decode=decode_delta) as stream:
+                assert (await anext(stream)).token_ids == tuple(sim_tokens(0, 1))
+
+        await asyncio.wait_for(asyncio.gather(*running), PATIENCE_S)
+        for caller in callers:
+            if caller.instance is safe:
+                assert caller.error is None
+                assert caller.tokens == sim_tokens(caller.number, NUM_TOKENS)
+        if number == signal.SIGSTOP:
+            victim.send(signal.SIGCONT)
+            await known(client, "victim", "witness")
+            again = Caller(0, lost)
+            await again.run(client)
+            assert (again.error, again.tokens) == (None, sim_tokens(0, NUM_TOKENS))
+
+
+async def test_serve_brings_a_killed_worker_back(bench: Bench) -> None:
+    (bench.folder / "kvolt.toml").write_text("[[workers]]\ncount = 2\nargs = {speed = 0.5}\n")
+    _, url = await bench.serve("--supervisor-restart-backoff-s", "0.2")
+    before = await bench.until_seen("frontend", "worker-0", "worker-1")
+    body = {"model": MODEL, "prompt": "Hi", "max_tokens": 150, "stream": True}
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+
+        async def ask() -> str:
+            return (await client.post("/v1/completions", json=body)).text
+
+        running = [asyncio.ensure_future(ask()) for _ in range(10)]
+        await bench.until_computing(10)
+        os.kill(worker_pid(bench, "worker-0"), signal.SIGKILL)
+        answers = await asyncio.gather(*running)
+        whole = [answer for answer in answers if answer.endswith("data: [DONE]\n\n")]
+        assert len(whole) == 5
+        assert all('"code":"worker_lost"' in answer for answer in answers if answer not in whole)
+
+        after = await bench.until_seen("frontend", "worker-0", "worker-1")
+        assert after["worker-0"].address != before["worker-0"].address
+        assert after["worker-1"].address == before["worker-1"].address
+        # Both get requests again, and the frontend has forgotten the dead one.
+        running = [asyncio.ensure_future(ask()) for _ in range(4)]
+        await bench.until_computing(4)
+        views = await bench.look()
+        shares = [views[name].status.details["engine"]["open"] for name in ("worker-0", "worker-1")]  # type: ignore[union-attr]
+        assert all(answer.endswith("data: [DONE]\n\n") for answer in await asyncio.gather(*running))
+        assert shares == [2, 2]
+
+
+def worker_pid(bench: Bench, name: str) -> int:
+    status = read_status(bench.folder / "logs")
+    assert status is not None
+    [pid] = [child.pid for child in status.children if child.name == name]
+    assert pid is not None
+    return pid
