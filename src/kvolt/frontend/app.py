@@ -10,6 +10,7 @@ import msgspec
 
 from kvolt.core.delta import Delta, Usage
 from kvolt.core.errors import InvalidRequest, KvoltError
+from kvolt.core.hashing import SequenceHasher
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.frontend import openai
@@ -158,10 +159,16 @@ def _build_request(
             f"{wanted} more were asked for",
             param="max_tokens",
         )
+    block_size = model.card.block_size
+    hasher = SequenceHasher(block_size)
+    hasher.extend(prompt)
     return Request(
         request_id=request_id,
         model=model.card.name,
         token_ids=prompt,
+        block_size=block_size,
+        local_hashes=tuple(hasher.local),
+        sequence_hashes=tuple(hasher.sequence),
         stop=StopConditions(max_tokens=wanted),
         sampling=Sampling(
             temperature=1.0 if asked.temperature is None else asked.temperature,

@@ -1,0 +1,96 @@
+"""The pure modules import no I/O, clock or environment, and only `runtime.tasks` makes tasks."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "kvolt"
+
+IMPURE = {
+    "asyncio",
+    "concurrent",
+    "fcntl",
+    "io",
+    "logging",
+    "multiprocessing",
+    "os",
+    "pathlib",
+    "random",
+    "secrets",
+    "select",
+    "selectors",
+    "shutil",
+    "signal",
+    "socket",
+    "ssl",
+    "subprocess",
+    "tempfile",
+    "threading",
+    "time",
+    "uvloop",
+    "zmq",
+}
+
+PURE = sorted(SOURCE.glob("core/*.py")) + [
+    SOURCE / "runtime" / f"{name}.py"
+    for name in (
+        "wire",
+        "bulk",
+        "streams",
+        "session",
+        "plane_stats",
+        "supervisor_plan",
+        "discovery_view",
+        "address",
+        "settings",
+    )
+]
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("path", PURE, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_pure_modules_stay_pure(path: Path) -> None:
+    allowed = {"signal"} if path.stem == "supervisor_plan" else set()  # the names of signals, for its messages
+    assert not imported(path) & IMPURE - allowed
+
+
+def test_the_check_can_fail(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("def now():\n    import time\n    return time.time()\n")
+    assert imported(bad) & IMPURE == {"time"}
+
+
+def test_tasks_are_made_in_one_module() -> None:
+    makers = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("create_task", "ensure_future"):
+                makers.append(str(path.relative_to(SOURCE)))
+    # The virtual loop starts its own main task.
+    assert sorted(set(makers)) == ["runtime/tasks.py", "testing/loop.py"]
+
+
+def test_the_environment_and_the_wall_clock_have_one_reader_each() -> None:
+    readers: dict[str, set[str]] = {"environ": set(), "time.time": set()}
+    for path in SOURCE.rglob("*.py"):
+        name = str(path.relative_to(SOURCE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id == "os" and node.attr in ("environ", "getenv"):
+                    readers["environ"].add(name.split("/")[0])
+                if node.value.id == "time" and node.attr in ("time", "monotonic"):
+                    readers["time.time"].add(name)
+    assert readers["environ"] <= {"cli", "testing", "runtime"}
+    assert readers["time.time"] == {"runtime/clock.py"}
