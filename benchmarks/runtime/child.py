@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import psutil
 import uvloop
-
 from benchmarks.runtime.workload import Client, Command, Job, Mark, Server, Work
 
 _PROFILE_LINES = 25
@@ -39,7 +38,7 @@ def _mark(side: Server | Client) -> Mark:
 def _module(system: str) -> Any:
     """The systems live apart, so that no process pays for a library that it does not use."""
     match system:
-        case "bare socket":
+        case "bare socket" | "bare msgpack":
             from benchmarks.runtime import over_socket as module
         case "grpc.aio":
             from benchmarks.runtime import over_grpc as module

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 import msgspec
-
 from benchmarks.runtime.workload import Arrivals, Job, StepClock, Tally, Work, sample_deltas
+
 from kvolt.core.delta import Delta
 from kvolt.runtime.tasks import Crew
 
@@ -82,10 +82,13 @@ class GrpcClient:
 
     async def _read(self, answers: AsyncIterator[Delta]) -> None:
         tally = self._tally
-        async for delta in answers:
-            tally.tokens += len(delta.token_ids)
-            if tally.tokens >= tally.expected:
-                tally.reach()
+        try:
+            async for delta in answers:
+                tally.tokens += len(delta.token_ids)
+                if tally.tokens >= tally.expected:
+                    tally.reach()
+        except grpc.aio.AioRpcError as error:
+            tally.fail(error)
 
     async def consume(self, work: Work) -> dict[str, Any]:
         await self._tally.reached(work.steps * self._job.streams)

@@ -24,10 +24,10 @@ from benchmarks.runtime.workload import (
     Work,
     sample_deltas,
 )
+
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError
 from kvolt.runtime.address import EndpointAddress
-from kvolt.runtime.call import Call
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.runtime.events_mem import MemBus, MemEvents
@@ -41,7 +41,7 @@ ENDPOINT = EndpointAddress.parse("bench.worker.generate")
 SINK, ITERATOR, GENERATORS = "kvolt sink", "kvolt iterator", "kvolt generators"
 
 _CHECK_ALL_EVERY = 16
-"""Steps between two looks at every stream; divides the steps after which credit can run out."""
+"""Steps between two looks at every stream."""
 
 _writable = attrgetter("writable")
 
@@ -200,21 +200,19 @@ class GeneratorServer(KvoltSide):
 
 
 class _CountingSink:
-    __slots__ = ("_tally", "call")
+    __slots__ = ("_tally",)
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
-        self.call: Call | None = None
 
     def on_item(self, item: Delta) -> None:
         tally = self._tally
         tally.tokens += len(item.token_ids)
-        self.call.consumed(1)  # type: ignore[union-attr]
         if tally.tokens >= tally.expected:
             tally.reach()
 
     def on_end(self, error: KvoltError | None) -> None:
-        pass
+        self._tally.fail(error)
 
 
 class KvoltClient(KvoltSide):
@@ -231,17 +229,19 @@ class KvoltClient(KvoltSide):
         client = await self.runtime.client(ENDPOINT, static=[self._job.address])
         for number in range(self._job.streams):
             if self._job.system == SINK:
-                sink = _CountingSink(self._tally)
-                sink.call = await client.call(number, sink)
+                await client.call(number, _CountingSink(self._tally))
             else:
                 self._crew.start(self._read(await client.stream(number)), "reader")
 
     async def _read(self, answers: AsyncIterator[Delta]) -> None:
         tally = self._tally
-        async for delta in answers:
-            tally.tokens += len(delta.token_ids)
-            if tally.tokens >= tally.expected:
-                tally.reach()
+        try:
+            async for delta in answers:
+                tally.tokens += len(delta.token_ids)
+                if tally.tokens >= tally.expected:
+                    tally.reach()
+        except KvoltError as error:
+            tally.fail(error)
 
     async def consume(self, work: Work) -> dict[str, Any]:
         await self._tally.reached(work.steps * self._job.streams)

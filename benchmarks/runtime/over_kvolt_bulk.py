@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.runtime.over_kvolt import ENDPOINT, KvoltSide
 from benchmarks.runtime.workload import Arrivals, Job, Tally, Work
+
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError
-from kvolt.runtime.call import Call
 from kvolt.runtime.streams import ServedStream
 
 BULK = "kvolt bulk"
@@ -62,7 +62,6 @@ class _DelaySink:
     def __init__(self, tally: Tally, delays_ms: list[float]) -> None:
         self._tally = tally
         self._delays_ms = delays_ms
-        self.call: Call | None = None
 
     def on_item(self, item: Delta) -> None:
         now_ns = time.monotonic_ns()
@@ -70,24 +69,19 @@ class _DelaySink:
         self._delays_ms.extend((now_ns - due_ns) / 1e6 for due_ns in item.token_ids)
         tally = self._tally
         tally.tokens += len(item.token_ids)
-        assert self.call is not None
-        self.call.consumed(1)
         if tally.tokens >= tally.expected:
             tally.reach()
 
     def on_end(self, error: KvoltError | None) -> None:
-        pass
+        self._tally.fail(error)
 
 
 class _PayloadSink:
     def __init__(self) -> None:
-        self.call: Call | None = None
         self.num_payloads = 0
 
     def on_item(self, item: bytes) -> None:
         self.num_payloads += 1
-        assert self.call is not None
-        self.call.consumed(1)
 
     def on_end(self, error: KvoltError | None) -> None:
         pass
@@ -104,10 +98,9 @@ class BulkClient(KvoltSide):
     async def open(self) -> None:
         await self.runtime.start()
         client = await self.runtime.client(ENDPOINT, static=[self._job.address])
-        self._payloads.call = await client.call(0, self._payloads)
+        await client.call(0, self._payloads)
         for number in range(self._job.streams):
-            sink = _DelaySink(self._tally, self._delays_ms)
-            sink.call = await client.call(number, sink)
+            await client.call(number, _DelaySink(self._tally, self._delays_ms))
 
     async def consume(self, work: Work) -> dict[str, Any]:
         self._delays_ms.clear()

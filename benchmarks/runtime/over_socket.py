@@ -2,6 +2,10 @@
 
 One connection, one write per turn of the loop. The reader counts bytes and sends as many small writes
 back as kvolt's reader sent credit.
+
+A second limit, `bare msgpack`, adds what no plane can leave out when items are Python objects:
+each write is one frame of all streams' items, encoded; the reader decodes it and looks at each item.
+No credit, no deadlines, no streams.
 """
 
 from __future__ import annotations
@@ -9,10 +13,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from benchmarks.runtime.workload import WAIT_S, Arrivals, Job, Tally, Work
+from benchmarks.runtime.workload import WAIT_S, Arrivals, Job, Tally, Work, sample_deltas
+
+from kvolt.runtime import wire
 from kvolt.runtime.network import SocketNetwork, tune_socket
 
 BARE = "bare socket"
+CODEC = "bare msgpack"
 
 
 class _Peer(asyncio.Protocol):
@@ -41,9 +48,10 @@ class _Peer(asyncio.Protocol):
 
 
 class BareServer:
-    def __init__(self, peer: _Peer, arrivals: Arrivals) -> None:
-        self._peer = peer
-        self._arrivals = arrivals
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._arrivals = Arrivals(1)
+        self._peer = _Peer(self._arrivals)
         self._listener: Any = None
         self.address = ""
 
@@ -55,6 +63,13 @@ class BareServer:
         await self._arrivals.wait()
 
     async def produce(self, work: Work) -> dict[str, Any]:
+        if self._job.system == CODEC:
+            await self._produce_frames(work.steps)
+        else:
+            await self._produce_bytes(work)
+        return {}
+
+    async def _produce_bytes(self, work: Work) -> None:
         size, num_longer = divmod(work.num_bytes, work.steps)
         short, longer = bytes(size), bytes(size + 1)
         write, room = self._peer.transport.write, self._peer.room
@@ -64,7 +79,18 @@ class BareServer:
                 async with asyncio.timeout(WAIT_S):
                     await room.wait()
             await asyncio.sleep(0)
-        return {}
+
+    async def _produce_frames(self, num_steps: int) -> None:
+        write, room = self._peer.transport.write, self._peer.room
+        deltas = sample_deltas()
+        ids = range(1, 2 * self._job.streams, 2)
+        for step in range(num_steps):
+            delta = deltas[step & 1023]
+            write(wire.frame(wire.FrameKind.DELTAS, 0, wire.encode([(number, delta) for number in ids])))
+            if not room.is_set():
+                async with asyncio.timeout(WAIT_S):
+                    await room.wait()
+            await asyncio.sleep(0)
 
     def counters(self) -> dict[str, int]:
         return {"bytes_in": self._peer.bytes_in}
@@ -100,30 +126,50 @@ class _Replier(_Peer):
             tally.reach()
 
 
+class _FrameReader(_Peer):
+    """Decodes every item and looks at it."""
+
+    def __init__(self, tally: Tally) -> None:
+        super().__init__(Arrivals(1))
+        self._tally = tally
+        self._decoder = wire.FrameDecoder(1 << 20)
+
+    def data_received(self, data: bytes) -> None:
+        self.bytes_in += len(data)
+        tally = self._tally
+        for _, _, payload in self._decoder.feed(data):
+            for _, delta in wire.decode_deltas(payload):
+                tally.tokens += len(delta.token_ids)
+        if tally.tokens >= tally.expected:
+            tally.reach()
+
+
 class BareClient:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tally = Tally()
-        self._peer = _Replier(self._tally)
+        self._peer = _FrameReader(self._tally) if job.system == CODEC else _Replier(self._tally)
 
     async def open(self) -> None:
         await SocketNetwork().connect(self._job.address, lambda: self._peer, WAIT_S)
 
     async def consume(self, work: Work) -> dict[str, Any]:
-        self._peer.plan(work)
-        await self._tally.reached(work.num_bytes)
+        if isinstance(self._peer, _Replier):
+            self._peer.plan(work)
+            await self._tally.reached(work.num_bytes)
+        else:
+            await self._tally.reached(work.steps * self._job.streams)
         return {}
 
     def counters(self) -> dict[str, int]:
-        return {"bytes_in": self._peer.bytes_in}
+        return {"bytes_in": self._peer.bytes_in, "tokens": self._tally.tokens}
 
     async def close(self) -> None:
         self._peer.transport.close()
 
 
 async def serve(job: Job) -> BareServer:
-    arrivals = Arrivals(1)
-    server = BareServer(_Peer(arrivals), arrivals)
+    server = BareServer(job)
     await server.start()
     return server
 

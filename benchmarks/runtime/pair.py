@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 from benchmarks.runtime.workload import WAIT_S, Command, Job, Mark, Work
 
 _ROOT = Path(__file__).resolve().parents[2]

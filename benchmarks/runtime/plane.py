@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 from benchmarks.runtime import report
-from benchmarks.runtime.over_grpc import GRPC
 from benchmarks.runtime.over_kvolt import GENERATORS, ITERATOR, SINK
 from benchmarks.runtime.over_socket import BARE
 from benchmarks.runtime.pair import BrokenRun, Done, Pair, open_pair
@@ -47,8 +45,8 @@ def _options() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--streams", type=_numbers, default=(1, 64, 1024), help="concurrent streams (default 1,64,1024)")
-    add("--rounds", type=int, default=5, help="rounds of all systems (default %(default)s)")
-    add("--seconds", type=float, default=2.0, help="length of a measured window, about (default %(default)s)")
+    add("--rounds", type=int, help="rounds of all systems (default 5)")
+    add("--seconds", type=float, help="length of a measured window, about (default 2)")
     add("--items", type=int, help="items in a measured window, in place of --seconds")
     add(
         "--systems",
@@ -59,13 +57,16 @@ def _options() -> argparse.Namespace:
     add("--quick", action="store_true", help="two rounds of half a second: for a look, not for a claim")
     add("--memory", action="store_true", help="instead: memory of 10,000 idle streams on one connection")
     add("--memory-streams", type=int, default=10_000, help="how many (default %(default)s)")
-    add("--bulk", action="store_true", help="instead: delay of deltas beside 10 MB messages on one connection")
+    add(
+        "--bulk", action="store_true", help="instead: delay of deltas beside 10 MB messages on one connection"
+    )
     add("--bulk-bytes", type=int, default=10_000_000, help="size of those messages (default %(default)s)")
     add("--profile", action="store_true", help="instead: where the time goes on both sides, kvolt sink")
     add("--out", type=Path, help="write all figures as JSON to this file")
     options = parser.parse_args()
-    if options.quick:
-        options.rounds, options.seconds = 2, 0.5
+    rounds, seconds = (2, 0.5) if options.quick else (5, 2.0)
+    options.rounds = rounds if options.rounds is None else options.rounds
+    options.seconds = seconds if options.seconds is None else options.seconds
     unknown = [name for name in options.systems if name not in report.SYSTEMS]
     if unknown:
         parser.error(f"unknown systems {unknown}; known: {', '.join(report.SYSTEMS)}")
@@ -81,7 +82,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 async def _run(options: argparse.Namespace) -> dict[str, Any]:
-    results: dict[str, Any] = {"machine": report.machine()}
+    results: dict[str, Any] = {
+        "machine": report.machine(),
+        "options": {"rounds": options.rounds, "seconds": options.seconds, "items": options.items},
+    }
     if options.profile:
         await _profile(options)
     elif options.memory:
@@ -103,7 +107,7 @@ async def _plane(options: argparse.Namespace) -> list[Row]:
             for system in (name for name in report.SYSTEMS if name in options.systems):
                 if system == BARE:
                     assert written is not None
-                    row = await _measure_limit(number, written)
+                    row = await _measure_limit(number, written, options.seconds)
                 else:
                     row = await _measure(number, system, streams, options)
                 if system == SINK:
@@ -143,26 +147,27 @@ def _whole_steps(items: float, streams: int) -> int:
     return max(round(items / streams / _STEP_MULTIPLE), 1) * _STEP_MULTIPLE
 
 
-async def _measure_limit(number: int, written: Row) -> Row:
-    """As many writes and bytes in each direction as kvolt made in this round."""
+async def _measure_limit(number: int, written: Row, seconds: float) -> Row:
+    """As many writes and bytes in each direction as kvolt made in this round, repeated to fill the window."""
     size = written.num_bytes // written.writes
-    async with open_pair(BARE, 1) as pair:
-        await pair.work(Work(_FIRST_ITEMS, num_bytes=_FIRST_ITEMS * size))
-        done = await pair.work(
-            Work(
-                written.writes,
-                measured=True,
-                num_bytes=written.num_bytes,
-                replies=written.replies,
-                reply_bytes=written.reply_bytes,
-            )
+    async with open_pair(BARE, written.streams) as pair:
+        first = await pair.work(Work(_FIRST_ITEMS, num_bytes=_FIRST_ITEMS * size))
+        expected_s = first.wall_s / _FIRST_ITEMS * written.writes
+        times = max(round(seconds / expected_s), 1)
+        work = Work(
+            written.writes * times,
+            measured=True,
+            num_bytes=written.num_bytes * times,
+            replies=written.replies * times,
+            reply_bytes=written.reply_bytes * times,
         )
-    row = _row(number, BARE, written.streams, written.items, done)
+        done = await pair.work(work)
+    row = _row(number, BARE, written.streams, written.items * times, done)
     return msgspec.structs.replace(
         row,
-        writes=written.writes,
+        writes=work.steps,
         num_bytes=done.client["bytes_in"],
-        replies=written.replies,
+        replies=work.replies,
         reply_bytes=done.server["bytes_in"],
     )
 
@@ -187,7 +192,7 @@ def _row(number: int, system: str, streams: int, items: int, done: Done) -> Row:
 async def _memory(options: argparse.Namespace) -> list[MemoryRow]:
     rows = [
         await measure_memory(system, options.memory_streams)
-        for system in (SINK, ITERATOR, GENERATORS, GRPC)
+        for system in (SINK, ITERATOR, GENERATORS)
         if system in options.systems
     ]
     print(report.memory_table(rows))

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import msgspec
 import psutil
-
 from benchmarks.runtime.over_grpc import GRPC
 from benchmarks.runtime.over_kvolt import GENERATORS, ITERATOR, SINK
-from benchmarks.runtime.over_socket import BARE
+from benchmarks.runtime.over_socket import BARE, CODEC
 from benchmarks.runtime.side_figures import BulkRow, MemoryRow
 
-SYSTEMS = (SINK, BARE, GRPC, ITERATOR, GENERATORS)
+SYSTEMS = (SINK, BARE, CODEC, GRPC, ITERATOR, GENERATORS)
 
 GOAL_STREAMS = 64
 GOAL_OF_LIMIT = 2.0
@@ -205,7 +204,6 @@ def memory_table(rows: Sequence[MemoryRow]) -> str:
             f"{row.total_bytes / mib:.0f} MiB",
         )
         for row in rows
-        if row.system != GRPC
     ]
     return "\n".join([table, *goals])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-
 from benchmarks.runtime.over_kvolt_bulk import BULK
 from benchmarks.runtime.pair import open_pair
 from benchmarks.runtime.workload import Work

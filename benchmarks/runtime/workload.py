@@ -100,14 +100,20 @@ def sample_deltas(num: int = 1024, seed: int = 0) -> list[Delta]:
 class Tally:
     """Counts tokens on arrival; `reached` ends when as many came as were expected."""
 
-    __slots__ = ("_done", "expected", "tokens")
+    __slots__ = ("_done", "_failure", "expected", "tokens")
 
     def __init__(self) -> None:
         self.tokens = 0
         self.expected = 0
         self._done: asyncio.Event = asyncio.Event()
+        self._failure: BaseException | None = None
 
     def reach(self) -> None:
+        self._done.set()
+
+    def fail(self, error: BaseException | None) -> None:
+        """A stream ended: no more will come of it."""
+        self._failure = error
         self._done.set()
 
     async def reached(self, more: int) -> None:
@@ -116,6 +122,8 @@ class Tally:
         if self.tokens < self.expected:
             async with asyncio.timeout(WAIT_S):
                 await self._done.wait()
+        if self.tokens < self.expected:
+            raise RuntimeError(f"a stream ended early: {self._failure!r}")
 
 
 class Arrivals:

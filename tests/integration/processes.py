@@ -31,6 +31,7 @@ import psutil
 from kvolt.cli.cluster import ProcessView, visit
 from kvolt.cli.process import running
 from kvolt.core.delta import Delta
+from kvolt.core.errors import DiscoveryLost
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.engines.sim_model import next_token
@@ -39,6 +40,7 @@ from kvolt.runtime.config import load
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.settings import Settings
 from kvolt.runtime.stop import die_with_parent
+from kvolt.runtime.supervisor import read_status
 
 PATIENCE_S = 20.0
 """For what takes milliseconds on an idle machine and seconds on a busy one."""
@@ -176,6 +178,14 @@ class Bench:
         found = await process.says(r"ready at (http://[\d.:]+) ")
         return process, found[1]
 
+    def child_pid(self, name: str) -> int:
+        """The process that `kvolt serve` runs under this name now."""
+        status = read_status(self.folder / "logs")
+        assert status is not None
+        [pid] = [child.pid for child in status.children if child.name == name]
+        assert pid is not None
+        return pid
+
     def left(self) -> list[psutil.Process]:
         """Every process that was started from here, by whomever, and lives."""
         found = []
@@ -235,14 +245,15 @@ class Bench:
         """Wait until exactly these processes are registered and answer."""
         async with asyncio.timeout(timeout_s), visit(self.settings(**more)) as cluster:
             while True:
-                views = {view.name: view for view in await cluster.look()}
-                if sorted(views) == sorted(names) and all(view.status for view in views.values()):
-                    return views
+                with contextlib.suppress(DiscoveryLost):
+                    views = {view.name: view for view in await cluster.look()}
+                    if sorted(views) == sorted(names) and all(view.status for view in views.values()):
+                        return views
                 await asyncio.sleep(0.1)
 
-    async def until_computing(self, num_requests: int, timeout_s: float = PATIENCE_S) -> None:
+    async def until_computing(self, num_requests: int, timeout_s: float = PATIENCE_S, **more: str) -> None:
         """Wait until the workers together have this many requests open."""
-        async with asyncio.timeout(timeout_s), visit(self.settings()) as cluster:
+        async with asyncio.timeout(timeout_s), visit(self.settings(**more)) as cluster:
             while True:
                 statuses = [view.status for view in await cluster.look() if view.status is not None]
                 engines = [status.details.get("engine", {}) for status in statuses]

@@ -162,6 +162,8 @@ class World:
             self.pipes[who].extend(frame)
 
     def chunk(self, who: int) -> None:
+        """As the connection does: chunks only after all that is urgent, and only into a free transport."""
+        self.flush(who)
         if not self.peers[who].session.paused:
             chunk = self.peers[who].session.take_chunk()
             if chunk is not None:

@@ -96,6 +96,22 @@ class Delta(
         )
 
 
+_MAX_PLAIN = 1 << 18
+"""More than any vocabulary; a hostile peer cannot make the table grow beyond."""
+
+
+class _PlainDeltas(dict[int, Delta]):
+    def __missing__(self, token_id: int) -> Delta:
+        delta = Delta(token_ids=(token_id,))
+        if len(self) < _MAX_PLAIN:
+            self[token_id] = delta
+        return delta
+
+
+plain_delta = _PlainDeltas().__getitem__
+"""The delta of one token and nothing else. Deltas are immutable, so there is one per token."""
+
+
 def _joined(
     first: tuple[TokenLogprobs, ...] | None, second: tuple[TokenLogprobs, ...] | None
 ) -> tuple[TokenLogprobs, ...] | None:
@@ -111,3 +127,8 @@ class StepOutput(msgspec.Struct, frozen=True):
     failed: tuple[tuple[RequestId, str], ...] = ()
     """Requests that the engine gave up on, each with the reason."""
     load: WorkerLoad | None = None
+    plain_ids: tuple[RequestId, ...] = ()
+    """Requests that got one token for choice 0 and nothing else, which most do in most steps. An engine
+    passes the same tuple object while its batch stays the same: a worker then reuses what it worked out."""
+    plain_tokens: tuple[int, ...] = ()
+    """Their tokens, in the same order."""

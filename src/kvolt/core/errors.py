@@ -165,11 +165,36 @@ def _tree(root: type[KvoltError]) -> list[type[KvoltError]]:
 _BY_CODE: dict[str, type[KvoltError]] = {kind.code: kind for kind in _tree(KvoltError)}
 
 
+_MAX_MESSAGE_CHARS = 4096
+_MAX_FIELD_CHARS = 1024
+_MAX_INT = 2**63 - 1
+
+
 def to_info(error: BaseException) -> ErrorInfo:
-    """What may be told to a peer: our own errors whole, anything else only by type name."""
+    """What may be told to a peer: our own errors whole, anything else only by type name.
+
+    Whatever was put into it, the result encodes, is short and decodes at the other end.
+    """
     if isinstance(error, KvoltError):
-        return ErrorInfo(error.code, error.message, error.fields)
+        fields = {name: _portable(value) for name, value in error.fields.items()}
+        return ErrorInfo(error.code, _text(error.message, _MAX_MESSAGE_CHARS), fields)
     return ErrorInfo(KvoltError.code, f"internal error ({type(error).__name__})")
+
+
+def _portable(value: object) -> FieldValue:
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, int) and -_MAX_INT <= value <= _MAX_INT:
+        return value
+    return _text(value, _MAX_FIELD_CHARS)
+
+
+def _text(value: object, max_chars: int) -> str:
+    """Cut to length, and without the surrogates that a file name may bring and UTF-8 cannot hold."""
+    text = str(value)
+    if len(text) > max_chars:
+        text = f"{text[: max_chars - 1]}…"
+    return text.encode("utf-8", "replace").decode()
 
 
 def from_info(info: ErrorInfo) -> KvoltError:

@@ -79,6 +79,7 @@ class SimEngine:
         self._free_blocks = arguments.kv_blocks
         self._work = asyncio.Event()
         self._closed = False
+        self._plain_ids: tuple[RequestId, ...] = ()
 
     @property
     def card(self) -> ModelCard:
@@ -194,6 +195,8 @@ class SimEngine:
         self, prefilled: dict[RequestId, int], decoding: list[RequestId], step: StepStats
     ) -> StepOutput:
         deltas: list[tuple[RequestId, Delta]] = []
+        plain: list[RequestId] = []
+        tokens: list[int] = []
         for request_id, chunk in prefilled.items():
             sequence = self._running.get(request_id)  # None: aborted during the step
             if sequence is not None:
@@ -202,11 +205,25 @@ class SimEngine:
                     self._generate(sequence, deltas)
         for request_id in decoding:
             sequence = self._running.get(request_id)
-            if sequence is not None:
+            if sequence is None:
+                continue
+            position = len(sequence.request.resume) + sequence.num_generated
+            if len(sequence.seeds) == 1 and position + 1 < sequence.request.stop.max_tokens:
+                sequence.num_generated += 1
+                plain.append(request_id)
+                tokens.append(next_token(sequence.seeds[0], position))
+            else:
                 self._generate(sequence, deltas)
-        return StepOutput(tuple(deltas), load=self._load(step))
+        plain_ids = tuple(plain)
+        if plain_ids == self._plain_ids:
+            plain_ids = self._plain_ids  # the same object: the worker need not look up its members again
+        self._plain_ids = plain_ids
+        return StepOutput(
+            tuple(deltas), load=self._load(step), plain_ids=plain_ids, plain_tokens=tuple(tokens)
+        )
 
     def _generate(self, sequence: _Sequence, deltas: list[tuple[RequestId, Delta]]) -> None:
+        """A first or last token, or those of several choices: what is more than a plain token."""
         request = sequence.request
         position = len(request.resume) + sequence.num_generated
         sequence.num_generated += 1

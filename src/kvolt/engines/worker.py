@@ -25,6 +25,7 @@ from kvolt.engines.contract import Engine
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.health import State
 from kvolt.runtime.runtime import Runtime
+from kvolt.runtime.steps import StepSender
 from kvolt.runtime.streams import ServedStream
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class Worker:
         self._load = WorkerLoad()
         self._load_sent_at = float("-inf")
         self._instance = ""
+        self._plain_ids: tuple[RequestId, ...] = ()
+        self._plain = StepSender(())
         self.info: EngineInfo | None = None
 
     async def start(self) -> None:
@@ -142,6 +145,11 @@ class Worker:
     # --- steps out
 
     def _deliver(self, step: StepOutput) -> None:
+        if step.plain_ids:
+            if step.plain_ids is not self._plain_ids:
+                self._plain_ids = step.plain_ids
+                self._plain = StepSender([self._stream_of(request_id) for request_id in step.plain_ids])
+            self._plain.send(step.plain_tokens)
         for request_id, delta in step.deltas:
             entry = self._open.get(request_id)
             if entry is None:
@@ -158,6 +166,10 @@ class Worker:
                 entry.stream.end(EngineFailed(reason, engine=self._engine_name))
         if step.load is not None:
             self._report(step.load)
+
+    def _stream_of(self, request_id: RequestId) -> ServedStream | None:
+        entry = self._open.get(request_id)
+        return entry.stream if entry is not None else None
 
     def _report(self, load: WorkerLoad) -> None:
         """Publish when membership changed, and else at most ten times a second."""

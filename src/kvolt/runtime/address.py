@@ -86,5 +86,5 @@ def decode_instance(value: bytes) -> Instance | None:
     """None for what is not an instance of a version we know."""
     try:
         return _decode_instance(value)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

@@ -3,26 +3,29 @@
 At most `BULK_STREAMS` messages are in pieces at once in one direction, and they take turns, so a
 receiver's memory is bounded by that many messages of the largest size.
 
-A chunk frame's payload is one flag byte (1 on the last piece) and the piece.
+A chunk frame's payload is one flag byte (bit 0: the last piece, bit 1: the message is a Delta) and the
+piece, which is never empty.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvolt.core.errors import ProtocolError
 from kvolt.runtime.wire import CHUNK_BYTES, HEADER, FrameKind
 
 BULK_STREAMS = 4
 
-_MORE, _LAST = b"\x00", b"\x01"
+_LAST, _DELTA = 1, 2
 
 
 @dataclass(slots=True)
 class _Outgoing:
     stream_id: int
     data: bytes
+    delta: bool
     position: int = 0
 
 
@@ -38,9 +41,9 @@ class BulkSender:
     def __bool__(self) -> bool:
         return bool(self._active)
 
-    def add(self, stream_id: int, data: bytes) -> None:
+    def add(self, stream_id: int, data: bytes, delta: bool = False) -> None:
         queue = self._active if len(self._active) < BULK_STREAMS else self._waiting
-        queue.append(_Outgoing(stream_id, data))
+        queue.append(_Outgoing(stream_id, data, delta))
 
     def take(self) -> tuple[bytes, int | None]:
         """The next chunk frame, and the stream whose message it completes, if it does."""
@@ -52,7 +55,8 @@ class BulkSender:
             self._active.append(message)
         self._refill()
         header = HEADER.pack(len(piece) + 1, FrameKind.CHUNK, message.stream_id)
-        return header + (_LAST if last else _MORE) + piece, message.stream_id if last else None
+        flags = (_LAST if last else 0) | (_DELTA if message.delta else 0)
+        return header + bytes((flags,)) + piece, message.stream_id if last else None
 
     def drop(self, stream_id: int) -> None:
         """Forget a stream's message: its reader has given up."""
@@ -69,10 +73,11 @@ class BulkSender:
             self._active.append(self._waiting.popleft())
 
 
-@dataclass(slots=True)
-class _Incoming:
-    pieces: list[bytes] = field(default_factory=list)
-    num_bytes: int = 0
+class Message(NamedTuple):
+    """A message that is whole again."""
+
+    data: bytes
+    delta: bool
 
 
 class BulkReceiver:
@@ -82,31 +87,31 @@ class BulkReceiver:
 
     def __init__(self, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
-        self._messages: dict[int, _Incoming] = {}
+        self._messages: dict[int, bytearray] = {}
+        """One buffer each, not a list of pieces: many tiny pieces must not cost more than their bytes."""
 
     @property
     def buffered_bytes(self) -> int:
-        return sum(message.num_bytes for message in self._messages.values())
+        return sum(len(message) for message in self._messages.values())
 
-    def add(self, stream_id: int, payload: bytes) -> bytes | None:
+    def add(self, stream_id: int, payload: bytes) -> Message | None:
         """The whole message once its last piece is there."""
-        if not payload or payload[0] > 1:
-            raise ProtocolError("a chunk without its flag", rule="chunk")
+        if len(payload) < 2 or payload[0] > _LAST | _DELTA:
+            raise ProtocolError("a chunk without its flags or without a piece", rule="chunk")
         message = self._messages.get(stream_id)
         if message is None:
             if len(self._messages) >= BULK_STREAMS:
                 raise ProtocolError(f"more than {BULK_STREAMS} messages in pieces at once", rule="bulk")
-            message = self._messages[stream_id] = _Incoming()
-        message.pieces.append(payload[1:])
-        message.num_bytes += len(payload) - 1
-        if message.num_bytes > self._max_message_bytes:
+            message = self._messages[stream_id] = bytearray()
+        if len(message) + len(payload) - 1 > self._max_message_bytes:
             raise ProtocolError(
                 f"a message in pieces is over {self._max_message_bytes} bytes", rule="message_size"
             )
-        if payload[:1] == _MORE:
+        message += payload[1:]
+        if not payload[0] & _LAST:
             return None
         del self._messages[stream_id]
-        return b"".join(message.pieces)
+        return Message(bytes(message), bool(payload[0] & _DELTA))
 
     def drop(self, stream_id: int) -> None:
         self._messages.pop(stream_id, None)

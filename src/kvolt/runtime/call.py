@@ -51,7 +51,7 @@ class Call:
         self._stream: CallerStream | None = None
         self.ended = False
         self.on_item = sink.on_item
-        self._timer: asyncio.TimerHandle | None = self._loop.call_at(self._due()[0], self._on_timer)
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def remaining_s(self) -> float:
@@ -63,10 +63,13 @@ class Call:
         return self._stream
 
     def attach(self, stream: CallerStream) -> None:
-        """The stream is open. If the call ended meanwhile, the stream is cancelled."""
+        """The stream is open: its deadlines run. If the call ended meanwhile, the stream is cancelled."""
         self._stream = stream
         if self.ended:
             stream.cancel()
+            return
+        self._waiting_since = self._loop.time()
+        self._arm(self._due()[0], self._waiting_since)
 
     def cancel(self, error: KvoltError | None = None) -> None:
         """Stop the call here and at the peer."""
@@ -77,26 +80,26 @@ class Call:
         self.on_end(error or Cancelled("the caller cancelled"))
 
     def abandon(self) -> None:
-        """The call never started: no deadline is watched any more, and the sink hears nothing."""
+        """The call never started: the sink hears nothing."""
         self.ended = True
-        self._stop_timer()
 
     def on_end(self, error: KvoltError | None) -> None:
         if self.ended:
             return
         self.ended = True
-        self._stop_timer()
-        self._sink.on_end(error)
-
-    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._sink.on_end(error)
+
+    def _arm(self, due: float, now: float) -> None:
+        # Not later than `between` from now: the first item may come at once and be the last for long.
+        self._timer = self._loop.call_at(min(due, now + self.deadlines.between_s), self._on_timer)
 
     def _due(self) -> tuple[float, str, float]:
         """When the next deadline is, which one, and its length."""
         limits = self.deadlines
-        arrival = self._stream.last_arrival if self._stream is not None else None
+        arrival = self._stream.seen_at() if self._stream is not None else None
         stage, length = ("first", limits.first_s) if arrival is None else ("between", limits.between_s)
         due = max(self._waiting_since, arrival or 0.0) + length
         total = self._started + limits.total_s
@@ -110,7 +113,7 @@ class Call:
             self._waiting_since = now  # our own reader is behind: the sender may lack credit
             due = self._due()[0]
         if due > now:
-            self._timer = self._loop.call_at(due, self._on_timer)
+            self._arm(due, now)
         else:
             self.cancel(
                 DeadlineExceeded(f"no answer within {length:g} s ({stage})", stage=stage, after_s=length)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvolt.core.errors import KvoltError, NetworkFault, Unavailable
+from kvolt.core.errors import ConnectFailed, DeadlineExceeded, KvoltError, NetworkFault, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.address import EndpointAddress, Instance, InstanceState, decode_instance
 from kvolt.runtime.call import Call, Deadlines, ResponseStream
@@ -48,7 +48,10 @@ async def open_call(
     call: Call,
     decode: Decode,
 ) -> None:
-    """Open a stream for a call. When it raises, nothing was sent and the call is over."""
+    """Open a stream for a call. When it raises, nothing was sent and the call is over.
+
+    DeadlineExceeded when the whole call's time ended first: that says nothing of the peer.
+    """
     try:
         body = _encode(request)
         connection = connections.ready_to(to.address)
@@ -63,8 +66,13 @@ async def open_call(
             context=current_context(),
             automatic_credit=call.automatic_credit,
         )
-    except BaseException:
+    except BaseException as error:
         call.abandon()
+        if isinstance(error, ConnectFailed) and call.remaining_s <= 0:
+            total_s = call.deadlines.total_s
+            raise DeadlineExceeded(
+                f"no connection within {total_s:g} s (total)", stage="total", after_s=total_s
+            ) from error
         raise
     call.attach(stream)
 

@@ -64,11 +64,18 @@ class Connection(asyncio.Protocol):
         self._beat: asyncio.TimerHandle | None = None
         self._beat_due = 0.0
         self._close_reason: KvoltError | None = None
+        self._linger: asyncio.TimerHandle | None = None
 
     @property
     def ready(self) -> bool:
         """Usable for new calls."""
-        return self.closed is None and self.session.peer is not None and not self.session.peer_going_away
+        session = self.session
+        return (
+            self.closed is None
+            and session.peer is not None
+            and not session.peer_going_away
+            and not session.exhausted
+        )
 
     @property
     def send_buffer_bytes(self) -> int:
@@ -78,6 +85,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        if self.closed is not None:  # given up while the transport was being made
+            self._transport.abort()
+            return
         # Any byte that the socket does not take at once makes us busy: bulk then waits, urgent frames may
         # still be written up to _HOLD_ABOVE_BYTES, and we hear when the buffer is empty again.
         self._transport.set_write_buffer_limits(high=0)
@@ -114,6 +124,9 @@ class Connection(asyncio.Protocol):
         self.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
         reason = self._close_reason or WorkerLost(
             f"the connection to {self.peer_name} was lost", address=self.peer_name, reason="closed"
         )
@@ -142,8 +155,11 @@ class Connection(asyncio.Protocol):
         if self.closed is not None or self._close_reason is not None:
             return
         self._close_reason = reason
-        if self._transport is not None:
-            self._transport.close()
+        transport = self._transport
+        if transport is not None:
+            transport.close()
+            if transport.get_write_buffer_size() > 0:  # a peer that does not read gets no more than this
+                self._linger = self._loop.call_later(self._options.dead_after_s, transport.abort)
         self._finish(reason)
 
     def abort(self, reason: KvoltError) -> None:
@@ -174,8 +190,9 @@ class Connection(asyncio.Protocol):
         if isinstance(reason, NetworkFault):
             self._stats.losses[str(reason.fields.get("reason", reason.code))] += 1
         stream_error = reason if isinstance(reason, NetworkFault) else _lost(self.peer_name, reason)
-        self.session.close(stream_error)
+        # First those who choose where to call: a stream's end may start a call in its place.
         self._tell_closed(self, reason)
+        self.session.close(stream_error)
 
     # --- sending
 
@@ -197,7 +214,9 @@ class Connection(asyncio.Protocol):
         self._stats.bytes_out += len(data)
         transport.write(data)
         if self._busy:
-            session.paused = transport.get_write_buffer_size() > _HOLD_ABOVE_BYTES
+            # Only resume_writing ends the pause: it has to let go of what the streams keep back.
+            if transport.get_write_buffer_size() > _HOLD_ABOVE_BYTES:
+                session.paused = True
         elif session.has_bulk:
             self.wake()  # the next piece gets a tick of its own, so that deltas go between
 

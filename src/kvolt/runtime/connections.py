@@ -18,6 +18,8 @@ from kvolt.runtime.streams import ServedStream
 from kvolt.runtime.tasks import Crew
 from kvolt.runtime.wire import VERSIONS, Hello
 
+_DIAL_S = 5.0
+
 ServeStream = Callable[[Connection, ServedStream], None]
 ClosedListener = Callable[[str, KvoltError], None]
 
@@ -91,7 +93,8 @@ class Connections:
         if dial is None:
             dial = asyncio.get_running_loop().create_future()
             self._dialing[address] = dial
-            self._crew.start(self._dial(address, dial, timeout_s), f"dial {address}")
+            # Not for the first caller's time only: a hasty one must not fail those who share the dial.
+            self._crew.start(self._dial(address, dial, max(timeout_s, _DIAL_S)), f"dial {address}")
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(dial)
@@ -171,6 +174,9 @@ class Connections:
         except asyncio.CancelledError:
             self._fail(dial, address, made, ConnectFailed("this process is stopping", address=address))
             raise
+        except Exception as error:  # a name that no resolver takes: those who wait must hear of it
+            reason = f"cannot connect to {address}: {error}"
+            self._fail(dial, address, made, ConnectFailed(reason, address=address))
         else:
             self.stats.connects["ok"] += 1
             self._by_address[address] = connection

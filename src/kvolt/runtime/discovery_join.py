@@ -1,65 +1,58 @@
 """Discovery through a join server: `--join HOST:PORT`, nothing to install.
 
-Owns reconnecting: one keeper per lease holds it and puts everything back after a loss, one follower
-per watched prefix mirrors it. While the server is away the mirrors stand still.
+Owns reconnecting: one keeper per lease holds it and, after every loss, brings what the server has in line
+with what this process owns; one follower per watched prefix mirrors it. While the server is away the
+mirrors stand still, and when it is back what is missing is believed for a while longer.
+
+    put / delete --- turn of the lease ---> server
+    keeper --------- hold, put back ------> server, whenever the hold broke or a change was left in doubt
+    follower <------ watch ---------------- server ----> mirror ----> watch queues
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from kvolt.core.errors import (
-    DeadlineExceeded,
-    DiscoveryLost,
-    InvalidRequest,
-    KvoltError,
-    NetworkFault,
-    NotFound,
-    Unavailable,
-)
+from kvolt.core.errors import DiscoveryLost, InvalidRequest, KvoltError, NotFound
 from kvolt.runtime import join_server as join
-from kvolt.runtime.call import Deadlines
+from kvolt.runtime.call import Deadlines, ResponseStream
 from kvolt.runtime.client import Destination, open_stream
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.connections import Connections
 from kvolt.runtime.discovery import LeaseId, WatchEvent
-from kvolt.runtime.discovery_watch import Watches
+from kvolt.runtime.join_mirror import Mirror
+from kvolt.runtime.join_state import Backoff, ServerState
+from kvolt.runtime.streams import Decode
 from kvolt.runtime.tasks import Crew
 
-log = logging.getLogger(__name__)
-
 _FOREVER_S = 1e9
-_RETRY_FIRST_S = 0.1
-_RETRY_MAX_S = 2.0
 
-_LOST = (NetworkFault, DeadlineExceeded, Unavailable)
-"""What a call to a server that is away, restarting or going away ends with."""
-
-_decode_watch = msgspec.msgpack.Decoder(join.WatchItem).decode
+_decode_any: Decode = msgspec.msgpack.Decoder().decode
+_decode_hold: Decode = msgspec.msgpack.Decoder(join.HoldItem).decode
+_decode_watch: Decode = msgspec.msgpack.Decoder(join.WatchItem).decode
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _OwnLease:
+    name: LeaseId
     ttl_s: float
     keys: dict[str, bytes] = field(default_factory=dict)
+    """What was put and not deleted: put back whenever the server lost it."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Whoever has it may change what the lease has at the server."""
     held: asyncio.Event = field(default_factory=asyncio.Event)
+    hold: ResponseStream | None = None
     keeper: asyncio.Task[Any] | None = None
-
-
-@dataclass(slots=True)
-class _Mirror:
-    """What is under one prefix, as last known."""
-
-    content: dict[str, bytes] = field(default_factory=dict)
-    synced: bool = False
+    in_doubt: bool = False
+    """The hold was given up by ourselves, for the keeper to go over what the server has."""
+    trouble: str = ""
 
 
 class JoinDiscovery:
@@ -72,131 +65,187 @@ class JoinDiscovery:
         rng: random.Random,
         timeout_s: float = 5.0,
         on_state: Callable[[bool], None] | None = None,
+        *,
+        retry_max_s: float = 2.0,
+        grace_s: float = 5.0,
     ) -> None:
+        """`grace_s`: after a loss owners come back one by one, each after at most `retry_max_s` and a dial."""
         self._connections = connections
         self._address = address
         self._rng = rng
+        self._timeout_s = timeout_s
+        self._retry_max_s = retry_max_s
+        self._grace_s = grace_s
         self._limits = Deadlines(
             connect_s=timeout_s, first_s=timeout_s, between_s=timeout_s, total_s=timeout_s
         )
         self._standing = Deadlines(
             connect_s=timeout_s, first_s=timeout_s, between_s=_FOREVER_S, total_s=_FOREVER_S
         )
-        self._on_state = on_state
-        self._connected: bool | None = None
+        self._state = ServerState(address, on_state)
         self._own: dict[LeaseId, _OwnLease] = {}
-        self._mirrors: dict[str, _Mirror] = {}
-        self._watches = Watches()
+        self._mirrors: dict[str, Mirror] = {}
+        self._followers: dict[str, asyncio.Task[Any]] = {}
         self._crew = Crew("discovery-join")
+        self._closed = False
 
     # -- the port
 
     async def lease(self, ttl_s: float) -> LeaseId:
         self._check_open()
-        name = LeaseId(new_id(self._rng))
-        own = self._own[name] = _OwnLease(ttl_s)
-        own.keeper = self._crew.start(self._keep(name, own), f"keeper {name}")
+        own = _OwnLease(LeaseId(new_id(self._rng)), ttl_s)
+        self._own[own.name] = own
+        own.keeper = self._crew.start(self._keep(own), f"keeper {own.name}")
         try:
-            async with asyncio.timeout(self._limits.total_s):
+            async with asyncio.timeout(self._timeout_s):
                 await own.held.wait()
         except TimeoutError:
-            self._drop(name)
-            raise self._lost("did not answer") from None
+            self._drop(own.name)
+            raise self._lost(own.trouble or f"no answer within {self._timeout_s:g} s") from None
         except asyncio.CancelledError:
-            self._drop(name)
+            self._drop(own.name)
             raise
-        return name
+        return own.name
 
     async def put(self, key: str, value: bytes, lease: LeaseId) -> None:
         if not key:
             raise InvalidRequest("a discovery key is not empty", param="key")
+        self._check_open()
         own = self._own.get(lease)
         if own is None:
             raise NotFound("no such lease in this process", kind="lease", name=lease)
-        await self._put(own, lease, key, value)
-        for other in self._own.values():
-            other.keys.pop(key, None)
-        own.keys[key] = value
+        async with self._in_time():
+            while not await self._try_put(own, key, value):
+                await own.held.wait()
 
     async def delete(self, key: str) -> None:
-        for name, own in self._own.items():
-            if own.keys.pop(key, None) is not None:
-                await self._ask(join.DELETE, join.KeyRequest(name, key))
-                return
+        self._check_open()
+        own = next((own for own in self._own.values() if key in own.keys), None)
+        if own is None:
+            return
+        # Before the attempt: even if it fails, the key must not be put back.
+        del own.keys[key]
+        async with self._in_time():
+            await self._change(own, join.DELETE, join.KeyRequest(own.name, key))
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
         self._check_open()
-        content = await self._ask(join.GET, prefix)
+        content: dict[str, bytes] = await self._ask(join.GET, prefix)
         return dict(sorted(content.items()))
 
     def watch_prefix(self, prefix: str) -> AsyncIterator[WatchEvent]:
-        queue = self._watches.open(prefix)
-        if self._crew.closed:
-            return queue
+        if self._closed:
+            closed = Mirror(prefix)
+            closed.close()
+            return closed.watch()
+        self._stop_idle_followers(prefix)
         mirror = self._mirrors.get(prefix)
         if mirror is None:
-            mirror = self._mirrors[prefix] = _Mirror()
-            self._crew.start(self._follow(prefix, mirror), f"follow {prefix}")
-        elif mirror.synced:
-            queue.begin(dict(sorted(mirror.content.items())))
-        return queue
+            mirror = self._mirrors[prefix] = Mirror(prefix)
+            self._followers[prefix] = self._crew.start(self._follow(mirror), f"follow {prefix}")
+        return mirror.watch()
 
     async def revoke(self, lease: LeaseId) -> None:
         if self._drop(lease):
             await self._ask(join.REVOKE, lease)
 
     async def close(self) -> None:
-        if self._crew.closed:
+        if self._closed:
             return
-        self._watches.close()
-        for lease in list(self._own):
-            with suppress(KvoltError):
-                await self.revoke(lease)
-        await self._crew.close()
+        self._end_watches()
+        try:
+            # All of them in the time of one: with the server away they end by themselves.
+            async with asyncio.timeout(self._timeout_s):
+                for lease in list(self._own):
+                    with suppress(DiscoveryLost):
+                        await self.revoke(lease)
+        except TimeoutError:
+            pass
+        finally:
+            await self._crew.close()
 
     async def abandon(self) -> None:
         """Stop without revoking, as a crash would. For tests."""
-        self._watches.close()
+        self._end_watches()
         self._own.clear()
         await self._crew.close()
 
     # -- owning
 
-    async def _keep(self, name: LeaseId, own: _OwnLease) -> None:
+    async def _keep(self, own: _OwnLease) -> None:
         """Hold the lease; whenever the hold breaks, take it again and put everything back."""
-        pause_s = _RETRY_FIRST_S
+        backoff = Backoff(self._rng, self._retry_max_s)
         while True:
             try:
-                to = Destination(self._address, join.HOLD)
-                async with await open_stream(
-                    self._connections, to, join.HoldRequest(name, own.ttl_s), self._standing
-                ) as stream:
-                    await anext(stream)
-                    for key, value in list(own.keys.items()):
-                        await self._ask(join.PUT, join.PutRequest(name, key, value))
-                    self._turn(connected=True)
-                    own.held.set()
-                    pause_s = _RETRY_FIRST_S
-                    async for _ in stream:
-                        pass
-            except (*_LOST, KvoltError, StopAsyncIteration) as error:
-                self._turn(connected=False, reason=str(error))
+                await self._hold(own, backoff)
+            except KvoltError as error:
+                if not own.in_doubt:
+                    own.trouble = str(error.fields.get("reason", error.message))
+                    self._state.failed(own.name, error.message)
             own.held.clear()
-            await asyncio.sleep(pause_s * self._rng.uniform(0.75, 1.25))
-            pause_s = min(pause_s * 2, _RETRY_MAX_S)
+            own.hold, own.in_doubt = None, False
+            await backoff.pause()
 
-    async def _put(self, own: _OwnLease, lease: LeaseId, key: str, value: bytes) -> None:
-        request = join.PutRequest(lease, key, value)
+    async def _hold(self, own: _OwnLease, backoff: Backoff) -> None:
+        async with AsyncExitStack() as stack:
+            async with own.turn:
+                request = join.HoldRequest(own.name, own.ttl_s)
+                stream = await self._open(join.HOLD, request, self._standing, _decode_hold)
+                await stack.enter_async_context(stream)
+                held = await self._next(stream)
+                await self._put_back(own, held.keys)
+                own.hold = stream
+            backoff.reset()
+            self._state.works(own.name)
+            own.held.set()
+            while True:
+                taken = await self._next(stream)
+                own.keys.pop(taken.key, None)
+
+    async def _put_back(self, own: _OwnLease, there: tuple[str, ...]) -> None:
+        """Make the server have what we own: no more, no less, and nothing that another has taken over."""
+        for key in there:
+            if key not in own.keys:
+                await self._ask(join.DELETE, join.KeyRequest(own.name, key))
+        for key in list(own.keys):
+            value = own.keys.get(key)
+            if value is not None:
+                is_ours = await self._ask(join.PUT, join.PutRequest(own.name, key, value, restore=True))
+                if not is_ours:
+                    own.keys.pop(key, None)
+
+    async def _try_put(self, own: _OwnLease, key: str, value: bytes) -> bool:
+        """False: the server does not know our lease (it was restarted), so the keeper has to go there first."""
         try:
-            await self._ask(join.PUT, request)
+            await self._change(own, join.PUT, join.PutRequest(own.name, key, value))
         except NotFound:
-            # The server was restarted and our keeper has not been there yet.
-            try:
-                async with asyncio.timeout(self._limits.total_s):
-                    await own.held.wait()
-            except TimeoutError:
-                raise self._lost("did not take our lease back") from None
-            await self._ask(join.PUT, request)
+            if self._own.get(own.name) is not own:
+                raise
+            return False
+        for other in self._own.values():
+            other.keys.pop(key, None)
+        own.keys[key] = value
+        return True
+
+    async def _change(self, own: _OwnLease, endpoint: str, request: Any) -> None:
+        in_doubt = True
+        try:
+            async with own.turn:
+                await self._ask(endpoint, request)
+            in_doubt = False
+        except InvalidRequest:
+            in_doubt = False
+            raise
+        finally:
+            if in_doubt:
+                self._break_hold(own)
+
+    def _break_hold(self, own: _OwnLease) -> None:
+        """A change may have been made or not, or may be made late: let the keeper go over it."""
+        own.held.clear()
+        if own.hold is not None:
+            own.in_doubt = True
+            own.hold.call.cancel()
 
     def _drop(self, lease: LeaseId) -> bool:
         own = self._own.pop(lease, None)
@@ -204,98 +253,79 @@ class JoinDiscovery:
             return False
         if own.keeper is not None:
             own.keeper.cancel()
+        self._state.forget(lease)
         return True
 
     # -- reading
 
-    async def _follow(self, prefix: str, mirror: _Mirror) -> None:
-        pause_s = _RETRY_FIRST_S
+    async def _follow(self, mirror: Mirror) -> None:
+        backoff = Backoff(self._rng, self._retry_max_s)
+        name = f"watch {mirror.prefix}"
         while True:
             try:
-                to = Destination(self._address, join.WATCH)
-                async with await open_stream(
-                    self._connections, to, prefix, self._standing, _decode_watch
+                async with await self._open(
+                    join.WATCH, mirror.prefix, self._standing, _decode_watch
                 ) as stream:
-                    start = await anext(stream)
-                    settles_in_s = start.settles_in_s if isinstance(start, join.WatchStart) else 0.0
-                    pause_s = _RETRY_FIRST_S
-                    await self._mirror(prefix, mirror, stream, settles_in_s)
-            except (*_LOST, KvoltError, StopAsyncIteration) as error:
-                self._turn(connected=False, reason=str(error))
-            await asyncio.sleep(pause_s * self._rng.uniform(0.75, 1.25))
-            pause_s = min(pause_s * 2, _RETRY_MAX_S)
+                    start = await self._next(stream)
+                    backoff.reset()
+                    grace_s = max(start.settles_in_s, self._grace_s)
+                    await mirror.follow(stream, grace_s, lambda: self._state.works(name))
+                    raise self._lost("ended our watch")
+            except KvoltError as error:
+                self._state.failed(name, error.message)
+            await backoff.pause()
 
-    async def _mirror(
-        self, prefix: str, mirror: _Mirror, stream: AsyncIterator[join.WatchItem], settles_in_s: float
-    ) -> None:
-        """Follow one watch stream to its end."""
-        there: dict[str, None] = {}
-        synced = False
-        forget: asyncio.Task[Any] | None = None
-        try:
-            async for item in stream:
-                if isinstance(item, join.WatchPut):
-                    there[item.key] = None
-                    self._set(mirror, item.key, item.value)
-                elif isinstance(item, join.WatchDelete):
-                    there.pop(item.key, None)
-                    self._set(mirror, item.key, None)
-                elif not synced:
-                    synced = True
-                    self._turn(connected=True)
-                    self._begin(prefix, mirror)
-                    forget = self._crew.start(self._forget_missing(mirror, there, settles_in_s), "forget")
-        finally:
-            if forget is not None:
-                forget.cancel()
+    def _stop_idle_followers(self, wanted: str) -> None:
+        idle = [mirror.prefix for mirror in self._mirrors.values() if not mirror.is_watched]
+        for prefix in idle:
+            if prefix == wanted:
+                continue
+            del self._mirrors[prefix]
+            self._followers.pop(prefix).cancel()
+            self._state.forget(f"watch {prefix}")
 
-    async def _forget_missing(self, mirror: _Mirror, there: dict[str, None], after_s: float) -> None:
-        """What was known before and is not there is gone, once its owner has had time to put it back."""
-        await asyncio.sleep(after_s)
-        for key in sorted(mirror.content):
-            if key not in there:
-                self._set(mirror, key, None)
-
-    def _begin(self, prefix: str, mirror: _Mirror) -> None:
-        mirror.synced = True
-        for queue in self._watches.waiting():
-            if queue.prefix == prefix:
-                queue.begin(dict(sorted(mirror.content.items())))
-
-    def _set(self, mirror: _Mirror, key: str, value: bytes | None) -> None:
-        if value is None:
-            mirror.content.pop(key, None)
-        else:
-            mirror.content[key] = value
-        if mirror.synced:
-            self._watches.publish([(key, value)])
+    def _end_watches(self) -> None:
+        self._closed = True
+        for mirror in self._mirrors.values():
+            mirror.close()
 
     # -- both
 
     async def _ask(self, endpoint: str, request: Any) -> Any:
+        async with await self._open(endpoint, request, self._limits, _decode_any) as stream:
+            return await self._next(stream)
+
+    async def _open(self, endpoint: str, request: Any, limits: Deadlines, decode: Decode) -> ResponseStream:
+        to = Destination(self._address, endpoint)
         try:
-            to = Destination(self._address, endpoint)
-            async with await open_stream(self._connections, to, request, self._limits) as stream:
-                return await anext(stream)
-        except _LOST as error:
-            raise self._lost(error.message) from error
+            return await open_stream(self._connections, to, request, limits, decode)
+        except KvoltError as error:
+            raise self._translated(error) from error
+
+    async def _next(self, stream: ResponseStream) -> Any:
+        try:
+            return await anext(stream)
         except StopAsyncIteration:
-            raise self._lost("gave no answer") from None
+            raise self._lost("ended the stream") from None
+        except KvoltError as error:
+            raise self._translated(error) from error
+
+    def _translated(self, error: KvoltError) -> KvoltError:
+        """What a caller of the port may see: its own mistakes as they are, all else as a loss."""
+        unknown_lease = isinstance(error, NotFound) and error.fields.get("kind") == "lease"
+        return error if unknown_lease or isinstance(error, InvalidRequest) else self._lost(error.message)
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except TimeoutError:
+            raise self._lost(f"no answer within {self._timeout_s:g} s") from None
 
     def _lost(self, reason: str) -> DiscoveryLost:
-        return DiscoveryLost(f"join server {self._address}: {reason}", address=self._address)
+        return DiscoveryLost(f"join server {self._address}: {reason}", address=self._address, reason=reason)
 
     def _check_open(self) -> None:
-        if self._crew.closed:
+        if self._closed:
             raise self._lost("this client is closed")
-
-    def _turn(self, connected: bool, reason: str = "") -> None:
-        if connected == self._connected:
-            return
-        if not connected:
-            log.warning("join server %s is lost, going on with what is known: %s", self._address, reason)
-        elif self._connected is not None:
-            log.warning("join server %s is back", self._address)
-        self._connected = connected
-        if self._on_state is not None:
-            self._on_state(connected)

@@ -120,6 +120,10 @@ class Watches:
             self._queues.append(weakref.ref(queue))
         return queue
 
+    @property
+    def any_open(self) -> bool:
+        return bool(self._live())
+
     def waiting(self) -> list[WatchQueue]:
         """Those that have not been given their first content."""
         return [queue for queue in self._live() if not queue.begun]

@@ -1,9 +1,14 @@
 """The join server: this process's discovery, served to other machines over the request plane.
 
-It keeps nothing of its own: what clients put goes into the store it stands on (`mem` in a process of
-its own, `file` in `kvolt serve`), so both see the same cluster. A client's lease lives as long as its
-`hold` stream; when the stream breaks, the lease gets its ttl to be held again. After a restart the
-server says how long it is still settling, so that nobody takes "not back yet" for "gone".
+What clients put goes into the store it stands on (`mem` in a process of its own, `file` in `kvolt
+serve`), so both see the same cluster; here is only who owns what. A client's lease lives as long as its
+`hold` stream; when the stream breaks, the lease gets its ttl to be held again.
+
+    hold    keeps a lease; says what the lease has here, then what others take over from it
+    put     sets a key; `restore` leaves a key alone that somebody else has by now
+    watch   what the store's own watch says, after how long the server is still settling
+
+After a restart the server settles: until then nobody may take "not back yet" for "gone".
 """
 
 from __future__ import annotations
@@ -12,11 +17,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from kvolt.core.errors import DiscoveryLost, NotFound
+from kvolt.core.errors import DiscoveryLost, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.discovery import Delete, Discovery, LeaseId, Put
@@ -35,10 +40,27 @@ class HoldRequest(msgspec.Struct, frozen=True):
     ttl_s: float
 
 
+class Held(msgspec.Struct, frozen=True, tag="held"):
+    """First item of a hold: the lease is kept, and has these keys here."""
+
+    keys: tuple[str, ...]
+
+
+class TakenOver(msgspec.Struct, frozen=True, tag="taken"):
+    """Another lease put this key: it is no longer this one's."""
+
+    key: str
+
+
+HoldItem = Held | TakenOver
+
+
 class PutRequest(msgspec.Struct, frozen=True):
     lease: str
     key: str
     value: bytes
+    restore: bool = False
+    """Put back after a loss: not if the key has another owner now. The answer says whether it was put."""
 
 
 class KeyRequest(msgspec.Struct, frozen=True):
@@ -68,12 +90,38 @@ class WatchSynced(msgspec.Struct, frozen=True, tag="synced"):
 WatchItem = WatchStart | WatchPut | WatchDelete | WatchSynced
 
 
-@dataclass(slots=True)
-class _Held:
+@dataclass(slots=True, eq=False)
+class _Hold:
+    """One stream that keeps a lease."""
+
+    over: bool = False
+    taken: dict[str, None] = field(default_factory=dict)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self, key: str) -> None:
+        self.taken[key] = None
+        self.news.set()
+
+    def end(self) -> None:
+        self.over = True
+        self.news.set()
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
     stored: LeaseId
     ttl_s: float
-    num_holders: int = 0
+    keys: dict[str, None] = field(default_factory=dict)
+    hold: _Hold | None = None
     expiry: asyncio.TimerHandle | None = None
+    """Running while nobody holds it."""
+    spared: bool = False
+    """Its time was started anew once, since the loss seems to be our own."""
+
+    def stop_expiry(self) -> None:
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
 
 
 class JoinServer:
@@ -83,7 +131,8 @@ class JoinServer:
         self._store = store
         self._clock = clock
         self._settled_at = clock.monotonic() + settle_s
-        self._leases: dict[str, _Held] = {}
+        self._leases: dict[str, _Lease] = {}
+        self._owners: dict[str, _Lease] = {}
         self._crew = Crew("join-server")
 
     def add_to(self, server: EndpointServer) -> None:
@@ -98,55 +147,122 @@ class JoinServer:
             server.add(endpoint, InstanceId(""), server.generator(handler, decoder(kind)))
 
     async def close(self) -> None:
-        for held in self._leases.values():
-            if held.expiry is not None:
-                held.expiry.cancel()
+        """End every hold. The leases stay with the store, which ends them when it is closed."""
+        for lease in self._leases.values():
+            lease.stop_expiry()
+            if lease.hold is not None:
+                lease.hold.end()
         await self._crew.close()
 
-    async def _hold(self, request: HoldRequest) -> AsyncIterator[bool]:
-        held = self._leases.get(request.lease)
-        if held is None:
-            stored = await self._store.lease(request.ttl_s)
-            held = self._leases.setdefault(request.lease, _Held(stored, request.ttl_s))
-        if held.expiry is not None:
-            held.expiry.cancel()
-            held.expiry = None
-        held.num_holders += 1
+    # -- leases
+
+    async def _hold(self, request: HoldRequest) -> AsyncIterator[HoldItem]:
+        lease = self._leases.get(request.lease)
+        if lease is None:
+            lease = await self._new_lease(request)
+        if lease.expiry is not None:
+            lease.stop_expiry()
+            self._spare_others()
+        lease.spared = False
+        if lease.hold is not None:
+            lease.hold.end()  # the same client over an older connection, of whose end we have not heard
+        hold = lease.hold = _Hold()
         try:
-            yield True
-            await asyncio.get_running_loop().create_future()  # until the caller goes
+            yield Held(tuple(lease.keys))
+            while not hold.over:
+                await hold.news.wait()  # ends with the stream: the caller goes, or its connection
+                hold.news.clear()
+                while hold.taken:
+                    key = next(iter(hold.taken))
+                    del hold.taken[key]
+                    yield TakenOver(key)
         finally:
-            held.num_holders -= 1
-            if held.num_holders == 0 and self._leases.get(request.lease) is held and not self._crew.closed:
-                loop = asyncio.get_running_loop()
-                held.expiry = loop.call_later(held.ttl_s, self._expire, request.lease)
+            if lease.hold is hold:
+                lease.hold = None
+                if self._leases.get(request.lease) is lease:
+                    self._start_expiry(request.lease, lease)
 
-    def _expire(self, lease: str) -> None:
-        log.warning("a joined process is gone: its lease %s ends", lease)
-        self._crew.start(self._end(lease), "expire")
+    async def _new_lease(self, request: HoldRequest) -> _Lease:
+        if self._crew.closed:
+            raise Unavailable("the join server is going away", reason="draining")
+        stored = await self._store.lease(request.ttl_s)
+        other = self._leases.get(request.lease)
+        if other is not None:  # its client came twice while the store was slow; the second lease is not used
+            if not self._crew.closed:
+                self._crew.start(self._end_stored(stored), "unused")
+            return other
+        lease = self._leases[request.lease] = _Lease(stored, request.ttl_s)
+        return lease
 
-    async def _end(self, lease: str) -> None:
-        held = self._leases.pop(lease, None)
-        if held is None:
-            return
-        if held.expiry is not None:
-            held.expiry.cancel()
+    def _start_expiry(self, name: str, lease: _Lease) -> None:
+        lease.stop_expiry()
+        if not self._crew.closed:
+            loop = asyncio.get_running_loop()
+            lease.expiry = loop.call_later(lease.ttl_s, self._expire, name, lease)
+
+    def _spare_others(self) -> None:
+        """One who was lost is back: the others may be on their way, so their time starts anew, once."""
+        for name, lease in self._leases.items():
+            if lease.expiry is not None and not lease.spared:
+                lease.spared = True
+                self._start_expiry(name, lease)
+
+    def _expire(self, name: str, lease: _Lease) -> None:
+        log.warning("a joined process is gone: its lease %s ends", name)
+        self._forget(name, lease)
+        self._crew.start(self._end_stored(lease.stored), "expire")
+
+    def _forget(self, name: str, lease: _Lease) -> None:
+        """At once and whole, so that whoever comes back under this name starts with a new lease."""
+        lease.stop_expiry()
+        del self._leases[name]
+        for key in lease.keys:
+            del self._owners[key]
+        lease.keys.clear()
+        if lease.hold is not None:
+            lease.hold.end()
+
+    async def _end_stored(self, stored: LeaseId) -> None:
         with suppress(DiscoveryLost):  # the store lets it expire
-            await self._store.revoke(held.stored)
+            await self._store.revoke(stored)
+
+    async def _revoke(self, name: str) -> AsyncIterator[bool]:
+        lease = self._leases.get(name)
+        if lease is not None:
+            self._forget(name, lease)
+            await self._end_stored(lease.stored)
+        yield True
+
+    # -- keys
 
     async def _put(self, request: PutRequest) -> AsyncIterator[bool]:
-        held = self._leases.get(request.lease)
-        if held is None:
+        lease = self._leases.get(request.lease)
+        if lease is None:
             raise NotFound("no such lease: hold it first", kind="lease", name=request.lease)
-        await self._store.put(request.key, request.value, held.stored)
+        if request.restore and self._owners.get(request.key, lease) is not lease:
+            yield False
+            return
+        await self._store.put(request.key, request.value, lease.stored)
+        if self._leases.get(request.lease) is lease:
+            self._take_over(request.key, lease)
         yield True
+
+    def _take_over(self, key: str, lease: _Lease) -> None:
+        before = self._owners.get(key)
+        if before is not None and before is not lease:
+            del before.keys[key]
+            if before.hold is not None:
+                pass
+        self._owners[key] = lease
+        lease.keys[key] = None
 
     async def _delete(self, request: KeyRequest) -> AsyncIterator[bool]:
-        await self._store.delete(request.key)
-        yield True
-
-    async def _revoke(self, lease: str) -> AsyncIterator[bool]:
-        await self._end(lease)
+        lease = self._leases.get(request.lease)
+        if lease is not None and request.key in lease.keys:
+            await self._store.delete(request.key)
+            if self._owners.get(request.key) is lease:
+                del self._owners[request.key]
+                del lease.keys[request.key]
         yield True
 
     async def _get(self, prefix: str) -> AsyncIterator[dict[str, bytes]]:

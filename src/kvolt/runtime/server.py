@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, NotFound, Unavailable
+from kvolt.core.errors import DeadlineExceeded, KvoltError, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.connection import Connection
 from kvolt.runtime.logs import bind_context
@@ -138,20 +138,22 @@ class _GeneratorRun:
     async def _run(self) -> None:
         stream = self._stream
         try:
-            async with asyncio.timeout(stream.deadline_s):
+            async with asyncio.timeout(stream.deadline_s) as deadline:
                 with bind_context(stream.context):
                     await self._pump(self._handler(stream.decode_body(self._decode)))
             stream.end()
-        except TimeoutError:
-            stream.fail(
-                DeadlineExceeded("the request's time is over", stage="total", after_s=stream.deadline_s)
-            )
         except KvoltError as error:
             stream.end(error)
         except asyncio.CancelledError:
-            stream.fail(Cancelled("the server stopped the request"))
+            # Retryable: nobody but us wants this request to stop, so another instance may go on with it.
+            stream.fail(Unavailable("the server is stopping", endpoint=stream.target, reason="stopping"))
             raise
         except Exception as error:  # the task boundary of a user's handler
+            if isinstance(error, TimeoutError) and deadline.expired():
+                stream.fail(
+                    DeadlineExceeded("the request's time is over", stage="total", after_s=stream.deadline_s)
+                )
+                return
             log.exception("the handler of %s failed", stream.target)
             stream.end(KvoltError(f"internal error ({type(error).__name__})"))
 

@@ -11,14 +11,16 @@ nothing urgent waits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
-from kvolt.core.delta import Delta
+from kvolt.core.delta import Delta, plain_delta
 from kvolt.core.errors import (
     Cancelled,
+    ConnectFailed,
     ErrorInfo,
     KvoltError,
     Overloaded,
@@ -32,10 +34,12 @@ from kvolt.core.errors import (
 from kvolt.runtime import wire
 from kvolt.runtime.bulk import BulkReceiver, BulkSender
 from kvolt.runtime.plane_stats import PlaneStats, outcome
+from kvolt.runtime.steps import StepBatch, StepReader, pack_u32, resolve_step, unpack_u32
 from kvolt.runtime.streams import CallerStream, Decode, ServedStream, Sink
 from kvolt.runtime.wire import FrameKind
 
 _ITEMS_PER_FRAME = 4096
+_UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError)
 
 
 class Host(Protocol):
@@ -87,12 +91,15 @@ class Session:
         self._control: list[bytes] = []
         self._segments: list[tuple[FrameKind, list[tuple[int, Any]]]] = []
         self.open_deltas: list[tuple[int, Any]] | None = None
+        self.step_owner: StepBatch | None = None
+        self._step_reader: StepReader | None = None
         self._ends: list[ServedStream] = []
         self._refused: list[tuple[int, ErrorInfo | None]] = []
         self._cancels: list[int] = []
         self._credits: dict[int, int] = {}
         self._held: dict[int, ServedStream] = {}
         self._now = 0.0
+        self._closed = False
         self.peer: wire.Hello | None = None
         """The peer's hello, once it came and the versions agreed."""
         self.version: int | None = None
@@ -109,6 +116,11 @@ class Session:
     @property
     def num_served(self) -> int:
         return len(self._served)
+
+    @property
+    def exhausted(self) -> bool:
+        """Every stream id has been used: new streams need a new connection."""
+        return self._next_id > wire.MAX_STREAM_ID
 
     @property
     def has_bulk(self) -> bool:
@@ -132,6 +144,8 @@ class Session:
         if len(self._calls) >= limits.max_streams:
             raise Overloaded("too many streams on one connection", queue="streams", limit=limits.max_streams)
         stream_id = self._next_id
+        if self._closed or stream_id > wire.MAX_STREAM_ID:
+            raise ConnectFailed("the connection takes no more streams")
         self._next_id += 2
         stream = CallerStream(self, stream_id, sink, decode, limits.window_items, automatic_credit)
         self._calls[stream_id] = stream
@@ -145,7 +159,11 @@ class Session:
         return stream
 
     def cancel_call(self, stream_id: int) -> None:
-        if self._calls.pop(stream_id, None) is not None:
+        call = self._calls.pop(stream_id, None)
+        if call is not None:
+            if self._step_reader is not None:
+                self._step_reader.mute(call)
+                self._drop_step_reader()
             self.stats.calls_ended["cancelled"] += 1
             self._forget(stream_id)
             self._cancels.append(stream_id)
@@ -167,6 +185,28 @@ class Session:
             segments.append((kind, items))
             self.open_deltas = items if kind is FrameKind.DELTAS else None
             self._host.wake()
+
+    def queue_step(self, ids: bytes, token_ids: Sequence[int]) -> None:
+        """One token for each member of a batch, whose credit the batch has checked."""
+        self._segments.append((FrameKind.STEP, [(len(token_ids), ids + pack_u32(token_ids))]))
+        self.open_deltas = None
+        self._host.wake()
+
+    def settle_step(self) -> None:
+        """Something happens to a stream outside its batch: let every stream know its own credit again."""
+        owner, self.step_owner = self.step_owner, None
+        if owner is not None:
+            owner.settle()
+
+    def settle_steps_read(self) -> None:
+        if self._step_reader is not None:
+            self._step_reader.settle()
+
+    def _drop_step_reader(self) -> None:
+        """A member is over: the ids stand for another set now."""
+        if self._step_reader is not None:
+            self._step_reader.settle()
+            self._step_reader = None
 
     def queue_end(self, stream: ServedStream) -> None:
         self._ends.append(stream)
@@ -203,6 +243,9 @@ class Session:
 
     def close(self, error: KvoltError) -> None:
         """The connection is gone: every stream ends, in the order of opening."""
+        self._closed = True
+        self._drop_step_reader()
+        self.settle_step()
         calls, self._calls = self._calls, {}
         served, self._served = self._served, {}
         self._opening.clear()
@@ -238,17 +281,25 @@ class Session:
         if self._segments:
             segments, self._segments = self._segments, []
             self.open_deltas = None
+            behind: dict[int, list[Any]] = {}
             for kind, items in segments:
+                if kind is FrameKind.STEP:
+                    count, payload = items[0]
+                    self.stats.items_out += count
+                    out.append(wire.frame(kind, 0, payload))
+                    continue
                 self.stats.items_out += len(items)
                 for start in range(0, len(items), _ITEMS_PER_FRAME):
-                    self._encode_items(kind, items[start : start + _ITEMS_PER_FRAME], out)
+                    self._encode_items(kind, items[start : start + _ITEMS_PER_FRAME], out, behind)
+            for stream_id, late in behind.items():
+                self._put_back(self._served[stream_id], late)
         if self._ends or self._refused:
             self._encode_ends(out)
         if self._cancels:
             out += [wire.frame(FrameKind.CANCEL, stream_id) for stream_id in self._cancels]
             self._cancels = []
         if self._credits:
-            out.append(wire.frame(FrameKind.CREDIT, 0, wire.encode(list(self._credits.items()))))
+            _split(FrameKind.CREDIT, list(self._credits.items()), out)
             self._credits = {}
         self.stats.frames_out += len(out)
         return out
@@ -265,40 +316,49 @@ class Session:
             stream.release()
         return chunk
 
-    def _encode_items(self, kind: FrameKind, items: list[tuple[int, Any]], out: list[bytes]) -> None:
-        try:
-            payload = wire.encode(items)
-        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):
-            self._encode_singly(kind, items, out)
-            return
-        if len(payload) <= wire.CHUNK_BYTES:
-            out.append(wire.frame(kind, 0, payload))
-        else:
-            self._encode_singly(kind, items, out)
+    def _encode_items(
+        self, kind: FrameKind, items: list[tuple[int, Any]], out: list[bytes], behind: dict[int, list[Any]]
+    ) -> None:
+        """One frame for all, as a rule. `behind` gets what must not leave now, by stream."""
+        if not behind:
+            try:
+                payload = wire.encode(items)
+            except _UNENCODABLE:
+                pass
+            else:
+                if len(payload) <= wire.CHUNK_BYTES:
+                    out.append(wire.frame(kind, 0, payload))
+                    return
+        self._encode_singly(kind, items, out, behind)
 
-    def _encode_singly(self, kind: FrameKind, items: list[tuple[int, Any]], out: list[bytes]) -> None:
-        """A batch that is too long or holds something that does not encode: look at each item."""
+    def _encode_singly(
+        self, kind: FrameKind, items: list[tuple[int, Any]], out: list[bytes], behind: dict[int, list[Any]]
+    ) -> None:
+        """A batch that is too long, holds what does not encode, or comes after such a one: item by item."""
         batch: list[tuple[int, msgspec.Raw]] = []
         batch_bytes = 0
         for stream_id, item in items:
             stream = self._served.get(stream_id)
             if stream is None or stream.closed:
                 continue
-            if stream.bulk:
-                stream.put_back(item)
+            if stream_id in behind:
+                behind[stream_id].append(item)
                 continue
             try:
                 encoded = wire.encode(item)
                 self._check_size("an item", len(encoded))
-            except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-                stream.fail(KvoltError(f"the handler yielded what cannot be encoded: {error}"))
+            except _UNENCODABLE as error:
+                stream.break_off(KvoltError(f"the handler yielded what cannot be encoded: {error}"))
+                behind[stream_id] = []
                 continue
             except PayloadTooLarge as error:
-                stream.fail(error)
+                stream.break_off(error)
+                behind[stream_id] = []
                 continue
             if len(encoded) > wire.CHUNK_BYTES:
                 stream.bulk = True
-                self._bulk.add(stream_id, encoded)
+                self._bulk.add(stream_id, encoded, kind is FrameKind.DELTAS)
+                behind[stream_id] = []
                 continue
             if batch_bytes + len(encoded) > wire.CHUNK_BYTES:
                 out.append(wire.frame(kind, 0, wire.encode(batch)))
@@ -307,6 +367,12 @@ class Session:
             batch_bytes += len(encoded) + 8
         if batch:
             out.append(wire.frame(kind, 0, wire.encode(batch)))
+
+    def _put_back(self, stream: ServedStream, late: list[Any]) -> None:
+        """Items behind a bulk message wait for it; behind one that cannot leave they are dropped."""
+        self.stats.items_out -= len(late)
+        if late and stream.bulk:
+            stream.put_back(late)
 
     def _encode_ends(self, out: list[bytes]) -> None:
         ends, self._refused = self._refused, []
@@ -319,8 +385,8 @@ class Session:
             ends.append((stream.id, stream.end_info))
             self.stats.served_ended["ok" if stream.end_info is None else stream.end_info.code] += 1
         self._ends = []
-        for start in range(0, len(ends), _ITEMS_PER_FRAME):
-            out.append(wire.frame(FrameKind.ENDS, 0, wire.encode(ends[start : start + _ITEMS_PER_FRAME])))
+        if ends:
+            _split(FrameKind.ENDS, ends, out)
 
     def _check_size(self, what: str, size_bytes: int) -> None:
         limit = self.peer.max_message_bytes if self.peer else self._limits.max_message_bytes
@@ -350,7 +416,7 @@ class Session:
         for kind, stream_id, payload in frames:
             try:
                 self._handle(kind, stream_id, payload)
-            except msgspec.MsgspecError as error:
+            except wire.MALFORMED as error:
                 name = FrameKind(kind).name
                 raise ProtocolError(f"a {name} frame does not decode: {error}", rule="payload") from error
 
@@ -362,19 +428,12 @@ class Session:
         if self.peer is None:
             self._greet(kind, payload)
             return
+        if kind == FrameKind.STEP:
+            self._on_step(payload)
+            return
+        self.settle_steps_read()
         if kind == FrameKind.DELTAS:
-            calls = self._calls
-            now = self._now
-            deltas = wire.decode_deltas(payload)
-            self.stats.items_in += len(deltas)
-            for target, delta in deltas:
-                call = calls.get(target)
-                if call is not None:  # else cancelled while this was on its way
-                    call.last_arrival = now
-                    call.window_left = left = call.window_left - 1
-                    if left < call.low_water:
-                        call.on_low()
-                    call.deliver(delta)
+            self._on_deltas(wire.decode_deltas(payload))
             return
         match kind:
             case FrameKind.ITEMS:
@@ -392,16 +451,13 @@ class Session:
                 for target, info in wire.decode_ends(payload):
                     call = self._calls.pop(target, None)
                     if call is not None:
+                        self._drop_step_reader()
                         self._forget(target)
                         error = None if info is None else from_info(info)
                         self.stats.calls_ended[outcome(error)] += 1
                         call.finish(error)
             case FrameKind.CANCEL:
-                stream = self._served.pop(stream_id, None)
-                self._forget(stream_id)
-                if stream is not None:
-                    self.stats.served_ended["cancelled"] += 1
-                    stream.give_up(Cancelled("the caller cancelled"))
+                self._on_cancel(stream_id)
             case FrameKind.CREDIT:
                 self._on_credit(wire.decode_credit(payload))
             case FrameKind.PING:
@@ -413,6 +469,33 @@ class Session:
                 raise _refused(payload)
             case _:
                 raise ProtocolError("a second hello", rule="hello")
+
+    def _on_deltas(self, deltas: list[tuple[int, Delta]]) -> None:
+        calls = self._calls
+        now = self._now
+        self.stats.items_in += len(deltas)
+        for target, delta in deltas:
+            call = calls.get(target)
+            if call is not None:  # else cancelled while this was on its way
+                call.last_arrival = now
+                call.window_left = left = call.window_left - 1
+                if left < call.low_water:
+                    call.on_low()
+                call.deliver(delta)
+
+    def _on_step(self, payload: bytes) -> None:
+        middle = len(payload) // 2
+        if len(payload) % 8 or not payload:
+            raise ProtocolError("a step of unequal arrays", rule="step")
+        ids, tokens = payload[:middle], payload[middle:]
+        reader = self._step_reader
+        if reader is None or reader.ids != ids:
+            self._drop_step_reader()
+            reader = self._step_reader = resolve_step(ids, self._calls)
+            if reader is None:
+                self._on_deltas(list(zip(unpack_u32(ids), map(plain_delta, unpack_u32(tokens)), strict=True)))
+                return
+        self.stats.items_in += reader.receive(tokens, self._now)
 
     def _greet(self, kind: int, payload: bytes) -> None:
         if kind == FrameKind.REFUSE:
@@ -441,6 +524,8 @@ class Session:
             raise ProtocolError(f"stream id {stream_id} is not the peer's next", rule="stream_id")
         if opening.window < 1:
             raise ProtocolError("a stream without a window", rule="window")
+        if opening.deadline_s is not None and not opening.deadline_s >= 0:
+            raise ProtocolError("a deadline that is no time", rule="deadline")
         self._last_peer_id = stream_id
         limit = self._limits.max_streams
         if self.going_away:
@@ -472,10 +557,22 @@ class Session:
             return
         if opening is not None:
             del self._opening[stream_id]
-            self._serve(stream_id, opening, message)
+            self._serve(stream_id, opening, message.data)
         elif call is not None:
             self.stats.items_in += 1
-            call.accept_raw(message, self._now)
+            if message.delta:
+                call.accept(wire.decode_delta(message.data), self._now)
+            else:
+                call.accept_raw(message.data, self._now)
+
+    def _on_cancel(self, stream_id: int) -> None:
+        if stream_id % 2 != self._peer_parity:
+            raise ProtocolError(f"stream {stream_id} is not the peer's to cancel", rule="stream_id")
+        stream = self._served.pop(stream_id, None)
+        self._forget(stream_id)
+        if stream is not None:
+            self.stats.served_ended["cancelled"] += 1
+            stream.give_up(Cancelled("the caller cancelled"))
 
     def _on_credit(self, credits: list[tuple[int, int]]) -> None:
         for stream_id, num_items in credits:
@@ -489,3 +586,14 @@ class Session:
 def _refused(payload: bytes) -> ProtocolError:
     error = from_info(wire.decode_error(payload))
     return error if isinstance(error, ProtocolError) else ProtocolError(error.message, rule="refused")
+
+
+def _split(kind: FrameKind, entries: list[tuple[int, Any]], out: list[bytes]) -> None:
+    """Entries in as many frames as it takes to keep each short."""
+    payload = wire.encode(entries)
+    if len(payload) <= wire.CHUNK_BYTES or len(entries) == 1:
+        out.append(wire.frame(kind, 0, payload))
+        return
+    half = len(entries) // 2
+    _split(kind, entries[:half], out)
+    _split(kind, entries[half:], out)

@@ -15,7 +15,7 @@ import msgspec
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import ErrorInfo, InvalidRequest, KvoltError, Overloaded, ProtocolError, to_info
-from kvolt.runtime.wire import Open
+from kvolt.runtime.wire import MALFORMED, Open
 
 BACKLOG_ITEMS = 1024
 """Items that do not merge which a stream without credit may keep back."""
@@ -40,6 +40,8 @@ class CallerHost(Protocol):
 
     def cancel_call(self, stream_id: int) -> None: ...
 
+    def settle_steps_read(self) -> None: ...
+
 
 class ServerHost(Protocol):
     """What a served stream needs of its session."""
@@ -47,6 +49,13 @@ class ServerHost(Protocol):
     paused: bool
     open_deltas: list[tuple[int, Any]] | None
     """The DELTAS frame being filled, when it is the last thing queued."""
+
+    @property
+    def step_owner(self) -> object | None:
+        """The batch that counts credit for its members together; settle before looking at a stream's own."""
+        ...
+
+    def settle_step(self) -> None: ...
 
     def queue_item(self, stream: ServedStream, item: Any) -> None: ...
 
@@ -102,15 +111,16 @@ class CallerStream:
         self.deliver = sink.on_item
         self.window_left = window
         """Items that the peer may still send."""
-        self.low_water = window // 2 if automatic else 0
-        """Below this `on_low` is called."""
+        self.low_water = (window + 1) // 2 if automatic else 0
+        """Below this `on_low` is called; 0 without automatic credit."""
         self.last_arrival: float | None = None
 
     def on_low(self) -> None:
         """The window is half empty (automatic credit), or overdrawn."""
         if self.window_left < 0:
             raise ProtocolError(f"stream {self.id} sent more than its credit", rule="credit")
-        self._grant(self._window - self.window_left)
+        if self.low_water and self.window_left < self._window:
+            self._grant(self._window - self.window_left)
 
     def consumed(self, num_items: int) -> None:
         """The reader took items. Only for a stream without automatic credit."""
@@ -121,12 +131,14 @@ class CallerStream:
 
     def hold(self) -> None:
         """Give no more automatic credit: the reader is behind."""
+        self._session.settle_steps_read()
         self.low_water = 0
 
     def release(self) -> None:
         """The reader has caught up."""
+        self._session.settle_steps_read()
         if self._automatic and not self.ended:
-            self.low_water = self._window // 2
+            self.low_water = (self._window + 1) // 2
             if self.window_left < self.low_water:
                 self._grant(self._window - self.window_left)
 
@@ -137,16 +149,26 @@ class CallerStream:
             self._session.cancel_call(self.id)
 
     def accept_raw(self, raw: bytes | msgspec.Raw, now: float) -> None:
-        """An item that is no delta."""
+        """An item that is no delta. One that does not decode ends this stream, not the others' connection."""
         try:
             item = self._decode(raw)
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"stream {self.id}: an item does not decode: {error}", rule="item") from error
+        except MALFORMED as error:
+            self.cancel()
+            self._finish(ProtocolError(f"stream {self.id}: an item does not decode: {error}", rule="item"))
+            return
+        self.accept(item, now)
+
+    def accept(self, item: Any, now: float) -> None:
         self.last_arrival = now
         self.window_left -= 1
         if self.window_left < self.low_water:
             self.on_low()
         self.deliver(item)
+
+    def seen_at(self) -> float | None:
+        """When its last item came."""
+        self._session.settle_steps_read()
+        return self.last_arrival
 
     def finish(self, error: KvoltError | None) -> None:
         self.ended = True
@@ -162,12 +184,11 @@ class ServedStream:
 
     __slots__ = (
         "_backlog",
-        "_credit",
-        "_session",
         "body",
         "bulk",
         "closed",
         "context",
+        "credit",
         "deadline_s",
         "end_info",
         "ending",
@@ -175,12 +196,13 @@ class ServedStream:
         "on_cancel",
         "on_closed",
         "on_writable",
+        "session",
         "target",
     )
 
     def __init__(self, session: ServerHost, stream_id: int, opening: Open, body: bytes | msgspec.Raw) -> None:
-        self._session = session
-        self._credit = opening.window
+        self.session = session
+        self.credit = opening.window
         self._backlog: deque[Any] | None = None
         self.id = stream_id
         self.target = opening.target
@@ -204,7 +226,10 @@ class ServedStream:
     @property
     def writable(self) -> bool:
         """Whether an item sent now would leave with the next frame."""
-        return self._credit > 0 and self._backlog is None and not self.bulk and not self._session.paused
+        self.session.settle_step()
+        if self.ending or self.closed:
+            return False
+        return self.credit > 0 and self._backlog is None and not self.bulk and not self.session.paused
 
     @property
     def has_backlog(self) -> bool:
@@ -215,16 +240,18 @@ class ServedStream:
         body, self.body = self.body, b""
         try:
             return decode(body)
-        except msgspec.MsgspecError as error:
+        except MALFORMED as error:
             raise InvalidRequest(f"the request does not decode: {error}", param="body") from error
 
     def send(self, item: Any) -> None:
         """An item for the next frame. What is sent to a stream that has ended vanishes: its reader is gone."""
         if self.ending or self.closed:
             return
-        session = self._session
-        if self._credit > 0 and self._backlog is None and not self.bulk and not session.paused:
-            self._credit -= 1
+        session = self.session
+        if session.step_owner is not None:
+            session.settle_step()
+        if self.credit > 0 and self._backlog is None and not self.bulk and not session.paused:
+            self.credit -= 1
             if type(item) is Delta and session.open_deltas is not None:
                 session.open_deltas.append((self.id, item))  # what queue_item does, without the call
             else:
@@ -236,41 +263,47 @@ class ServedStream:
         """The last word; what is kept back goes first. A second end is ignored."""
         if self.ending or self.closed:
             return
+        self.session.settle_step()
         self.ending = True
         self.end_info = None if error is None else to_info(error)
         if not self.has_backlog:
-            self._session.queue_end(self)
+            self.session.queue_end(self)
 
-    def put_back(self, item: Any) -> None:
-        """An item that had left the backlog but must wait behind a bulk message after all."""
-        self._credit += 1
+    def put_back(self, items: list[Any]) -> None:
+        """Items that were sent but must wait behind a bulk message after all, before what is kept back."""
+        self.credit += len(items)
         if self._backlog is None:
             self._backlog = deque()
-            self._session.hold(self)
-        self._backlog.append(item)
+            self.session.hold(self)
+        self._backlog.extendleft(reversed(items))
 
     def add_credit(self, num_items: int) -> None:
-        self._credit += num_items
+        self.credit += num_items
         self.release()
 
     def release(self) -> None:
         """Let go of what was kept back, as far as credit and transport allow."""
+        self.session.settle_step()
         backlog = self._backlog
-        while backlog and self._credit > 0 and not self.bulk and not self._session.paused:
-            self._credit -= 1
-            self._session.queue_item(self, backlog.popleft())
+        while backlog and self.credit > 0 and not self.bulk and not self.session.paused:
+            self.credit -= 1
+            self.session.queue_item(self, backlog.popleft())
         if backlog or self.bulk:
             return
         self._backlog = None
         if self.ending:
-            self._session.queue_end(self)
-        elif self.on_writable is not None and self.writable:
-            self.on_writable()
+            self.session.queue_end(self)
+        elif self.on_writable is not None:
+            if self.writable:
+                self.on_writable()
+            elif self.session.paused:
+                self.session.hold(self)  # so that the end of the pause is told
 
     def give_up(self, error: KvoltError) -> None:
         """Nobody reads this any more: tell the producer, once."""
         if self.closed:
             return
+        self.session.settle_step()
         self._backlog = None
         self.body = b""
         told, self.on_cancel = self.on_cancel, None
@@ -286,25 +319,30 @@ class ServedStream:
 
     def fail(self, error: KvoltError) -> None:
         """End with an error in place of all that is kept back, and tell the producer."""
-        if self.ending or self.closed:
+        if not self.ending:
+            self.break_off(error)
+
+    def break_off(self, error: KvoltError) -> None:
+        """As `fail`, also in place of an end that was said already: an item before it cannot leave."""
+        if self.closed:
             return
         self._backlog = None
-        self.ending = True
         self.end_info = to_info(error)
-        self._session.queue_end(self)
-        if self.on_cancel is not None:
+        self.session.queue_end(self)
+        producing, self.ending = not self.ending, True
+        if producing and self.on_cancel is not None:
             self.on_cancel(error)
 
     def _keep_back(self, item: Any) -> None:
         backlog = self._backlog
         if backlog is None:
             backlog = self._backlog = deque()
-            self._session.hold(self)
+            self.session.hold(self)
         if backlog and type(item) is Delta and type(backlog[-1]) is Delta:
             merged = backlog[-1].merge(item)
             if merged is not None:
                 backlog[-1] = merged
-                self._session.count_merge()
+                self.session.count_merge()
                 return
         if len(backlog) >= BACKLOG_ITEMS:
             self.fail(Overloaded("the reader is too slow", queue="stream_backlog", limit=BACKLOG_ITEMS))

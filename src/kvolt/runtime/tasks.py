@@ -44,6 +44,9 @@ class Scope:
         return self
 
     def start(self, work: Work, name: str) -> asyncio.Task[Any]:
+        if self._parent is None:
+            work.close()
+            raise RuntimeError(f"scope {self._name} is not open")
         task = asyncio.get_running_loop().create_task(work, name=f"{self._name}/{name}")
         self._tasks[task] = None
         self._idle.clear()
@@ -129,7 +132,7 @@ class Crew:
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.pop(task, None)
-        if self._idle is not None and not self._tasks:
+        if self._idle is not None and len(self._tasks) <= 1:  # the one left may be who waits
             self._idle.set()
         if task.cancelled():
             return
@@ -142,9 +145,11 @@ class Crew:
             log.error("task %s failed", task.get_name(), exc_info=error)
 
     async def drain(self) -> None:
-        """Wait until no task is left; cancels nothing."""
-        while self._tasks:
-            self._idle = asyncio.Event()
+        """Wait until no task is left but the caller's own; cancels nothing."""
+        own = asyncio.current_task()
+        while any(task is not own for task in self._tasks):
+            if self._idle is None or self._idle.is_set():
+                self._idle = asyncio.Event()
             await self._idle.wait()
 
     async def close(self, drain_s: float = 0.0) -> None:

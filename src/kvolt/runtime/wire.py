@@ -7,7 +7,7 @@ Every frame is a 9-byte header and a payload:
     | length | kind | stream   | payload (length B)  |     little-endian u32, u8, u32
     +--------+------+----------+---------------------+
 
-Frames that carry things of many streams (DELTAS, ITEMS, ENDS, CREDIT) use stream 0. The header and
+Frames that carry things of many streams (DELTAS, STEP, ITEMS, ENDS, CREDIT) use stream 0. The header and
 the HELLO and REFUSE payloads never change, so that any two versions can at least refuse each other
 politely. Arbitrary bytes give a ProtocolError; the memory held is at most one frame.
 """
@@ -47,7 +47,13 @@ class FrameKind(IntEnum):
     CREDIT = 9
     PING = 10
     GOAWAY = 11
+    STEP = 12
 
+
+MAX_STREAM_ID = 2**32 - 1
+
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding a peer's bytes may raise: msgspec lets bad UTF-8 and too deep nesting out as they are."""
 
 Frame = tuple[int, int, bytes]
 """Kind, stream, payload."""
@@ -83,6 +89,7 @@ encode = _encoder.encode
 
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
 decode_open = msgspec.msgpack.Decoder(Open).decode
+decode_delta = msgspec.msgpack.Decoder(Delta).decode
 decode_deltas = msgspec.msgpack.Decoder(list[tuple[int, Delta]]).decode
 decode_items = msgspec.msgpack.Decoder(list[tuple[int, msgspec.Raw]]).decode
 decode_ends = msgspec.msgpack.Decoder(list[tuple[int, ErrorInfo | None]]).decode

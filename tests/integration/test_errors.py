@@ -1,0 +1,123 @@
+"""What a user can get wrong at the start: one line that names the remedy, exit code 2, within seconds."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.integration.processes import Bench
+
+SECONDS = 12.0
+"""A generous "at once": starting Python on a busy machine is most of it."""
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with Bench(tmp_path) as bench:
+        yield bench
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """A port that somebody else listens on."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield str(holder.getsockname()[1])
+
+
+def complaint(result: subprocess.CompletedProcess[str]) -> str:
+    """The one line of the result that is no log record."""
+    said = []
+    for line in result.stderr.splitlines():
+        try:
+            assert json.loads(line)["level"] in ("info", "warning")
+        except ValueError:
+            said.append(line)
+    assert len(said) == 1, result.stderr
+    assert said[0].startswith("kvolt: ")
+    assert said[0].endswith(")"), "no remedy"
+    assert result.returncode == 2, said[0]
+    assert "Traceback" not in result.stdout
+    return said[0]
+
+
+WRONG = {
+    "a flag": ("serve", "--prot", "1", "unknown flag --prot; did you mean --port?"),
+    "a value": ("frontend", "--port", "99999", "--port: expected a whole number from 0 to 65535"),
+    "a verb": ("serv", "unknown verb serv; did you mean serve?"),
+    "an address to join": ("worker", "--join", "nonsense", "--join: expected HOST:PORT"),
+    "an engine": ("worker", "--engine", "vlm", "unknown engine 'vlm' (known engines: sim"),
+    "an engine argument": ("worker", "--arg", "spee=2", "no argument 'spee' (did you mean 'speed'?)"),
+    "an engine argument's value": ("worker", "--arg", "speed=0", "engine 'sim': Expected `float` > 0"),
+    "an engine argument's form": ("worker", "--arg", "speed", "--arg 'speed' is not KEY=VALUE"),
+    "a role": ("worker", "--role", "boss", "unknown choice boss; known: aggregated, prefill, decode, encode"),
+    "a group": ("worker", "--group", "gpu", "no [[workers]] entry is named 'gpu' (known: worker)"),
+    "a config file": ("worker", "--config", "none.toml", "none.toml: no such file"),
+    "discovery without an address": ("worker", "--discovery-kind", "join", "needs the address of a join"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_command(bench: Bench, what: str) -> None:
+    *command, expected = WRONG[what]
+    assert expected in complaint(bench.run(*command, timeout_s=SECONDS))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[frontend]\nprot = 1\n", "wrong.toml:frontend.prot: unknown key; did you mean frontend.port?"),
+        ("[frontend\n", "wrong.toml:1:10: broken TOML"),
+        ('[[workers]]\nengine = "vlm"\n', "unknown engine 'vlm' (known engines: sim"),
+        ('[[workers]]\nrole = "boss"\n', "wrong.toml:workers.0.role: expected one of aggregated"),
+        ("[[workers]]\nargs = {spee = 1}\n", "no argument 'spee' (did you mean 'speed'?)"),
+    ],
+)
+def test_wrong_file(bench: Bench, text: str, expected: str) -> None:
+    (bench.folder / "wrong.toml").write_text(text)
+    assert expected in complaint(bench.run("serve", "--config", "wrong.toml", timeout_s=SECONDS))
+
+
+def test_wrong_environment(bench: Bench) -> None:
+    result = bench.run("serve", timeout_s=SECONDS, KVOLT_FRONTEND_PROT="1")
+    assert "KVOLT_FRONTEND_PROT: unknown setting; did you mean KVOLT_FRONTEND_PORT?" in complaint(result)
+
+
+@pytest.mark.parametrize(
+    ("verb", "flag"),
+    [("serve", "--port"), ("frontend", "--port"), ("worker", "--admin-port"), ("worker", "--runtime-port")],
+)
+def test_taken_port(bench: Bench, taken: str, verb: str, flag: str) -> None:
+    result = bench.run(verb, flag, taken, timeout_s=SECONDS)
+    said = complaint(result)
+    assert f"127.0.0.1:{taken} is taken by another process" in said
+    assert "choose another port, or 0 for any free one" in said
+    assert not list(bench.discovery.glob("keys/*")), "it registered before it failed"
+
+
+def test_nobody_to_join(bench: Bench) -> None:
+    result = bench.run("worker", "--join", "127.0.0.1:1", "--runtime-start-timeout-s", "1", timeout_s=SECONDS)
+    said = complaint(result)
+    assert "discovery cannot be reached" in said
+    assert "127.0.0.1:1" in said
+    assert "start the process that serves it" in said
+
+
+@pytest.mark.parametrize("verb", ["serve", "worker", "frontend", "status"])
+@pytest.mark.parametrize("inside", ["", "below"])
+def test_discovery_path_is_a_file(bench: Bench, verb: str, inside: str) -> None:
+    place = bench.folder / "file"
+    place.touch()
+    said = complaint(bench.run(verb, "--discovery-path", str(place / inside), timeout_s=SECONDS))
+    assert f"{place} is not a directory" in said
+
+
+def test_serve_without_workers(bench: Bench) -> None:
+    (bench.folder / "kvolt.toml").write_text("workers = []\n")
+    assert "at least one worker" in complaint(bench.run("serve", "--workers", "0", timeout_s=SECONDS))
+    assert "at least one worker" in complaint(bench.run("serve", "--port", "0", timeout_s=SECONDS))

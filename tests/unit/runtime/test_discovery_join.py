@@ -1,0 +1,497 @@
+"""`join` passes the conformance suite over real sockets and on virtual time, and what it does beyond it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pytest
+
+from kvolt.core.errors import Cancelled, DiscoveryLost
+from kvolt.runtime.clock import Clock, SystemClock
+from kvolt.runtime.connection import ConnectionOptions
+from kvolt.runtime.connections import Connections
+from kvolt.runtime.discovery import Discovery
+from kvolt.runtime.discovery_join import JoinDiscovery
+from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
+from kvolt.runtime.join_server import WATCH, JoinServer
+from kvolt.runtime.network import Network, SocketNetwork
+from kvolt.runtime.server import EndpointServer
+from kvolt.runtime.tasks import Scope
+from kvolt.testing import discovery_suite
+from kvolt.testing.discovery_observer import observing
+from kvolt.testing.discovery_suite import CASES, Case, run_case
+from kvolt.testing.loop import VirtualClock, run_virtual
+from kvolt.testing.network import VirtualNetwork
+
+
+@dataclass(frozen=True)
+class Times:
+    ttl_s: float
+    settle_s: float
+    grace_s: float
+    timeout_s: float
+    retry_max_s: float
+
+
+QUICK = Times(ttl_s=0.3, settle_s=0.8, grace_s=0.5, timeout_s=2.0, retry_max_s=0.2)
+USUAL = Times(ttl_s=5.0, settle_s=10.0, grace_s=5.0, timeout_s=5.0, retry_max_s=2.0)
+
+
+def abort(connections: Connections) -> None:
+    for connection in connections.all():
+        connection.abort(Cancelled("crashed"))
+
+
+class Server:
+    """The process of a join server over a store of its own."""
+
+    def __init__(self, network: Network, clock: Clock, settle_s: float) -> None:
+        self.endpoints = EndpointServer()
+        self.connections = Connections(network, ConnectionOptions(), "server", self.endpoints.on_open)
+        self.store = MemDiscovery(MemStore(), clock, random.Random(1))
+        self.join = JoinServer(self.store, clock, settle_s)
+        self.join.add_to(self.endpoints)
+
+    async def kill(self) -> None:
+        """Gone without a goodbye."""
+        await self.connections.stop_listening()
+        abort(self.connections)
+        await self.endpoints.close()
+        await self.join.close()
+        await self.store.close()
+        await self.connections.close()
+
+
+class Client:
+    """A process with a join client."""
+
+    def __init__(self, network: Network, address: str, name: str, times: Times) -> None:
+        self.connections = Connections(network, ConnectionOptions(), name, EndpointServer().on_open)
+        self.states: list[bool] = []
+        self.discovery = JoinDiscovery(
+            self.connections,
+            address,
+            random.Random(name),
+            times.timeout_s,
+            self.states.append,
+            retry_max_s=times.retry_max_s,
+            grace_s=times.grace_s,
+        )
+
+    async def close(self) -> None:
+        await self.discovery.close()
+        await self.connections.close()
+
+    async def kill(self) -> None:
+        abort(self.connections)
+        await self.discovery.abandon()
+        await self.connections.close()
+
+
+class Harness:
+    """Losing the store is losing its process; it comes back on the same port with nothing in it."""
+
+    def __init__(self, times: Times, clock: Clock) -> None:
+        self.times = times
+        self.clock = clock
+        self.server: Server | None = None
+        self.address = "127.0.0.1:0"
+        self.clients: dict[Discovery, Client] = {}
+
+    @property
+    def ttl_s(self) -> float:
+        return self.times.ttl_s
+
+    def network(self, host: str) -> Network:
+        return SocketNetwork()
+
+    async def start_server(self) -> None:
+        self.server = Server(self.network("server"), self.clock, self.times.settle_s)
+        self.address = await self.server.connections.listen(self.address)
+
+    async def stop_server(self) -> None:
+        if self.server is not None:
+            server, self.server = self.server, None
+            await server.kill()
+
+    async def client(self) -> JoinDiscovery:
+        if self.address.endswith(":0"):
+            await self.start_server()
+        name = f"client{len(self.clients)}"
+        client = Client(self.network(name), self.address, name, self.times)
+        self.clients[client.discovery] = client
+        return client.discovery
+
+    async def crash(self, client: Discovery) -> None:
+        await self.clients[client].kill()
+
+    async def set_reachable(self, reachable: bool) -> None:
+        if reachable:
+            await self.start_server()
+        else:
+            await self.stop_server()
+
+    async def wipe(self) -> None:
+        if self.server is not None:
+            await self.stop_server()
+            await self.start_server()
+
+    async def close(self) -> None:
+        for client in self.clients.values():
+            await client.close()
+        await self.stop_server()
+
+
+class VirtualHarness(Harness):
+    """The same on a virtual network; with `silent`, whoever dies just stops answering."""
+
+    def __init__(self, silent: bool = False) -> None:
+        super().__init__(USUAL, VirtualClock())
+        self.silent = silent
+        self.virtual = VirtualNetwork(random.Random(1))
+        self.address = "server:0"
+
+    def network(self, host: str) -> Network:
+        return self.virtual.host(host)
+
+    async def start_server(self) -> None:
+        self.virtual.host("server")
+        self.virtual.restart("server")
+        await super().start_server()
+
+    async def stop_server(self) -> None:
+        self.virtual.crash("server", self.silent)
+        await super().stop_server()
+
+    async def crash(self, client: Discovery) -> None:
+        self.virtual.crash(f"client{list(self.clients).index(client)}", self.silent)
+        await super().crash(client)
+
+    async def close(self) -> None:
+        for client in self.clients.values():
+            await client.close()
+        await Harness.stop_server(self)
+        self.virtual.close()
+
+
+class PartitionHarness(VirtualHarness):
+    """Losing the store is losing the way to it: it lives on, and believes that everybody else is gone."""
+
+    async def set_reachable(self, reachable: bool) -> None:
+        change = self.virtual.heal if reachable else self.virtual.partition
+        for number in range(len(self.clients)):
+            change("server", f"client{number}")
+
+
+VIRTUAL: dict[str, Callable[[], Harness]] = {
+    "restart": VirtualHarness,
+    "silent": lambda: VirtualHarness(silent=True),
+    "partition": PartitionHarness,
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=discovery_suite.name)
+async def test_conformance(case: Case) -> None:
+    await run_case(case, lambda: Harness(QUICK, SystemClock()))
+
+
+@pytest.mark.parametrize("loss", VIRTUAL)
+@pytest.mark.parametrize("case", CASES, ids=discovery_suite.name)
+def test_conformance_on_virtual_time(case: Case, loss: str) -> None:
+    run_virtual(lambda: run_case(case, VIRTUAL[loss]), until_s=900)
+
+
+# -- the server away
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_lease_without_a_server_is_refused_in_time(silent: bool) -> None:
+    async def main() -> None:
+        harness = VirtualHarness(silent)
+        client = await harness.client()
+        await harness.stop_server()
+        with pytest.raises(DiscoveryLost, match=r"cannot connect|did not answer|no answer"):
+            await client.lease(USUAL.ttl_s)
+        assert harness.clock.monotonic() == pytest.approx(USUAL.timeout_s, abs=0.1)
+        await harness.close()
+
+    run_virtual(main, until_s=100)
+
+
+def test_a_server_that_is_no_join_server_is_named() -> None:
+    async def main() -> None:
+        harness = VirtualHarness()
+        server = Connections(harness.network("other"), ConnectionOptions(), "other", EndpointServer().on_open)
+        harness.address = await server.listen("other:7400")
+        client = await harness.client()
+        for call in (client.lease(1.0), client.get_prefix("")):
+            with pytest.raises(DiscoveryLost, match="is not served here"):
+                await call
+        await client.close()
+        await server.close()
+        await harness.close()
+
+    run_virtual(main, until_s=100)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_close_does_not_wait_for_a_server_that_is_away(silent: bool) -> None:
+    async def main() -> None:
+        harness = VirtualHarness(silent)
+        client = await harness.client()
+        for number in range(5):
+            await client.put(f"k/{number}", b"", await client.lease(USUAL.ttl_s))
+        async with observing(client, "k/"):
+            await harness.stop_server()
+            await asyncio.sleep(1.0)
+            started = harness.clock.monotonic()
+            await client.close()
+            assert harness.clock.monotonic() - started <= USUAL.timeout_s
+        await harness.close()
+
+    run_virtual(main, until_s=100)
+
+
+def test_after_a_restart_only_the_dead_are_gone_and_only_when_settled() -> None:
+    async def main() -> None:
+        harness = VirtualHarness()
+        (living, lease), (dying, doomed) = [
+            (client, await client.lease(USUAL.ttl_s))
+            for client in (await harness.client(), await harness.client())
+        ]
+        await living.put("k/lives", b"", lease)
+        await dying.put("k/dies", b"", doomed)
+        async with observing(await harness.client(), "k/") as [observer]:
+            await harness.stop_server()
+            await harness.crash(dying)
+            await asyncio.sleep(300)
+            restarted_at = harness.clock.monotonic()
+            await harness.start_server()
+            await asyncio.sleep(USUAL.settle_s - 0.1)
+            assert not observer.deletes
+            await observer.until_content({"k/lives": b""})
+            assert harness.clock.monotonic() - restarted_at == pytest.approx(USUAL.settle_s, abs=0.1)
+            await asyncio.sleep(60)
+            assert observer.deletes == ["k/dies"]
+        await harness.close()
+
+    run_virtual(main, until_s=900)
+
+
+def test_loss_and_return_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        harness = VirtualHarness()
+        client = await harness.client()
+        states = harness.clients[client].states
+        for _ in range(3):
+            await client.lease(USUAL.ttl_s)
+        async with observing(client, "a/", "b/"):
+            assert states == [True]
+            await harness.stop_server()
+            await asyncio.sleep(60)
+            assert states == [True, False]
+            await harness.start_server()
+            await asyncio.sleep(60)
+            assert states == [True, False, True]
+        await harness.close()
+
+    run_virtual(main, until_s=300)
+    assert len([record for record in caplog.records if "join server" in record.message]) == 2
+
+
+# -- who owns what
+
+
+def test_what_another_took_over_is_not_put_back_and_not_deleted() -> None:
+    async def main() -> None:
+        harness = VirtualHarness()
+        first, second, third = [await harness.client() for _ in range(3)]
+        leases = [await client.lease(USUAL.ttl_s) for client in (first, second)]
+        await first.put("k", b"first", leases[0])
+        await second.put("k", b"second", leases[1])
+        await first.delete("k")
+        assert await third.get_prefix("") == {"k": b"second"}
+        await first.put("k", b"first", leases[0])
+        await second.put("k", b"second", leases[1])
+        async with observing(third, "") as [observer]:
+            for _ in range(5):
+                await harness.wipe()
+                await asyncio.sleep(60)
+            assert observer.values("k") == [b"second"]
+        assert await third.get_prefix("") == {"k": b"second"}
+        await harness.close()
+
+    run_virtual(main, until_s=900)
+
+
+def test_what_was_taken_over_from_one_who_was_cut_off_stays_with_the_other() -> None:
+    async def main() -> None:
+        harness = VirtualHarness()
+        first, second = [await harness.client() for _ in range(2)]
+        leases = [await client.lease(USUAL.ttl_s) for client in (first, second)]
+        await first.put("k", b"first", leases[0])
+        for away_s in (2.0, 4.5, 60.0):  # unnoticed, before and after the lease ran out
+            harness.virtual.partition("server", "client0")
+            await second.put("k", b"second", leases[1])
+            await asyncio.sleep(away_s)
+            harness.virtual.heal("server", "client0")
+            await asyncio.sleep(60)
+            assert await second.get_prefix("") == {"k": b"second"}
+            await first.put("k", b"first", leases[0])
+            assert await second.get_prefix("") == {"k": b"first"}
+        await harness.close()
+
+    run_virtual(main, until_s=900)
+
+
+@pytest.mark.parametrize("away_s", [6.0, 14.0, 60.0])
+def test_changes_that_were_given_up_leave_nothing_behind(away_s: float) -> None:
+    async def main() -> None:
+        harness = VirtualHarness()
+        owner, reader = [await harness.client() for _ in range(2)]
+        lease = await owner.lease(100.0)
+        for key in ("changed", "deleted", "kept"):
+            await owner.put(key, b"old", lease)
+        harness.virtual.partition("server", "client0")
+        results = await asyncio.gather(
+            owner.put("changed", b"new", lease),
+            owner.put("ghost", b"", lease),
+            owner.delete("deleted"),
+            return_exceptions=True,
+        )
+        assert [type(result) for result in results] == [DiscoveryLost] * 3
+        await asyncio.sleep(away_s - USUAL.timeout_s)
+        harness.virtual.heal("server", "client0")
+        await asyncio.sleep(30)
+        assert await reader.get_prefix("") == {"changed": b"old", "kept": b"old"}
+        await harness.close()
+
+    run_virtual(main, until_s=900)
+
+
+def test_a_cancelled_put_is_gone_over() -> None:
+    async def main() -> None:
+        harness = VirtualHarness()
+        owner, reader = [await harness.client() for _ in range(2)]
+        lease = await owner.lease(USUAL.ttl_s)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.0006):  # the request is there, the answer is on its way
+                await owner.put("k", b"", lease)
+        assert await reader.get_prefix("") == {"k": b""}
+        await asyncio.sleep(1)
+        assert await reader.get_prefix("") == {}
+        assert harness.clients[owner].states == [True]
+        await harness.close()
+
+    run_virtual(main, until_s=100)
+
+
+def test_one_who_comes_back_wins_time_for_the_others() -> None:
+    async def main() -> None:
+        harness = VirtualHarness()
+        owners = [await harness.client() for _ in range(3)]
+        for number, owner in enumerate(owners):
+            await owner.put(f"k/{number}", b"", await owner.lease(10.0))
+        async with observing(await harness.client(), "k/") as [observer]:
+            for number in range(3):
+                harness.virtual.cut("server", f"client{number}", silent=False)
+                harness.virtual.partition("server", f"client{number}")
+            await asyncio.sleep(6)
+            harness.virtual.heal("server", "client0")
+            await asyncio.sleep(5)
+            harness.virtual.heal("server", "client1")
+            await observer.until_content({"k/0": b"", "k/1": b""})
+            assert harness.clock.monotonic() < 20
+            assert observer.deletes == ["k/2"]
+        await harness.close()
+
+    run_virtual(main, until_s=900)
+
+
+def test_nobody_watches_what_nobody_reads() -> None:
+    async def main() -> None:
+        harness = VirtualHarness()
+        client = await harness.client()
+        assert harness.server is not None
+        for number in range(10):
+            async with observing(client, f"k/{number}"):
+                await asyncio.sleep(0.1)
+                assert harness.server.endpoints.active(WATCH) == 1
+        await harness.close()
+
+    run_virtual(main, until_s=100)
+
+
+# -- everything at once
+
+
+class Owner:
+    """Puts and deletes keys of its own at random, and remembers what the port promised."""
+
+    def __init__(self, client: JoinDiscovery, name: str, rng: random.Random) -> None:
+        self.owns = {f"{name}/stays": b"stays"}
+        self._client = client
+        self._name = name
+        self._rng = rng
+
+    async def run(self, until: float) -> None:
+        loop = asyncio.get_running_loop()
+        lease = await self._client.lease(USUAL.ttl_s)
+        await self._client.put(f"{self._name}/stays", b"stays", lease)
+        while loop.time() < until:
+            await asyncio.sleep(self._rng.expovariate(2.0))
+            key = f"{self._name}/{self._rng.randrange(4)}"
+            with suppress(DiscoveryLost):
+                if self._rng.random() < 0.3:
+                    self.owns.pop(key, None)
+                    await self._client.delete(key)
+                else:
+                    value = str(self._rng.random()).encode()
+                    await self._client.put(key, value, lease)
+                    self.owns[key] = value
+
+
+async def trouble(harness: VirtualHarness, rng: random.Random, until: float) -> None:
+    """Takes the server away, or the way to it, for times within which nobody's lease runs out."""
+    loop = asyncio.get_running_loop()
+    while loop.time() < until:
+        await asyncio.sleep(rng.uniform(1, 15))
+        harness.silent = rng.random() < 0.5
+        if rng.random() < 0.5:
+            await harness.stop_server()
+            await asyncio.sleep(rng.choice([0.0, 0.5, 30.0]))
+            await harness.start_server()
+        else:
+            host = f"client{rng.randrange(len(harness.clients))}"
+            harness.virtual.partition("server", host)
+            await asyncio.sleep(rng.uniform(0.1, 4.0))
+            harness.virtual.heal("server", host)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_after_any_trouble_everybody_sees_what_is_owned(seed: int) -> None:
+    async def main() -> None:
+        rng = random.Random(seed)
+        harness = VirtualHarness()
+        owners = [
+            Owner(await harness.client(), f"o{number}", random.Random(f"{seed}/{number}"))
+            for number in range(3)
+        ]
+        async with observing(await harness.client(), "") as [observer]:
+            async with Scope("test") as scope:
+                for owner in owners:
+                    scope.start(owner.run(until=200), "owner")
+                scope.start(trouble(harness, rng, until=200), "trouble")
+            await asyncio.sleep(60)
+            owned = {key: value for owner in owners for key, value in owner.owns.items()}
+            assert observer.content == owned
+            assert not [key for key in observer.deletes if key.endswith("/stays")]
+        late = await harness.client()
+        assert await late.get_prefix("") == dict(sorted(owned.items()))
+        await harness.close()
+
+    run_virtual(main, until_s=900)
