@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import cProfile
+import importlib
 import io
 import pstats
 import resource
@@ -21,6 +22,16 @@ import uvloop
 from benchmarks.runtime.workload import Client, Command, Job, Mark, Server, Work
 
 _PROFILE_LINES = 25
+
+_MODULES = {
+    "kvolt sink": "over_kvolt",
+    "kvolt iterator": "over_kvolt",
+    "kvolt generators": "over_kvolt",
+    "kvolt bulk": "over_kvolt_bulk",
+    "bare socket": "over_socket",
+    "bare msgpack": "over_socket",
+    "grpc.aio": "over_grpc",
+}
 
 Act = Callable[[Work], Awaitable[dict[str, Any]]]
 
@@ -37,16 +48,7 @@ def _mark(side: Server | Client) -> Mark:
 
 def _module(system: str) -> Any:
     """The systems live apart, so that no process pays for a library that it does not use."""
-    match system:
-        case "bare socket" | "bare msgpack":
-            from benchmarks.runtime import over_socket as module
-        case "grpc.aio":
-            from benchmarks.runtime import over_grpc as module
-        case "kvolt bulk":
-            from benchmarks.runtime import over_kvolt_bulk as module
-        case _:
-            from benchmarks.runtime import over_kvolt as module
-    return module
+    return importlib.import_module(f"benchmarks.runtime.{_MODULES[system]}")
 
 
 async def _perform(act: Act, work: Work, profile: bool) -> dict[str, Any]:

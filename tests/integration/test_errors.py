@@ -57,6 +57,7 @@ WRONG = {
     "an engine argument's form": ("worker", "--arg", "speed", "--arg 'speed' is not KEY=VALUE"),
     "a role": ("worker", "--role", "boss", "unknown choice boss; known: aggregated, prefill, decode, encode"),
     "a group": ("worker", "--group", "gpu", "no [[workers]] entry is named 'gpu' (known: worker)"),
+    "no workers": ("serve", "--workers", "0", "serve needs at least one worker (give --workers 1 or more)"),
     "a config file": ("worker", "--config", "none.toml", "none.toml: no such file"),
     "discovery without an address": ("worker", "--discovery-kind", "join", "needs the address of a join"),
 }
@@ -115,9 +116,3 @@ def test_discovery_path_is_a_file(bench: Bench, verb: str, inside: str) -> None:
     place.touch()
     said = complaint(bench.run(verb, "--discovery-path", str(place / inside), timeout_s=SECONDS))
     assert f"{place} is not a directory" in said
-
-
-def test_serve_without_workers(bench: Bench) -> None:
-    (bench.folder / "kvolt.toml").write_text("workers = []\n")
-    assert "at least one worker" in complaint(bench.run("serve", "--workers", "0", timeout_s=SECONDS))
-    assert "at least one worker" in complaint(bench.run("serve", "--port", "0", timeout_s=SECONDS))

@@ -124,7 +124,6 @@ class JoinDiscovery:
         if own is None:
             return
         # Before the attempt: even if it fails, the key must not be put back.
-        del own.keys[key]
         async with self._in_time():
             await self._change(own, join.DELETE, join.KeyRequest(own.name, key))
 

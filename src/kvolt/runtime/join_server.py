@@ -252,7 +252,7 @@ class JoinServer:
         if before is not None and before is not lease:
             del before.keys[key]
             if before.hold is not None:
-                pass
+                before.hold.tell(key)
         self._owners[key] = lease
         lease.keys[key] = None
 

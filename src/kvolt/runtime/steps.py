@@ -152,6 +152,8 @@ class StepReader:
         token_ids = unpack(self._format, tokens)
         for deliver, token_id in zip(self._delivers, token_ids, strict=True):
             deliver(plain_delta(token_id))
+        if self._budget == 0:
+            self.settle()  # now, not with the next step: without the credit that this gives there may be none
         return len(token_ids)
 
     def mute(self, call: CallerStream) -> None:
