@@ -24,6 +24,8 @@ from benchmarks.runtime.workload import Client, Command, Job, Mark, Server, Work
 _PROFILE_LINES = 25
 
 _MODULES = {
+    "kvolt whole step": "over_kvolt",
+    "kvolt step": "over_kvolt",
     "kvolt sink": "over_kvolt",
     "kvolt iterator": "over_kvolt",
     "kvolt generators": "over_kvolt",

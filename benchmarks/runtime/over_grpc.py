@@ -91,7 +91,8 @@ class GrpcClient:
             tally.fail(error)
 
     async def consume(self, work: Work) -> dict[str, Any]:
-        await self._tally.reached(work.steps * self._job.streams)
+        self._tally.expected += work.steps * self._job.streams
+        await self._tally.reached()
         return {}
 
     def counters(self) -> dict[str, int]:

@@ -1,9 +1,11 @@
 """The request plane as the worker shell and the journey use it.
 
-Three ways, by the job's system:
+Four ways, by the job's system:
 
-* `kvolt sink`: the step loop sends on the streams themselves, the client's sink is called on arrival;
-* `kvolt iterator`: the same server, one `async for` task per stream at the client;
+* `kvolt whole step`: the step loop sends plain tokens for the whole batch, one call at the client takes them;
+* `kvolt step`: the same server, the client's sinks are called for each token;
+* `kvolt sink`: the step loop sends a delta on each stream, the client's sinks are called on arrival;
+* `kvolt iterator`: the server of `kvolt sink`, one `async for` task per stream at the client;
 * `kvolt generators`: one async generator per stream at the server, `async for` at the client.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -23,9 +25,10 @@ from benchmarks.runtime.workload import (
     Tally,
     Work,
     sample_deltas,
+    sample_steps,
 )
 
-from kvolt.core.delta import Delta
+from kvolt.core.delta import Delta, plain_delta
 from kvolt.core.errors import KvoltError
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
@@ -33,12 +36,14 @@ from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.runtime.events_mem import MemBus, MemEvents
 from kvolt.runtime.network import Listener, ProtocolFactory, SocketNetwork
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
-from kvolt.runtime.streams import ServedStream
+from kvolt.runtime.steps import StepSender
+from kvolt.runtime.streams import ServedStream, Sink
 from kvolt.runtime.tasks import Crew
 
 ENDPOINT = EndpointAddress.parse("bench.worker.generate")
 
-SINK, ITERATOR, GENERATORS = "kvolt sink", "kvolt iterator", "kvolt generators"
+WHOLE, STEP, SINK = "kvolt whole step", "kvolt step", "kvolt sink"
+ITERATOR, GENERATORS = "kvolt iterator", "kvolt generators"
 
 _CHECK_ALL_EVERY = 16
 """Steps between two looks at every stream."""
@@ -124,7 +129,8 @@ class StreamServer(KvoltSide):
         super().__init__("server", 1)
         self._streams: list[ServedStream] = []
         self._arrivals = Arrivals(job.streams)
-        self._deltas = sample_deltas()
+        self._tokens = sample_steps(job.streams)
+        self._deltas = [[plain_delta(token_id) for token_id in step] for step in self._tokens]
 
     async def start(self) -> None:
         await self.runtime.start()
@@ -140,10 +146,9 @@ class StreamServer(KvoltSide):
 
     async def produce(self, work: Work) -> dict[str, Any]:
         streams, deltas = self._streams, self._deltas
-        last = streams[-1]
+        last, mask = streams[-1], len(deltas) - 1
         for step in range(1, work.steps + 1):
-            delta = deltas[step & 1023]
-            for stream in streams:
+            for stream, delta in zip(streams, deltas[step & mask], strict=True):
                 stream.send(delta)
             # A reader takes the streams in order, so the last one tells of all; that is a habit, not a
             # promise, hence the look at every one now and then (and the count of merges at the end).
@@ -166,6 +171,20 @@ class StreamServer(KvoltSide):
                     room.clear()
                     await room.wait()
             stream.on_writable = None
+
+
+class StepServer(StreamServer):
+    """Answers all streams with one call per step."""
+
+    async def produce(self, work: Work) -> dict[str, Any]:
+        tokens, mask = self._tokens, len(self._tokens) - 1
+        sender, session = StepSender(self._streams), self._streams[0].session
+        for step in range(work.steps):
+            sender.send(tokens[step & mask])
+            if session.step_owner is None:  # the step went stream by stream: some may have no credit
+                await self._wait_writable()
+            await asyncio.sleep(0)
+        return {}
 
 
 class GeneratorServer(KvoltSide):
@@ -200,23 +219,121 @@ class GeneratorServer(KvoltSide):
 
 
 class _CountingSink:
-    __slots__ = ("_tally",)
+    """The least that a reader can do with an item: look at it and know when the last one came."""
 
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
+    __slots__ = ("_finished", "left", "waiting")
+
+    def __init__(self, finished: Callable[[_CountingSink], None]) -> None:
+        self._finished = finished
+        self.left = 0
+        self.waiting = False
 
     def on_item(self, item: Delta) -> None:
-        tally = self._tally
-        tally.tokens += len(item.token_ids)
-        if tally.tokens >= tally.expected:
-            tally.reach()
+        self.left = left = self.left - len(item.token_ids)
+        if left <= 0:
+            self._finished(self)
+
+    def on_end(self, error: KvoltError | None) -> None:
+        self._finished(self)
+
+
+class SinkClient(KvoltSide):
+    """Reads all streams by sinks."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__("client", 2)
+        self._job = job
+        self._tally = Tally()
+        self._sinks = [_CountingSink(self._on_finished) for _ in range(job.streams)]
+        self._num_waiting = 0
+
+    async def open(self) -> None:
+        await self.runtime.start()
+        client = await self.runtime.client(ENDPOINT, static=[self._job.address])
+        for number, sink in enumerate(self._sinks):
+            await client.call(number, sink)
+
+    async def consume(self, work: Work) -> dict[str, Any]:
+        for sink in self._sinks:
+            sink.left += work.steps
+            sink.waiting = sink.left > 0
+        self._tally.expected += work.steps * self._job.streams
+        self._num_waiting = sum(sink.waiting for sink in self._sinks)
+        self._tally.tokens = self._num_tokens
+        await self._tally.reached()
+        return {}
+
+    def _on_finished(self, sink: _CountingSink) -> None:
+        if sink.waiting:
+            sink.waiting = False
+            self._num_waiting -= 1
+            if self._num_waiting == 0:
+                self._tally.tokens = self._num_tokens
+                self._tally.reach()
+
+    @property
+    def _num_tokens(self) -> int:
+        return self._tally.expected - sum(sink.left for sink in self._sinks)
+
+    def counters(self) -> dict[str, int]:
+        return {**super().counters(), "tokens": self._num_tokens}
+
+
+class _WholeStepSink:
+    """A sink that leaves plain tokens to one object for all; what is more than a plain token comes here."""
+
+    __slots__ = ("_tally", "steps")
+
+    def __init__(self, tally: Tally, steps: _WholeSteps) -> None:
+        self._tally = tally
+        self.steps = steps
+
+    def on_item(self, item: Delta) -> None:
+        self.steps.on_step((self,), item.token_ids)
 
     def on_end(self, error: KvoltError | None) -> None:
         self._tally.fail(error)
 
 
-class KvoltClient(KvoltSide):
-    """Reads all streams, by sinks or by one task per stream."""
+class _WholeSteps:
+    __slots__ = ("_tally",)
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+
+    def on_step(self, sinks: Sequence[Sink], token_ids: Sequence[int]) -> None:
+        tally = self._tally
+        tally.tokens += len(token_ids)
+        if tally.tokens >= tally.expected:
+            tally.reach()
+
+
+class WholeStepClient(KvoltSide):
+    """Takes all streams' plain tokens of a step in one call."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__("client", 2)
+        self._job = job
+        self._tally = Tally()
+
+    async def open(self) -> None:
+        await self.runtime.start()
+        client = await self.runtime.client(ENDPOINT, static=[self._job.address])
+        steps = _WholeSteps(self._tally)
+        for number in range(self._job.streams):
+            await client.call(number, _WholeStepSink(self._tally, steps))
+
+    async def consume(self, work: Work) -> dict[str, Any]:
+        self._tally.expected += work.steps * self._job.streams
+        await self._tally.reached()
+        return {}
+
+    def counters(self) -> dict[str, int]:
+        return {**super().counters(), "tokens": self._tally.tokens}
+
+
+class IteratorClient(KvoltSide):
+    """Reads each stream in a task of its own."""
 
     def __init__(self, job: Job) -> None:
         super().__init__("client", 2)
@@ -228,10 +345,7 @@ class KvoltClient(KvoltSide):
         await self.runtime.start()
         client = await self.runtime.client(ENDPOINT, static=[self._job.address])
         for number in range(self._job.streams):
-            if self._job.system == SINK:
-                await client.call(number, _CountingSink(self._tally))
-            else:
-                self._crew.start(self._read(await client.stream(number)), "reader")
+            self._crew.start(self._read(await client.stream(number)), "reader")
 
     async def _read(self, answers: AsyncIterator[Delta]) -> None:
         tally = self._tally
@@ -244,7 +358,8 @@ class KvoltClient(KvoltSide):
             tally.fail(error)
 
     async def consume(self, work: Work) -> dict[str, Any]:
-        await self._tally.reached(work.steps * self._job.streams)
+        self._tally.expected += work.steps * self._job.streams
+        await self._tally.reached()
         return {}
 
     def counters(self) -> dict[str, int]:
@@ -256,10 +371,16 @@ class KvoltClient(KvoltSide):
 
 
 async def serve(job: Job) -> StreamServer | GeneratorServer:
-    server = GeneratorServer(job) if job.system == GENERATORS else StreamServer(job)
+    server: StreamServer | GeneratorServer
+    if job.system == GENERATORS:
+        server = GeneratorServer(job)
+    else:
+        server = StepServer(job) if job.system in (WHOLE, STEP) else StreamServer(job)
     await server.start()
     return server
 
 
-async def connect(job: Job) -> KvoltClient:
-    return KvoltClient(job)
+async def connect(job: Job) -> WholeStepClient | SinkClient | IteratorClient:
+    if job.system == WHOLE:
+        return WholeStepClient(job)
+    return SinkClient(job) if job.system in (STEP, SINK) else IteratorClient(job)

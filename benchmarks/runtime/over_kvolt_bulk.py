@@ -105,7 +105,8 @@ class BulkClient(KvoltSide):
     async def consume(self, work: Work) -> dict[str, Any]:
         self._delays_ms.clear()
         before = self._payloads.num_payloads
-        await self._tally.reached(work.steps * self._job.streams)
+        self._tally.expected += work.steps * self._job.streams
+        await self._tally.reached()
         percentiles = statistics.quantiles(self._delays_ms, n=100)
         return {
             "p50_ms": percentiles[49],

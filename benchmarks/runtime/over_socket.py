@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from benchmarks.runtime.workload import WAIT_S, Arrivals, Job, Tally, Work, sample_deltas
+from benchmarks.runtime.workload import WAIT_S, Arrivals, Job, Tally, Work, sample_steps
 
+from kvolt.core.delta import plain_delta
 from kvolt.runtime import wire
 from kvolt.runtime.network import SocketNetwork, tune_socket
 
@@ -52,6 +53,7 @@ class BareServer:
         self._job = job
         self._arrivals = Arrivals(1)
         self._peer = _Peer(self._arrivals)
+        self._deltas = [[plain_delta(token_id) for token_id in step] for step in sample_steps(job.streams)]
         self._listener: Any = None
         self.address = ""
 
@@ -82,11 +84,11 @@ class BareServer:
 
     async def _produce_frames(self, num_steps: int) -> None:
         write, room = self._peer.transport.write, self._peer.room
-        deltas = sample_deltas()
-        ids = range(1, 2 * self._job.streams, 2)
+        deltas = self._deltas
+        ids, mask = range(1, 2 * self._job.streams, 2), len(deltas) - 1
         for step in range(num_steps):
-            delta = deltas[step & 1023]
-            write(wire.frame(wire.FrameKind.DELTAS, 0, wire.encode([(number, delta) for number in ids])))
+            items = list(zip(ids, deltas[step & mask], strict=True))
+            write(wire.frame(wire.FrameKind.DELTAS, 0, wire.encode(items)))
             if not room.is_set():
                 async with asyncio.timeout(WAIT_S):
                     await room.wait()
@@ -156,9 +158,10 @@ class BareClient:
     async def consume(self, work: Work) -> dict[str, Any]:
         if isinstance(self._peer, _Replier):
             self._peer.plan(work)
-            await self._tally.reached(work.num_bytes)
+            self._tally.expected += work.num_bytes
         else:
-            await self._tally.reached(work.steps * self._job.streams)
+            self._tally.expected += work.steps * self._job.streams
+        await self._tally.reached()
         return {}
 
     def counters(self) -> dict[str, int]:

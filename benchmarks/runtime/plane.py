@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from benchmarks.runtime import report
-from benchmarks.runtime.over_kvolt import GENERATORS, ITERATOR, SINK
+from benchmarks.runtime.over_kvolt import GENERATORS, ITERATOR, SINK, STEP, WHOLE
 from benchmarks.runtime.over_socket import BARE
 from benchmarks.runtime.pair import BrokenRun, Done, Pair, open_pair
 from benchmarks.runtime.report import Row
@@ -61,7 +62,7 @@ def _options() -> argparse.Namespace:
         "--bulk", action="store_true", help="instead: delay of deltas beside 10 MB messages on one connection"
     )
     add("--bulk-bytes", type=int, default=10_000_000, help="size of those messages (default %(default)s)")
-    add("--profile", action="store_true", help="instead: where the time goes on both sides, kvolt sink")
+    add("--profile", action="store_true", help="instead: where the time goes, kvolt step and sink")
     add("--out", type=Path, help="write all figures as JSON to this file")
     options = parser.parse_args()
     rounds, seconds = (2, 0.5) if options.quick else (5, 2.0)
@@ -70,8 +71,8 @@ def _options() -> argparse.Namespace:
     unknown = [name for name in options.systems if name not in report.SYSTEMS]
     if unknown:
         parser.error(f"unknown systems {unknown}; known: {', '.join(report.SYSTEMS)}")
-    if BARE in options.systems and SINK not in options.systems:
-        parser.error(f"{BARE!r} repeats what {SINK!r} wrote: name both")
+    if BARE in options.systems and WHOLE not in options.systems:
+        parser.error(f"{BARE!r} repeats what {WHOLE!r} wrote: name both")
     if min(options.streams) < 1 or options.rounds < 1 or options.seconds <= 0:
         parser.error("streams, rounds and seconds are positive")
     return options
@@ -96,6 +97,7 @@ async def _run(options: argparse.Namespace) -> dict[str, Any]:
         results["rows"] = rows = await _plane(options)
         results["lines"] = lines = report.lines(rows)
         print(report.plane_table(lines), *report.plane_goals(lines), sep="\n")
+    results["load_1min_after"] = round(os.getloadavg()[0], 2)  # ours, and of others if it is above two
     return results
 
 
@@ -110,7 +112,7 @@ async def _plane(options: argparse.Namespace) -> list[Row]:
                     row = await _measure_limit(number, written, options.seconds)
                 else:
                     row = await _measure(number, system, streams, options)
-                if system == SINK:
+                if system == WHOLE:
                     written = row
                 rows.append(row)
                 print(
@@ -210,10 +212,11 @@ async def _bulk(options: argparse.Namespace) -> list[BulkRow]:
 
 async def _profile(options: argparse.Namespace) -> None:
     for streams in options.streams:
-        async with open_pair(SINK, streams, profile=True) as pair:
-            done, _ = await _timed(pair, streams, options)
-        for side, text in zip(("server", "client"), done.profiles, strict=True):
-            print(f"=== {SINK}, {streams} streams, {side}", text, sep="\n")
+        for system in (name for name in (WHOLE, STEP, SINK) if name in options.systems):
+            async with open_pair(system, streams, profile=True) as pair:
+                done, _ = await _timed(pair, streams, options)
+            for side, text in zip(("server", "client"), done.profiles, strict=True):
+                print(f"=== {system}, {streams} streams, {side}", text, sep="\n")
 
 
 if __name__ == "__main__":

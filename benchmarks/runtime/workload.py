@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import accumulate, islice
 from typing import Any, Protocol
 
 import msgspec
 
-from kvolt.core.delta import Delta
+from kvolt.core.delta import Delta, plain_delta
 
 WAIT_S = 120.0
 """No wait in a benchmark is longer: a pair that hangs must fail, not stay."""
 
 _MAX_LAG_STEPS = 64
+_VOCABULARY = 150_000
+_SAMPLE_TOKENS = 1 << 14
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -91,10 +94,20 @@ class Client(Protocol):
     async def close(self) -> None: ...
 
 
-def sample_deltas(num: int = 1024, seed: int = 0) -> list[Delta]:
-    """One-token deltas with ids as a large vocabulary has them; `num` is a power of two."""
+def sample_steps(num_streams: int, seed: int = 0) -> list[tuple[int, ...]]:
+    """Tokens of a few steps (a power of two), one per stream; ids are as frequent as words are."""
     rng = random.Random(seed)
-    return [Delta(token_ids=(rng.randrange(150_000),)) for _ in range(num)]
+    vocabulary = list(range(_VOCABULARY))
+    rng.shuffle(vocabulary)
+    weights = list(accumulate(1 / (rank + 3) for rank in range(_VOCABULARY)))
+    num_steps = 1 << max((_SAMPLE_TOKENS // num_streams).bit_length() - 1, 1)
+    drawn = iter(rng.choices(vocabulary, cum_weights=weights, k=num_steps * num_streams))
+    return [tuple(islice(drawn, num_streams)) for _ in range(num_steps)]
+
+
+def sample_deltas() -> list[Delta]:
+    """1,024 deltas of one token each."""
+    return [plain_delta(token_id) for (token_id,) in sample_steps(1)[:1024]]
 
 
 class Tally:
@@ -116,9 +129,9 @@ class Tally:
         self._failure = error
         self._done.set()
 
-    async def reached(self, more: int) -> None:
+    async def reached(self) -> None:
+        """Until `tokens` is `expected`, which the caller has raised."""
         self._done.clear()
-        self.expected += more
         if self.tokens < self.expected:
             async with asyncio.timeout(WAIT_S):
                 await self._done.wait()

@@ -34,7 +34,7 @@ from kvolt.core.delta import Delta
 from kvolt.core.errors import DiscoveryLost
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling, StopConditions
-from kvolt.engines.sim_model import next_token
+from kvolt.engines.sim_model import WORDS, next_token, word_token_ids
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.config import load
 from kvolt.runtime.runtime import Runtime
@@ -44,6 +44,9 @@ from kvolt.runtime.supervisor import read_status
 
 PATIENCE_S = 20.0
 """For what takes milliseconds on an idle machine and seconds on a busy one."""
+
+POLL_S = 0.1
+"""How often the processes look at the discovery directory."""
 
 MODEL = "sim-tiny"
 GENERATE = EndpointAddress("default", MODEL, "generate")
@@ -130,7 +133,7 @@ class Bench:
         self._temp.mkdir()
         self.settings_env = {
             "KVOLT_DISCOVERY_PATH": str(self.discovery),
-            "KVOLT_DISCOVERY_POLL_S": "0.1",
+            "KVOLT_DISCOVERY_POLL_S": str(POLL_S),
             "KVOLT_LOG_FORMAT": "json",
             **settings,
         }
@@ -312,3 +315,9 @@ def sim_request(number: int, max_tokens: int) -> Request:
 
 def sim_tokens(number: int, num_tokens: int) -> list[int]:
     return [next_token(number, position) for position in range(num_tokens)]
+
+
+def sim_text(number: int, num_tokens: int) -> str:
+    """The same as words: what a frontend makes of a request with the number as its seed."""
+    by_token = dict(zip(word_token_ids(), WORDS, strict=True))
+    return "".join(f" {by_token[token]}" for token in sim_tokens(number, num_tokens))

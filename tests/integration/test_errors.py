@@ -49,17 +49,12 @@ def complaint(result: subprocess.CompletedProcess[str]) -> str:
 WRONG = {
     "a flag": ("serve", "--prot", "1", "unknown flag --prot; did you mean --port?"),
     "a value": ("frontend", "--port", "99999", "--port: expected a whole number from 0 to 65535"),
-    "a verb": ("serv", "unknown verb serv; did you mean serve?"),
     "an address to join": ("worker", "--join", "nonsense", "--join: expected HOST:PORT"),
     "an engine": ("worker", "--engine", "vlm", "unknown engine 'vlm' (known engines: sim"),
     "an engine argument": ("worker", "--arg", "spee=2", "no argument 'spee' (did you mean 'speed'?)"),
     "an engine argument's value": ("worker", "--arg", "speed=0", "engine 'sim': Expected `float` > 0"),
-    "an engine argument's form": ("worker", "--arg", "speed", "--arg 'speed' is not KEY=VALUE"),
     "a role": ("worker", "--role", "boss", "unknown choice boss; known: aggregated, prefill, decode, encode"),
-    "a group": ("worker", "--group", "gpu", "no [[workers]] entry is named 'gpu' (known: worker)"),
     "no workers": ("serve", "--workers", "0", "serve needs at least one worker (give --workers 1 or more)"),
-    "a config file": ("worker", "--config", "none.toml", "none.toml: no such file"),
-    "discovery without an address": ("worker", "--discovery-kind", "join", "needs the address of a join"),
 }
 
 
@@ -73,8 +68,6 @@ def test_wrong_command(bench: Bench, what: str) -> None:
     ("text", "expected"),
     [
         ("[frontend]\nprot = 1\n", "wrong.toml:frontend.prot: unknown key; did you mean frontend.port?"),
-        ("[frontend\n", "wrong.toml:1:10: broken TOML"),
-        ('[[workers]]\nengine = "vlm"\n', "unknown engine 'vlm' (known engines: sim"),
         ('[[workers]]\nrole = "boss"\n', "wrong.toml:workers.0.role: expected one of aggregated"),
         ("[[workers]]\nargs = {spee = 1}\n", "no argument 'spee' (did you mean 'speed'?)"),
     ],
@@ -91,7 +84,7 @@ def test_wrong_environment(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("verb", "flag"),
-    [("serve", "--port"), ("frontend", "--port"), ("worker", "--admin-port"), ("worker", "--runtime-port")],
+    [("serve", "--port"), ("frontend", "--port"), ("worker", "--runtime-port")],
 )
 def test_taken_port(bench: Bench, taken: str, verb: str, flag: str) -> None:
     result = bench.run(verb, flag, taken, timeout_s=SECONDS)
@@ -109,8 +102,7 @@ def test_nobody_to_join(bench: Bench) -> None:
     assert "start the process that serves it" in said
 
 
-@pytest.mark.parametrize("verb", ["serve", "worker", "frontend", "status"])
-@pytest.mark.parametrize("inside", ["", "below"])
+@pytest.mark.parametrize(("verb", "inside"), [("serve", ""), ("worker", "below"), ("status", "")])
 def test_discovery_path_is_a_file(bench: Bench, verb: str, inside: str) -> None:
     place = bench.folder / "file"
     place.touch()

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.integration.processes import MODEL, Bench, until_ready
+from tests.integration.processes import MODEL, PATIENCE_S, Bench, Kvolt, until_ready
 
 FAST = """
 [[workers]]
@@ -36,12 +36,18 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         yield bench
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Bench, Kvolt, str]]:
+    """A `kvolt serve` of two quick workers that several tests ask."""
+    with Bench(tmp_path_factory.mktemp("served")) as bench:
+        (bench.folder / "kvolt.toml").write_text(FAST)
+        serve, url = asyncio.run(bench.serve())
+        yield bench, serve, url
+
+
 @pytest.fixture
-async def client(bench: Bench) -> AsyncIterator[httpx.AsyncClient]:
-    """Talks to a `kvolt serve` of two quick workers."""
-    (bench.folder / "kvolt.toml").write_text(FAST)
-    _, url = await bench.serve()
-    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+async def client(served: tuple[Bench, Kvolt, str]) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=served[2], timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -81,17 +87,17 @@ async def until_closed(url: str) -> None:
                 return
 
 
-async def test_it_says_where_it_is_and_how_to_ask(bench: Bench) -> None:
-    (bench.folder / "kvolt.toml").write_text(FAST)
-    serve, url = await bench.serve()
+async def test_it_says_where_it_is_and_how_to_ask(
+    served: tuple[Bench, Kvolt, str], client: httpx.AsyncClient
+) -> None:
+    bench, serve, url = served
     found = await serve.says(r"\n  (curl .*)\n")
     words = shlex.split(found[1])
     assert words[:3] == ["curl", "-N", f"{url}/v1/chat/completions"]
-    async with httpx.AsyncClient() as client:
-        answer = await client.post(words[2], content=words[words.index("-d") + 1], timeout=20)
+    answer = await client.post(words[2], content=words[words.index("-d") + 1])
     assert answer.status_code == 200
     assert answer.text.endswith("data: [DONE]\n\n")
-    assert [view["name"] for view in bench.status()] == ["frontend", "worker-0", "worker-1"]
+    await bench.until_seen("frontend", "worker-0", "worker-1")
 
 
 async def test_answers(client: httpx.AsyncClient) -> None:
@@ -189,9 +195,9 @@ async def test_health_follows_the_workers(bench: Bench) -> None:
 async def test_a_stop_lets_running_requests_finish(bench: Bench, number: signal.Signals) -> None:
     (bench.folder / "kvolt.toml").write_text(SLOW)
     serve, url = await bench.serve()
-    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         running = [
-            asyncio.ensure_future(events(client, "/v1/completions", completion(max_tokens=200, seed=seed)))
+            asyncio.ensure_future(events(client, "/v1/completions", completion(max_tokens=150, seed=seed)))
             for seed in range(4)
         ]
         await bench.until_computing(4)
@@ -199,7 +205,7 @@ async def test_a_stop_lets_running_requests_finish(bench: Bench, number: signal.
         await until_closed(url)
         assert not any(task.done() for task in running), "the requests were too short to say anything"
         for chunks in await asyncio.gather(*running):
-            assert len("".join(chunk["choices"][0]["text"] for chunk in chunks).split()) == 200
+            assert len("".join(chunk["choices"][0]["text"] for chunk in chunks).split()) == 150
     stopped_at = time.monotonic()
     assert await serve.ended() == 0
     assert time.monotonic() - stopped_at < 8
@@ -211,7 +217,7 @@ async def test_a_stop_lets_running_requests_finish(bench: Bench, number: signal.
 async def test_a_second_signal_ends_it_at_once(bench: Bench) -> None:
     (bench.folder / "kvolt.toml").write_text(SLOW)
     serve, url = await bench.serve()
-    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         running = asyncio.ensure_future(events(client, "/v1/completions", completion(max_tokens=5000)))
         await bench.until_computing(1)
         serve.send(signal.SIGINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,8 +15,12 @@ SAMPLE = range(24)
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> None:
-    logging.getLogger("kvolt").setLevel(logging.ERROR)
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("kvolt")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(before)
 
 
 def test_a_sample_of_seeds_holds_in_two_processes_with_equal_logs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def test_the_environment_and_the_wall_clock_have_one_reader_each() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 if node.value.id == "os" and node.attr in ("environ", "getenv"):
-                    readers["environ"].add(name.split("/")[0])
+                    readers["environ"].add(name.split("/", maxsplit=1)[0])
                 if node.value.id == "time" and node.attr in ("time", "monotonic"):
                     readers["time.time"].add(name)
     assert readers["environ"] <= {"cli", "testing", "runtime"}

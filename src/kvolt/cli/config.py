@@ -13,7 +13,8 @@ import msgspec
 
 from kvolt.cli.flags import add_settings
 from kvolt.core.errors import ConfigError
-from kvolt.runtime.config import LoadedConfig, check_file, nearest, to_toml
+from kvolt.runtime.config import LoadedConfig, check_file, nearest
+from kvolt.runtime.config_toml import to_toml
 from kvolt.runtime.settings import leaves, sections, worker_leaves
 
 HELP = """

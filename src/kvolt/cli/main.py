@@ -49,7 +49,7 @@ VERBS: dict[str, Verb] = {
         "kvolt.cli.worker", "only one worker, here or joined to another machine", "start", None, _PROCESS
     ),
     "status": Verb("kvolt.cli.status", "what is running, and is it ready", "look", None, _VISITOR),
-    "top": Verb("kvolt.cli.top", "live load, latency and cache hits", "look", None, _VISITOR),
+    "top": Verb("kvolt.cli.top", "the same, live", "look", None, _VISITOR),
     "doctor": Verb(
         "kvolt.cli.doctor", "what this machine has, what it lacks, what to do", "look", "frontend", _ALL
     ),

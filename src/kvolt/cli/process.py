@@ -27,7 +27,8 @@ from kvolt.runtime.discovery_file import FileDiscovery
 from kvolt.runtime.discovery_join import JoinDiscovery
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.runtime.events import EventPlane
-from kvolt.runtime.events_mem import EventCounters, MemBus, MemEvents
+from kvolt.runtime.events_mem import MemBus, MemEvents
+from kvolt.runtime.events_queue import EventCounters
 from kvolt.runtime.events_zmq import ZmqEvents, ZmqOptions
 from kvolt.runtime.join_server import JoinServer
 from kvolt.runtime.logs import setup_logs

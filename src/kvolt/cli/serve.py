@@ -18,12 +18,14 @@ from kvolt.cli.process import check_directory, run_loop
 from kvolt.core.errors import ConfigError
 from kvolt.engines.registry import check_arguments
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
-from kvolt.runtime.config import LoadedConfig, to_toml, without_settings
+from kvolt.runtime.config import LoadedConfig, without_settings
+from kvolt.runtime.config_toml import to_toml
 from kvolt.runtime.cores import share_cores, thread_env, usable_cores
 from kvolt.runtime.network import SocketNetwork, join_address, split_address
 from kvolt.runtime.settings import Settings
 from kvolt.runtime.stop import StopSignal
-from kvolt.runtime.supervisor import ChildSpec, Supervisor, SupervisorConfig, TerminalView
+from kvolt.runtime.supervisor import ChildSpec, Supervisor, SupervisorConfig
+from kvolt.runtime.supervisor_output import TerminalView
 from kvolt.runtime.supervisor_plan import RestartRule
 from kvolt.runtime.tasks import Scope
 
@@ -147,7 +149,7 @@ class _Serve:
         return code
 
     async def _announce(self) -> None:
-        """Wait until every worker is routable, then say how to talk to it."""
+        """Wait until a request would be answered, then say how to ask."""
         frontend = self._settings.frontend
         host = "127.0.0.1" if frontend.host in ("0.0.0.0", "::") else frontend.host
         base = f"http://{join_address(host, frontend.port)}"

@@ -11,7 +11,7 @@ from typing import Any, Self
 import msgspec
 
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError
-from kvolt.runtime.streams import CallerStream, Sink
+from kvolt.runtime.streams import CallerStream, Sink, StepSink
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,6 @@ class Call:
 
     __slots__ = (
         "_loop",
-        "_sink",
         "_started",
         "_stream",
         "_timer",
@@ -40,17 +39,20 @@ class Call:
         "deadlines",
         "ended",
         "on_item",
+        "sink",
+        "steps",
     )
 
     def __init__(self, sink: Sink, deadlines: Deadlines, automatic_credit: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
-        self._sink = sink
+        self.sink = sink
         self.deadlines = deadlines
         self.automatic_credit = automatic_credit
         self._started = self._waiting_since = self._loop.time()
         self._stream: CallerStream | None = None
         self.ended = False
         self.on_item = sink.on_item
+        self.steps: StepSink | None = getattr(sink, "steps", None)
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -90,7 +92,7 @@ class Call:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._sink.on_end(error)
+        self.sink.on_end(error)
 
     def _arm(self, due: float, now: float) -> None:
         # Not later than `between` from now: the first item may come at once and be the last for long.
@@ -109,7 +111,7 @@ class Call:
         # One timer per call, re-armed when it fires early: an item only notes its arrival.
         due, stage, length = self._due()
         now = self._loop.time()
-        if due <= now and stage == "between" and getattr(self._sink, "num_queued", 0) > 0:
+        if due <= now and stage == "between" and getattr(self.sink, "num_queued", 0) > 0:
             self._waiting_since = now  # our own reader is behind: the sender may lack credit
             due = self._due()[0]
         if due > now:

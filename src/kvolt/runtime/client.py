@@ -108,6 +108,8 @@ class EndpointClient:
         self._deadlines = deadlines or Deadlines()
         self._instances: dict[InstanceId, Instance] = {}
         self._unreachable: dict[InstanceId, KvoltError] = {}
+        self._candidates: list[Instance] | None = None
+        """Worked out once per change, not once per request."""
         self._crew = Crew(f"client {endpoint}")
         self._turn = 0
         self._synced = asyncio.Event()
@@ -144,11 +146,13 @@ class EndpointClient:
 
     def candidates(self) -> list[Instance]:
         """Those that want requests and can be reached as far as we know, in order of id."""
-        return [
-            instance
-            for instance in self.instances()
-            if instance.state is InstanceState.READY and instance.id not in self._unreachable
-        ]
+        if self._candidates is None:
+            self._candidates = [
+                instance
+                for instance in self.instances()
+                if instance.state is InstanceState.READY and instance.id not in self._unreachable
+            ]
+        return self._candidates
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Be told when the set of candidates may have changed."""
@@ -276,5 +280,6 @@ class EndpointClient:
                 self._synced.set()
 
     def _tell_changed(self) -> None:
+        self._candidates = None
         for listener in self._changed:
             listener()

@@ -42,8 +42,9 @@ class SystemClock:
 class Blocking(Protocol):
     """Runs a blocking call (a file, a resolver) off the loop, for at most `timeout_s`.
 
-    Raises DeadlineExceeded when the time is over; the call itself may still be running then (a hung
-    file system cannot be interrupted), so it must be safe to abandon.
+    Raises DeadlineExceeded when the time is over, Overloaded when too many calls wait already, Unavailable
+    when the process is stopping. A call given up, by the deadline or by a cancellation, may still be
+    running (a hung file system cannot be interrupted), so it must be safe to abandon.
     """
 
     async def run(self, call: Callable[[], T], timeout_s: float) -> T: ...

@@ -18,21 +18,8 @@ from typing import Any
 import msgspec
 
 from kvolt.core.errors import ConfigError
-from kvolt.runtime.config_toml import literal, to_toml
+from kvolt.runtime.config_toml import literal
 from kvolt.runtime.settings import Leaf, Settings, leaves, sections, worker_leaves
-
-__all__ = [
-    "DEFAULT_FILE",
-    "ENV_OTHER",
-    "ENV_PREFIX",
-    "LoadedConfig",
-    "Override",
-    "check_file",
-    "load",
-    "nearest",
-    "to_toml",
-    "without_settings",
-]
 
 ENV_PREFIX = "KVOLT_"
 ENV_OTHER = ("KVOLT_CONFIG", "KVOLT_TRACES", "KVOLT_PEER")

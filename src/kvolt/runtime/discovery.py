@@ -4,6 +4,9 @@ Keys are slash-separated paths; values are opaque bytes. What is put under a lea
 the process that holds the lease keeps it alive; keeping it alive, and putting everything back after
 the store was lost, is the implementation's work, not the caller's.
 
+A key should contain its owner's id (an instance, a process): then no two owners ever want the same key,
+and a restarted owner does not fight over it with the lease it left behind.
+
 Losing the store is never news about the cluster: a watch reports no deletes for it. It goes on with
 the last known state and catches up when the store is back.
 """
@@ -14,6 +17,8 @@ from collections.abc import AsyncIterator, Mapping
 from typing import NewType, Protocol
 
 import msgspec
+
+from kvolt.core.errors import InvalidRequest
 
 LeaseId = NewType("LeaseId", str)
 
@@ -38,8 +43,22 @@ class Synced(msgspec.Struct, frozen=True):
 WatchEvent = Put | Delete | Synced
 
 
+def check_key(key: str) -> None:
+    """For implementations: InvalidRequest unless it is a key."""
+    try:
+        if key.encode():
+            return
+    except UnicodeEncodeError:
+        pass
+    raise InvalidRequest("a discovery key is not empty and has a UTF-8 form", param="key")
+
+
 class Discovery(Protocol):
-    """The port. All methods raise DiscoveryLost when the store does not answer in time, except where said."""
+    """The port. All methods raise DiscoveryLost when the store does not answer in time, except where said.
+
+    After `close()` every call raises DiscoveryLost, but for those that have nothing left to do: `revoke`
+    and `close` return, and a watch ends at once.
+    """
 
     async def lease(self, ttl_s: float) -> LeaseId:
         """A new lease, kept alive until revoked, closed, or this process dies."""
@@ -48,12 +67,17 @@ class Discovery(Protocol):
     async def put(self, key: str, value: bytes, lease: LeaseId) -> None:
         """Set a key. Once it returned, the key is put back by itself if the store loses it.
 
-        A key has one owner: a second lease that puts it takes it over.
+        A key has one owner: a second lease that puts it takes it over. A key that is empty or has no UTF-8
+        form is an InvalidRequest; a lease that this client does not have (another's, revoked) is NotFound.
+        When it raises DiscoveryLost the key is, in the end, what it was before: a late write is undone.
         """
         ...
 
     async def delete(self, key: str) -> None:
-        """Remove a key of one's own before its lease ends. Removing what is not there is no error."""
+        """Remove a key of one's own before its lease ends. Removing what is not there is no error.
+
+        When it raises DiscoveryLost the key goes once the store is back.
+        """
         ...
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:

@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 from kvolt.core.errors import (
     DeadlineExceeded,
     DiscoveryLost,
-    InvalidRequest,
     NotFound,
     Overloaded,
     PayloadTooLarge,
@@ -34,7 +33,7 @@ from kvolt.core.errors import (
 )
 from kvolt.runtime.blocking_lane import BlockingLane
 from kvolt.runtime.clock import Blocking, Clock, new_id
-from kvolt.runtime.discovery import LeaseId, WatchEvent
+from kvolt.runtime.discovery import LeaseId, WatchEvent, check_key
 from kvolt.runtime.discovery_directory import MAX_VALUE_BYTES, Directory, OwnKey, Signature
 from kvolt.runtime.discovery_view import DEAD_TTLS_KEPT, Record, View
 from kvolt.runtime.discovery_watch import Watches
@@ -329,12 +328,7 @@ class _Health:
 
 
 def _check_entry(key: str, value: bytes) -> None:
-    try:
-        encodable = bool(key.encode())
-    except UnicodeEncodeError:
-        encodable = False
-    if not encodable:
-        raise InvalidRequest("a discovery key is not empty and has a UTF-8 form", param="key")
+    check_key(key)
     if len(value) > MAX_VALUE_BYTES:
         raise PayloadTooLarge(
             "value too large for discovery", limit_bytes=MAX_VALUE_BYTES, size_bytes=len(value)

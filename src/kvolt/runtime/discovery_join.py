@@ -26,7 +26,7 @@ from kvolt.runtime.call import Deadlines, ResponseStream
 from kvolt.runtime.client import Destination, open_stream
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.connections import Connections
-from kvolt.runtime.discovery import LeaseId, WatchEvent
+from kvolt.runtime.discovery import LeaseId, WatchEvent, check_key
 from kvolt.runtime.join_mirror import Mirror
 from kvolt.runtime.join_state import Backoff, ServerState
 from kvolt.runtime.streams import Decode
@@ -108,8 +108,7 @@ class JoinDiscovery:
         return own.name
 
     async def put(self, key: str, value: bytes, lease: LeaseId) -> None:
-        if not key:
-            raise InvalidRequest("a discovery key is not empty", param="key")
+        check_key(key)
         self._check_open()
         own = self._own.get(lease)
         if own is None:
@@ -124,6 +123,7 @@ class JoinDiscovery:
         if own is None:
             return
         # Before the attempt: even if it fails, the key must not be put back.
+        del own.keys[key]
         async with self._in_time():
             await self._change(own, join.DELETE, join.KeyRequest(own.name, key))
 

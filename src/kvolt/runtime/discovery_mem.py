@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvolt.core.errors import DiscoveryLost, InvalidRequest, NotFound
+from kvolt.core.errors import DiscoveryLost, NotFound
 from kvolt.runtime.clock import Clock, new_id
-from kvolt.runtime.discovery import LeaseId, WatchEvent
+from kvolt.runtime.discovery import LeaseId, WatchEvent, check_key
 from kvolt.runtime.discovery_watch import Change, Watches
 
 
@@ -89,7 +89,8 @@ class MemStore:
         self._publish([(key, value)])
 
     def delete(self, key: str) -> None:
-        if self._forget(key):
+        """Seen at once, or, while the store is offline, when it is back."""
+        if self._forget(key) and self._connected:
             self._publish([(key, None)])
 
     def owner(self, key: str) -> LeaseId | None:
@@ -194,17 +195,17 @@ class MemDiscovery:
         return name
 
     async def put(self, key: str, value: bytes, lease: LeaseId) -> None:
-        if not key:
-            raise InvalidRequest("a discovery key is not empty", param="key")
-        if lease not in self.leases:
-            raise NotFound("no such lease", kind="lease", name=lease)
+        check_key(key)
         self._check()
+        if lease not in self.leases:
+            raise NotFound("no such lease in this process", kind="lease", name=lease)
         self._store.put(key, value, lease)
 
     async def delete(self, key: str) -> None:
-        self._check()
+        self._check_open()
         if self._store.owner(key) in self.leases:
             self._store.delete(key)
+        self._store.check()
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
         self._check()
@@ -246,6 +247,9 @@ class MemDiscovery:
         self.watches.close()
 
     def _check(self) -> None:
+        self._check_open()
+        self._store.check()
+
+    def _check_open(self) -> None:
         if self._closed:
             raise DiscoveryLost("this discovery client is closed", address="mem")
-        self._store.check()

@@ -7,8 +7,7 @@ and a drop shows as a gap.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 
@@ -22,6 +21,22 @@ class Event(msgspec.Struct, frozen=True):
     payload: bytes
     missed: int = 0
     """Events of this publisher and topic lost just before this one."""
+
+
+class EventStream(Protocol):
+    """One subscription's events, for one reader at a time.
+
+    A cancelled read loses nothing: an event leaves the queue only when it is returned. When the plane is
+    closed, what is queued can still be read, then the iteration ends.
+    """
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> Event: ...
+
+    async def aclose(self) -> None:
+        """Stop listening and forget what is queued. A reader that leaves early calls it; twice is no error."""
+        ...
 
 
 class EventPlane(Protocol):
@@ -38,8 +53,11 @@ class EventPlane(Protocol):
         """Send to whoever listens now. Never blocks and never raises for lack of listeners."""
         ...
 
-    def subscribe(self, topic: str, queue_limit: int = 10_000) -> AsyncIterator[Event]:
-        """Events of every publisher of the topic from now on. Ends when the plane is closed."""
+    def subscribe(self, topic: str, queue_limit: int = 10_000) -> EventStream:
+        """Events of every publisher of the topic from now on. Ends when the plane is closed.
+
+        Cancelling a read loses nothing: the next read goes on where it was.
+        """
         ...
 
     async def close(self) -> None: ...

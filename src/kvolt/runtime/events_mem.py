@@ -15,8 +15,6 @@ from kvolt.core.errors import ConfigError
 from kvolt.runtime.events import Event
 from kvolt.runtime.events_queue import NO_COUNTERS, EventCounters, Numbering, Subscription, Subscriptions
 
-__all__ = ["EventCounters", "LinkDelay", "MemBus", "MemEvents"]
-
 LinkDelay = Callable[[str, str], float | None]
 """Seconds from a publisher to a subscriber (their publisher ids); None loses the event on this link."""
 

@@ -34,26 +34,30 @@ class ServerState:
     def __init__(self, address: str, on_state: Callable[[bool], None] | None) -> None:
         self._address = address
         self._on_state = on_state
-        self._failing: dict[str, None] = {}
+        self._works: dict[str, bool] = {}
         self._connected: bool | None = None
 
     def failed(self, task: str, reason: str) -> None:
-        self._failing[task] = None
+        self._works[task] = False
         if self._connected is not False:
             log.warning("%s; going on with what is known", reason)
             self._turn(connected=False)
 
     def works(self, task: str) -> None:
-        self._failing.pop(task, None)
-        if self._failing or self._connected:
+        self._works[task] = True
+        self._turn_if_all_work()
+
+    def forget(self, task: str) -> None:
+        """The task is over; what it found out says nothing any more."""
+        self._works.pop(task, None)
+        self._turn_if_all_work()
+
+    def _turn_if_all_work(self) -> None:
+        if self._connected or not self._works or not all(self._works.values()):
             return
         if self._connected is False:
             log.warning("join server %s is back", self._address)
         self._turn(connected=True)
-
-    def forget(self, task: str) -> None:
-        """The task is over; what it found out says nothing any more."""
-        self._failing.pop(task, None)
 
     def _turn(self, connected: bool) -> None:
         self._connected = connected

@@ -283,14 +283,14 @@ class Session:
             self.open_deltas = None
             behind: dict[int, list[Any]] = {}
             for kind, items in segments:
-                if kind is FrameKind.STEP:
+                if kind is not FrameKind.STEP:
+                    self._encode_segment(kind, items, out, behind)
+                elif behind:
+                    self._encode_segment(FrameKind.DELTAS, _step_deltas(items[0][1]), out, behind)
+                else:
                     count, payload = items[0]
                     self.stats.items_out += count
                     out.append(wire.frame(kind, 0, payload))
-                    continue
-                self.stats.items_out += len(items)
-                for start in range(0, len(items), _ITEMS_PER_FRAME):
-                    self._encode_items(kind, items[start : start + _ITEMS_PER_FRAME], out, behind)
             for stream_id, late in behind.items():
                 self._put_back(self._served[stream_id], late)
         if self._ends or self._refused:
@@ -316,8 +316,23 @@ class Session:
             stream.release()
         return chunk
 
+    def _encode_segment(
+        self,
+        kind: FrameKind,
+        items: Sequence[tuple[int, Any]],
+        out: list[bytes],
+        behind: dict[int, list[Any]],
+    ) -> None:
+        self.stats.items_out += len(items)
+        for start in range(0, len(items), _ITEMS_PER_FRAME):
+            self._encode_items(kind, items[start : start + _ITEMS_PER_FRAME], out, behind)
+
     def _encode_items(
-        self, kind: FrameKind, items: list[tuple[int, Any]], out: list[bytes], behind: dict[int, list[Any]]
+        self,
+        kind: FrameKind,
+        items: Sequence[tuple[int, Any]],
+        out: list[bytes],
+        behind: dict[int, list[Any]],
     ) -> None:
         """One frame for all, as a rule. `behind` gets what must not leave now, by stream."""
         if not behind:
@@ -332,7 +347,11 @@ class Session:
         self._encode_singly(kind, items, out, behind)
 
     def _encode_singly(
-        self, kind: FrameKind, items: list[tuple[int, Any]], out: list[bytes], behind: dict[int, list[Any]]
+        self,
+        kind: FrameKind,
+        items: Sequence[tuple[int, Any]],
+        out: list[bytes],
+        behind: dict[int, list[Any]],
     ) -> None:
         """A batch that is too long, holds what does not encode, or comes after such a one: item by item."""
         batch: list[tuple[int, msgspec.Raw]] = []
@@ -356,6 +375,7 @@ class Session:
                 behind[stream_id] = []
                 continue
             if len(encoded) > wire.CHUNK_BYTES:
+                self.settle_step()  # its batch has to see that this stream is not writable
                 stream.bulk = True
                 self._bulk.add(stream_id, encoded, kind is FrameKind.DELTAS)
                 behind[stream_id] = []
@@ -493,7 +513,7 @@ class Session:
             self._drop_step_reader()
             reader = self._step_reader = resolve_step(ids, self._calls)
             if reader is None:
-                self._on_deltas(list(zip(unpack_u32(ids), map(plain_delta, unpack_u32(tokens)), strict=True)))
+                self._on_deltas(_step_deltas(payload))
                 return
         self.stats.items_in += reader.receive(tokens, self._now)
 
@@ -586,6 +606,14 @@ class Session:
 def _refused(payload: bytes) -> ProtocolError:
     error = from_info(wire.decode_error(payload))
     return error if isinstance(error, ProtocolError) else ProtocolError(error.message, rule="refused")
+
+
+def _step_deltas(payload: bytes) -> list[tuple[int, Delta]]:
+    """A step as what DELTAS would carry."""
+    middle = len(payload) // 2
+    return list(
+        zip(unpack_u32(payload[:middle]), map(plain_delta, unpack_u32(payload[middle:])), strict=True)
+    )
 
 
 def _split(kind: FrameKind, entries: list[tuple[int, Any]], out: list[bytes]) -> None:

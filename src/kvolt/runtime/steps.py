@@ -20,8 +20,12 @@ from typing import Any, Protocol
 from kvolt.core.delta import Delta, plain_delta
 from kvolt.core.errors import ProtocolError
 from kvolt.runtime.streams import CallerStream, ServedStream
+from kvolt.runtime.wire import CHUNK_BYTES
 
 _SWAP = sys.byteorder == "big"
+
+_MAX_MEMBERS = CHUNK_BYTES // 8
+"""A STEP frame is no longer than a chunk; larger batches take the ordinary path."""
 
 
 def pack_u32(values: Sequence[int]) -> bytes:
@@ -63,21 +67,26 @@ class StepBatch:
 
     def send(self, token_ids: Sequence[int]) -> None:
         session = self._session
-        if session.step_owner is not self or self._budget == 0:
-            session.settle_step()
-            if not all(stream.writable for stream in self._streams):
-                for stream, token_id in zip(self._streams, token_ids, strict=True):
-                    stream.send(plain_delta(token_id))
-                return
-            session.step_owner = self
-            self._budget = min(stream.credit for stream in self._streams)
-        if session.paused:
-            for stream, token_id in zip(self._streams, token_ids, strict=True):
-                stream.send(plain_delta(token_id))
-            return
-        self._budget -= 1
-        self._pending += 1
-        session.queue_step(self._ids, token_ids)
+        if ((session.step_owner is not self or self._budget == 0) and not self._begin()) or session.paused:
+            self._send_singly(token_ids)
+        else:
+            self._budget -= 1
+            self._pending += 1
+            session.queue_step(self._ids, token_ids)
+
+    def _begin(self) -> bool:
+        """Count credit together from now on, if every member has some."""
+        session = self._session
+        session.settle_step()
+        if len(self._streams) > _MAX_MEMBERS or not all(stream.writable for stream in self._streams):
+            return False
+        session.step_owner = self
+        self._budget = min(stream.credit for stream in self._streams)
+        return True
+
+    def _send_singly(self, token_ids: Sequence[int]) -> None:
+        for stream, token_id in zip(self._streams, token_ids, strict=True):
+            stream.send(plain_delta(token_id))
 
     def settle(self) -> None:
         """Take what was sent off the members' credit."""
@@ -123,12 +132,16 @@ def _picker(positions: list[int], total: int) -> Callable[[Sequence[int]], Seque
 class StepReader:
     """The receiving side: the callers' streams behind one array of ids."""
 
-    __slots__ = ("_budget", "_calls", "_delivers", "_format", "_now", "_pending", "ids")
+    __slots__ = ("_budget", "_calls", "_delivers", "_format", "_now", "_pending", "_sinks", "_whole", "ids")
 
     def __init__(self, ids: bytes, calls: list[CallerStream]) -> None:
         self.ids = ids
         self._calls = calls
         self._delivers = [call.deliver for call in calls]
+        self._sinks = [call.sink for call in calls]
+        shared = calls[0].steps
+        self._whole = shared if all(call.steps is shared for call in calls) else None
+        """Takes whole steps, when all members share it."""
         self._format = f"<{len(calls)}I"
         self._budget = 0
         self._pending = 0
@@ -150,8 +163,11 @@ class StepReader:
         self._pending += 1
         self._now = now
         token_ids = unpack(self._format, tokens)
-        for deliver, token_id in zip(self._delivers, token_ids, strict=True):
-            deliver(plain_delta(token_id))
+        if self._whole is not None:
+            self._whole.on_step(self._sinks, token_ids)
+        else:
+            for deliver, token_id in zip(self._delivers, token_ids, strict=True):
+                deliver(plain_delta(token_id))
         if self._budget == 0:
             self.settle()  # now, not with the next step: without the credit that this gives there may be none
         return len(token_ids)

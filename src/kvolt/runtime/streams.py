@@ -8,7 +8,7 @@ stream ends with Overloaded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -30,6 +30,18 @@ class Sink(Protocol):
 
     def on_end(self, error: KvoltError | None) -> None:
         """Once, after the last item; not called after `CallerStream.cancel`."""
+        ...
+
+
+class StepSink(Protocol):
+    """Takes the plain tokens of a whole step in one call, for sinks that share it.
+
+    A sink names it in an attribute `steps`. When all members of a step do, it is called in their place;
+    everything that is not a plain token still goes to the sinks.
+    """
+
+    def on_step(self, sinks: Sequence[Sink], token_ids: Sequence[int]) -> None:
+        """One token for each sink, in order. The same list of sinks comes again while the batch stays."""
         ...
 
 
@@ -87,6 +99,8 @@ class CallerStream:
         "id",
         "last_arrival",
         "low_water",
+        "sink",
+        "steps",
         "window_left",
     )
 
@@ -109,6 +123,9 @@ class CallerStream:
         self.id = stream_id
         self.ended = False
         self.deliver = sink.on_item
+        self.steps: StepSink | None = getattr(sink, "steps", None)
+        self.sink: Sink = getattr(sink, "sink", sink)
+        """The caller's own, behind whatever watches the call."""
         self.window_left = window
         """Items that the peer may still send."""
         self.low_water = (window + 1) // 2 if automatic else 0
@@ -152,7 +169,7 @@ class CallerStream:
         """An item that is no delta. One that does not decode ends this stream, not the others' connection."""
         try:
             item = self._decode(raw)
-        except MALFORMED as error:
+        except (*MALFORMED, KvoltError) as error:
             self.cancel()
             self._finish(ProtocolError(f"stream {self.id}: an item does not decode: {error}", rule="item"))
             return
@@ -326,6 +343,7 @@ class ServedStream:
         """As `fail`, also in place of an end that was said already: an item before it cannot leave."""
         if self.closed:
             return
+        self.session.settle_step()
         self._backlog = None
         self.end_info = to_info(error)
         self.session.queue_end(self)

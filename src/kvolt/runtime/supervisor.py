@@ -33,17 +33,6 @@ from kvolt.runtime.supervisor_output import ChildOutput, RotatingFile, TerminalV
 from kvolt.runtime.supervisor_plan import ChildState, Level, RestartRule, SupervisorPlan
 from kvolt.runtime.tasks import Scope
 
-__all__ = [
-    "STATUS_FILE",
-    "ChildSpec",
-    "ChildStatus",
-    "Supervisor",
-    "SupervisorConfig",
-    "SupervisorStatus",
-    "TerminalView",
-    "read_status",
-]
-
 STATUS_FILE = "supervisor.json"
 
 _LAST_OUTPUT_TIMEOUT_S = 1.0

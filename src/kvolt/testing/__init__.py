@@ -1,1 +1,33 @@
 """Shipped to users: a virtual-time loop, an in-memory network, conformance suites for every port."""
+
+from kvolt.testing import discovery_suite, events_suite
+from kvolt.testing.link import LinkProfile
+from kvolt.testing.loop import (
+    Deadlock,
+    InlineBlocking,
+    Leak,
+    Runaway,
+    Unhandled,
+    VirtualClock,
+    VirtualLoop,
+    run_virtual,
+)
+from kvolt.testing.network import VirtualHost, VirtualNetwork
+from kvolt.testing.ports import VirtualProcess
+
+__all__ = [
+    "Deadlock",
+    "InlineBlocking",
+    "Leak",
+    "LinkProfile",
+    "Runaway",
+    "Unhandled",
+    "VirtualClock",
+    "VirtualHost",
+    "VirtualLoop",
+    "VirtualNetwork",
+    "VirtualProcess",
+    "discovery_suite",
+    "events_suite",
+    "run_virtual",
+]

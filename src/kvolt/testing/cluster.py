@@ -42,7 +42,8 @@ from kvolt.runtime.join_server import JoinServer
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.session import SessionLimits
 from kvolt.runtime.tasks import Crew
-from kvolt.testing.network import LinkProfile, VirtualNetwork
+from kvolt.testing.link import LinkProfile
+from kvolt.testing.network import VirtualNetwork
 from kvolt.testing.ports import VirtualProcess
 
 MODEL = "sim-tiny"

@@ -15,77 +15,16 @@ Must not know any implementation. Waits have generous ends, so a slow machine fa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import Protocol
+from collections.abc import Awaitable
 
-from kvolt.core.errors import DiscoveryLost
-from kvolt.runtime.discovery import Discovery, LeaseId, Put, Synced
+from kvolt.core.errors import DiscoveryLost, InvalidRequest, KvoltError, NotFound
+from kvolt.runtime.discovery import LeaseId, Put, Synced
 from kvolt.runtime.tasks import Crew
-from kvolt.testing.discovery_observer import SOON_S, Observer, expect, observing
+from kvolt.testing.discovery_harness import Case, Harness, leased, name, run_case
+from kvolt.testing.discovery_loss_cases import LOSS_CASES
+from kvolt.testing.discovery_observer import Observer, expect, observing
 
-_RETRY_S = 0.05
-
-
-class Harness(Protocol):
-    """What the suite needs besides the port. Time passes with `asyncio.sleep`."""
-
-    @property
-    def ttl_s(self) -> float:
-        """The ttl of the suite's leases: as short as the implementation bears, at most 10 s."""
-        ...
-
-    async def client(self) -> Discovery:
-        """A new client of the one store, as another process would have it."""
-        ...
-
-    async def crash(self, client: Discovery) -> None:
-        """End a client without a goodbye."""
-        ...
-
-    async def set_reachable(self, reachable: bool) -> None:
-        """Take the store away from all clients, or give it back as it was."""
-        ...
-
-    async def wipe(self) -> None:
-        """Empty the store, as if it was set up anew."""
-        ...
-
-    async def close(self) -> None:
-        """Close every client made and not crashed, then the store."""
-        ...
-
-
-Case = Callable[[Harness], Awaitable[None]]
-
-
-def name(case: Case) -> str:
-    return getattr(case, "__name__", repr(case))
-
-
-async def run_case(case: Case, make_harness: Callable[[], Harness], timeout_s: float = 60.0) -> None:
-    """One case with a harness of its own, made on the running loop."""
-    harness = make_harness()
-    try:
-        async with asyncio.timeout(timeout_s):
-            await case(harness)
-    finally:
-        await harness.close()
-
-
-async def eventually(action: Callable[[], Awaitable[None]]) -> None:
-    """Retry what a lost store refuses, as a caller of the port would."""
-    async with asyncio.timeout(SOON_S):
-        while True:
-            try:
-                return await action()
-            except DiscoveryLost:
-                await asyncio.sleep(_RETRY_S)
-
-
-async def leased(harness: Harness) -> tuple[Discovery, LeaseId]:
-    client = await harness.client()
-    return client, await client.lease(harness.ttl_s)
+__all__ = ["CASES", "Case", "Harness", "name", "run_case"]
 
 
 # -- keys and values
@@ -308,115 +247,39 @@ async def takeover_of_a_crashed_owner(harness: Harness) -> None:
         expect(observer.content == {"o/1": b"second"} and not observer.deletes, "the key stays")
 
 
-# -- losing the store
+# -- misuse
 
 
-async def loss_is_no_news(harness: Harness) -> None:
+async def misuse_has_names(harness: Harness) -> None:
     owner, lease = await leased(harness)
-    await owner.put("n/1", b"1", lease)
-    async with observing(await harness.client(), "n/") as [observer]:
-        await harness.set_reachable(False)
-        refused = False
-        try:
-            await owner.put("n/2", b"2", lease)
-        except DiscoveryLost:
-            refused = True
-        await asyncio.sleep(2 * harness.ttl_s)
-        expect(not observer.ended, "a watch survives the loss")
-        expect(observer.content == {"n/1": b"1"} and not observer.deletes, "and keeps the last state")
-        await harness.set_reachable(True)
-        if refused:
-            await eventually(lambda: owner.put("n/2", b"2", lease))
-        await observer.until_content({"n/1": b"1", "n/2": b"2"})
-        await asyncio.sleep(2 * harness.ttl_s)
-        expect(not observer.deletes, f"coming back deletes nothing: {observer.deletes}")
+    _, others = await leased(harness)
+    for key in ("", "\ud800"):
+        await _raises(InvalidRequest, owner.put(key, b"", lease), f"a put of {key!r}")
+    await _raises(NotFound, owner.put("m/1", b"", others), "a put under another client's lease")
+    await owner.revoke(lease)
+    await _raises(NotFound, owner.put("m/1", b"", lease), "a put under a revoked lease")
+    expect(await owner.get_prefix("") == {}, "nothing of it is there")
 
 
-async def watch_begun_while_lost(harness: Harness) -> None:
+async def closed_means_lost(harness: Harness) -> None:
     owner, lease = await leased(harness)
-    await owner.put("n/1", b"1", lease)
-    reader = await harness.client()
-    await harness.set_reachable(False)
-    observer, crew = Observer(), Crew("early")
-    crew.start(observer.read(reader.watch_prefix("n/")), "watch")
+    await owner.put("m/1", b"", lease)
+    await owner.close()
+    await _raises(DiscoveryLost, owner.lease(harness.ttl_s), "a lease after close")
+    await _raises(DiscoveryLost, owner.put("m/1", b"", lease), "a put after close")
+    await _raises(DiscoveryLost, owner.delete("m/1"), "a delete after close")
+    await _raises(DiscoveryLost, owner.get_prefix(""), "a get after close")
+    expect([event async for event in owner.watch_prefix("")] == [], "a watch after close ends at once")
+    await owner.revoke(lease)
+    await owner.close()
+
+
+async def _raises(kind: type[KvoltError], call: Awaitable[object], what: str) -> None:
     try:
-        await asyncio.sleep(harness.ttl_s)
-        expect(observer.events == [], "nothing is said of a store that cannot be read")
-        await harness.set_reachable(True)
-        await observer.until_content({"n/1": b"1"})
-    finally:
-        await crew.close()
-
-
-async def crash_while_lost(harness: Harness) -> None:
-    owner, lease = await leased(harness)
-    await owner.put("n/1", b"1", lease)
-    async with observing(await harness.client(), "n/") as [observer]:
-        await harness.set_reachable(False)
-        await harness.crash(owner)
-        await asyncio.sleep(2 * harness.ttl_s)
-        expect(not observer.deletes, "who died cannot be known while the store is lost")
-        await harness.set_reachable(True)
-        await observer.until_content({})
-
-
-async def revoke_while_lost(harness: Harness) -> None:
-    owner, lease = await leased(harness)
-    await owner.put("n/1", b"1", lease)
-    async with observing(await harness.client(), "n/") as [observer]:
-        await harness.set_reachable(False)
-        with suppress(DiscoveryLost):
-            await owner.revoke(lease)
-        await harness.set_reachable(True)
-        await observer.until_content({})
-
-
-async def close_while_lost(harness: Harness) -> None:
-    owner, lease = await leased(harness)
-    await owner.put("n/1", b"1", lease)
-    async with observing(owner, "n/") as [own]:
-        await harness.set_reachable(False)
-        await owner.close()
-        await own.until(lambda: own.ended, "the end of the watch")
-    await harness.set_reachable(True)
-
-
-async def wipe_is_put_back(harness: Harness) -> None:
-    owners = [await leased(harness) for _ in range(3)]
-    content = {}
-    for number, (owner, lease) in enumerate(owners):
-        content[f"p/{number}"] = str(number).encode()
-        await owner.put(f"p/{number}", content[f"p/{number}"], lease)
-    reader = await harness.client()
-    async with observing(reader, "p/") as [observer]:
-        for _ in range(2):
-            await harness.wipe()
-            await asyncio.sleep(2 * harness.ttl_s)
-            expect(not observer.deletes, f"a watcher sees no Delete: {observer.deletes}")
-            expect(observer.content == content, "nor a change")
-    expect(dict(await (await harness.client()).get_prefix("p/")) == content, "a new client finds all keys")
-
-
-async def wipe_while_lost(harness: Harness) -> None:
-    owner, lease = await leased(harness)
-    await owner.put("p/1", b"1", lease)
-    async with observing(await harness.client(), "p/") as [observer]:
-        await harness.set_reachable(False)
-        await harness.wipe()
-        await asyncio.sleep(2 * harness.ttl_s)
-        await harness.set_reachable(True)
-        await asyncio.sleep(2 * harness.ttl_s)
-        expect(observer.content == {"p/1": b"1"} and not observer.deletes, "the key was put back unseen")
-    expect(dict(await (await harness.client()).get_prefix("p/")) == {"p/1": b"1"}, "and is really there")
-
-
-async def crash_before_wipe(harness: Harness) -> None:
-    owner, lease = await leased(harness)
-    await owner.put("p/1", b"1", lease)
-    async with observing(await harness.client(), "p/") as [observer]:
-        await harness.crash(owner)
-        await harness.wipe()
-        await observer.until_content({})
+        await call
+    except kind:
+        return
+    raise AssertionError(f"{what} did not raise {kind.__name__}")
 
 
 CASES: tuple[Case, ...] = (
@@ -435,12 +298,7 @@ CASES: tuple[Case, ...] = (
     crash_expires_after_ttl,
     takeover,
     takeover_of_a_crashed_owner,
-    loss_is_no_news,
-    watch_begun_while_lost,
-    crash_while_lost,
-    revoke_while_lost,
-    close_while_lost,
-    wipe_is_put_back,
-    wipe_while_lost,
-    crash_before_wipe,
+    misuse_has_names,
+    closed_means_lost,
+    *LOSS_CASES,
 )

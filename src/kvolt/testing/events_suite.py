@@ -18,10 +18,8 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.runtime.events import Event, EventPlane
+from kvolt.runtime.events import Event, EventPlane, EventStream
 from kvolt.runtime.tasks import Scope
-
-Stream = AsyncIterator[Event]
 
 _DEADLINE_S = 10.0
 _QUIET_S = 0.1
@@ -37,7 +35,7 @@ class Harness(Protocol):
         """A started plane with a publisher id of its own."""
         ...
 
-    async def connected(self, publisher: EventPlane, topic: str, *streams: Stream) -> None:
+    async def connected(self, publisher: EventPlane, topic: str, *streams: EventStream) -> None:
         """Return when what is published next reaches the streams, and they hold nothing older."""
         ...
 
@@ -46,7 +44,7 @@ class Harness(Protocol):
         ...
 
 
-async def probe(publisher: EventPlane, topic: str, *streams: Stream) -> None:
+async def probe(publisher: EventPlane, topic: str, *streams: EventStream) -> None:
     """`Harness.connected` for planes that connect in their own time: publish until every stream hears."""
     async with asyncio.timeout(_DEADLINE_S):
         for stream in streams:
@@ -58,7 +56,7 @@ async def probe(publisher: EventPlane, topic: str, *streams: Stream) -> None:
                     break
 
 
-async def _first(publisher: EventPlane, topic: str, stream: Stream, payload: bytes) -> Event:
+async def _first(publisher: EventPlane, topic: str, stream: EventStream, payload: bytes) -> Event:
     """Publish until the stream hears this publisher; what it heard first."""
     async with asyncio.timeout(_DEADLINE_S):
         while True:
@@ -85,18 +83,18 @@ async def _planes(harness: Harness, num_planes: int) -> AsyncIterator[list[Event
             await plane.close()
 
 
-async def _take(stream: Stream, num_events: int) -> list[Event]:
+async def _take(stream: EventStream, num_events: int) -> list[Event]:
     async with asyncio.timeout(_DEADLINE_S):
         return [await anext(stream) for _ in range(num_events)]
 
 
-async def _rest(stream: Stream) -> list[Event]:
+async def _rest(stream: EventStream) -> list[Event]:
     """What a closed plane's stream still holds."""
     async with asyncio.timeout(_DEADLINE_S):
         return [event async for event in stream]
 
 
-async def _assert_quiet(stream: Stream) -> None:
+async def _assert_quiet(stream: EventStream) -> None:
     try:
         async with asyncio.timeout(_QUIET_S):
             event = await anext(stream)
@@ -274,6 +272,20 @@ async def a_cancelled_read_loses_nothing(harness: Harness) -> None:
         assert (event.payload, event.missed) == (b"after the cancelled read", 0)
 
 
+async def aclose_ends_one_stream(harness: Harness) -> None:
+    async with _planes(harness, 2) as (sender, receiver):
+        left, stays = receiver.subscribe("kv"), receiver.subscribe("kv")
+        await harness.connected(sender, "kv", left, stays)
+        sender.publish("kv", b"queued")
+        assert _payloads(await _take(stays, 1)) == [b"queued"]
+        await asyncio.sleep(_QUIET_S)
+        await left.aclose()
+        sender.publish("kv", b"after")
+        assert _payloads(await _take(stays, 1)) == [b"after"]
+        assert await _rest(left) == []
+        await left.aclose()
+
+
 async def close_ends_the_iterators(harness: Harness) -> None:
     async with _planes(harness, 1) as (plane,):
         waiting, unread = plane.subscribe("kv"), plane.subscribe("kv")
@@ -335,6 +347,7 @@ CASES: tuple[Callable[[Harness], Awaitable[None]], ...] = (
     a_restart_is_no_gap,
     carries_empty_and_large_payloads,
     a_cancelled_read_loses_nothing,
+    aclose_ends_one_stream,
     close_ends_the_iterators,
     publishing_to_nobody_is_fine,
     publishing_after_close_is_ignored,

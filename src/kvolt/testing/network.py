@@ -19,8 +19,6 @@ from kvolt.core.errors import ConfigError, ConnectFailed, NotFound
 from kvolt.runtime.network import Listener, ProtocolFactory, join_address, split_address
 from kvolt.testing.link import Kind, LinkProfile, Pipe, Route, VirtualTransport
 
-__all__ = ["HostRef", "LinkProfile", "VirtualHost", "VirtualNetwork", "VirtualTransport"]
-
 _DYNAMIC_PORTS = range(49152, 65536)
 _FIRST_CONNECT_RETRY_S = 1.0
 _OWN_NAMES = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from kvolt.core.errors import DiscoveryLost, InvalidRequest, NotFound, PayloadTooLarge
+from kvolt.core.errors import DiscoveryLost, PayloadTooLarge
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
-from kvolt.runtime.discovery import LeaseId
 from kvolt.runtime.discovery_directory import MAX_VALUE_BYTES, Directory
 from kvolt.runtime.discovery_file import FileDiscovery
-from kvolt.testing.discovery_observer import Observer, observing
+from kvolt.testing.discovery_observer import observing
 from kvolt.testing.loop import InlineBlocking, VirtualClock, run_virtual
 
 TTL_S = 0.3
@@ -326,21 +325,9 @@ def test_a_directory_removed_by_half_is_no_news(tmp_path: Path) -> None:
     run_virtual(main, until_s=60)
 
 
-async def test_misuse_has_names(tmp_path: Path, blocking: ThreadBlocking) -> None:
+async def test_a_value_has_a_limit(tmp_path: Path, blocking: ThreadBlocking) -> None:
     client = FileDiscovery(tmp_path, SystemClock(), blocking, random.Random(1))
     lease = await client.lease(TTL_S)
-    for key in ("", "\ud800"):
-        with pytest.raises(InvalidRequest):
-            await client.put(key, b"", lease)
     with pytest.raises(PayloadTooLarge):
         await client.put("a", bytes(MAX_VALUE_BYTES + 1), lease)
-    with pytest.raises(NotFound):
-        await client.put("a", b"", LeaseId("other"))
     await client.close()
-    with pytest.raises(DiscoveryLost):
-        await client.put("a", b"", lease)
-    with pytest.raises(DiscoveryLost):
-        await client.get_prefix("")
-    late = Observer()
-    await late.read(client.watch_prefix(""))
-    assert late.events == []

@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 
-import pytest
-
-from kvolt.core.errors import DiscoveryLost, InvalidRequest, NotFound
-from kvolt.runtime.discovery import LeaseId
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.testing.discovery_observer import observing
 from kvolt.testing.loop import VirtualClock, run_virtual
@@ -47,18 +43,6 @@ def test_no_timer_outlives_the_last_client() -> None:
         late.abandon()
 
     run_virtual(main, until_s=2000)
-
-
-async def test_misuse_has_names() -> None:
-    client = MemDiscovery(MemStore(), VirtualClock(), random.Random(1))
-    lease = await client.lease(1.0)
-    with pytest.raises(InvalidRequest):
-        await client.put("", b"", lease)
-    with pytest.raises(NotFound):
-        await client.put("a", b"", LeaseId("other"))
-    await client.close()
-    with pytest.raises(DiscoveryLost):
-        await client.lease(1.0)
 
 
 async def test_only_ones_own_key_can_be_deleted() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from kvolt.core.errors import ConfigError, InvalidRequest
 from kvolt.runtime import events_queue
-from kvolt.runtime.events import Event
+from kvolt.runtime.events import Event, EventStream
 from kvolt.runtime.events_mem import LinkDelay, MemBus, MemEvents
 from kvolt.runtime.events_queue import EventCounters, Subscriptions
-from kvolt.testing.events_suite import CASES, Stream
+from kvolt.testing.events_suite import CASES
 from kvolt.testing.loop import run_virtual
 
 MAX_DELAY_S = 0.005
@@ -33,7 +33,7 @@ class MemHarness:
         await plane.start()
         return plane
 
-    async def connected(self, publisher: MemEvents, topic: str, *streams: Stream) -> None:
+    async def connected(self, publisher: MemEvents, topic: str, *streams: EventStream) -> None:
         await asyncio.sleep(2 * MAX_DELAY_S)
 
     def lose(self, publisher: MemEvents, num_events: int) -> None:
@@ -216,7 +216,7 @@ async def test_delays_keep_each_publishers_order_and_differ_by_link():
     for sequence in range(4):
         planes["a"].publish("kv", bytes([sequence]))
 
-    async def read(name: str, stream: Stream) -> list[int]:
+    async def read(name: str, stream: EventStream) -> list[int]:
         payloads = []
         for _ in range(4):
             payloads.append((await anext(stream)).payload[0])

@@ -16,10 +16,10 @@ from kvolt.core.errors import ConfigError, DiscoveryLost, PayloadTooLarge, Unava
 from kvolt.runtime import events_zmq
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
-from kvolt.runtime.events import Event
+from kvolt.runtime.events import Event, EventStream
 from kvolt.runtime.events_queue import EventCounters
 from kvolt.runtime.events_zmq import Registration, ZmqEvents, ZmqOptions, decode, encode
-from kvolt.testing.events_suite import CASES, Stream, probe
+from kvolt.testing.events_suite import CASES, probe
 
 PREFIX = "events/ns/"
 
@@ -39,7 +39,7 @@ class ZmqHarness:
         await plane.start()
         return plane
 
-    async def connected(self, publisher: ZmqEvents, topic: str, *streams: Stream) -> None:
+    async def connected(self, publisher: ZmqEvents, topic: str, *streams: EventStream) -> None:
         await probe(publisher, topic, *streams)
 
     def lose(self, publisher: ZmqEvents, num_events: int) -> None:

@@ -30,7 +30,7 @@ class Sink(asyncio.Protocol):
 
 
 async def talk(process, peer, network):
-    while process.clock.monotonic() < 30:
+    while process.clock.monotonic() < 10:
         try:
             sink = await process.network.connect(f"{peer}:7000", Sink, 3.0)
         except ConnectFailed as error:
@@ -55,7 +55,7 @@ async def main():
         for peer in names:
             crew.start(talk(process, peer, network), f"{name}-{peer}")
     for step in range(10):
-        await asyncio.sleep(3)
+        await asyncio.sleep(1)
         a, b = network.rng.sample(names, 2)
         network.rng.choice([
             lambda: network.cut(a, b, silent=False),

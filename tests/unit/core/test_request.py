@@ -1,0 +1,110 @@
+"""Request and its parts cross processes unchanged, and stay readable for older and newer peers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvolt.core.ids import InstanceId, LocalBlockHash, RequestId, SequenceHash
+from kvolt.core.kv_events import Cleared, KvEvent, KvEventBatch, Removed, Stored, StoredBlock, Tier
+from kvolt.core.request import (
+    Grammar,
+    GrammarKind,
+    Handoff,
+    KvSource,
+    MediaSpan,
+    Rendezvous,
+    Request,
+    Role,
+    RoutingHints,
+    Sampling,
+    StopConditions,
+)
+from kvolt.core.trace import TraceRecord
+
+PLAIN = Request(request_id=RequestId("r"), model="m", token_ids=(1, 2), stop=StopConditions(max_tokens=5))
+MEDIA = MediaSpan(3, 7, bytes(range(16)), "video", "https://example.org/v")
+FULL = Request(
+    request_id=RequestId("r"),
+    model="m",
+    token_ids=tuple(range(100)),
+    stop=StopConditions(max_tokens=5, min_tokens=1, stop_token_ids=(2,), ignore_eos=True),
+    sampling=Sampling(temperature=0.5, top_k=3, logit_bias={5: -1.0}, seed=7, num_choices=2, logprobs=3),
+    block_size=16,
+    local_hashes=(LocalBlockHash(2**64 - 1),),
+    sequence_hashes=(SequenceHash(2**63),),
+    grammar=Grammar(GrammarKind.REGEX, "a+"),
+    salt="s",
+    lora="l",
+    media=(MEDIA,),
+    routing=RoutingHints(tenant="t", pins={Role.PREFILL: InstanceId("i")}, preferred_taints={"gpu": 0.5}),
+    kv_sources=(KvSource(InstanceId("i"), Tier.DISK, 4, 1),),
+    rendezvous=Rendezvous(2**40, "h:1"),
+    handoff=Handoff(ticket=b"\x00\xff", prefill_instance=InstanceId("p"), media=(MEDIA,), first_tokens=(9,)),
+    resume=(5, 6),
+    deadline_s=1.5,
+    extra={"engine": [1, {"a": None}]},
+)
+
+
+@pytest.mark.parametrize("request_", [PLAIN, FULL])
+def test_round_trip(request_: Request) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request_), type=Request) == request_
+
+
+def test_a_plain_request_carries_no_defaults() -> None:
+    assert msgspec.to_builtins(PLAIN) == {
+        "request_id": "r",
+        "model": "m",
+        "token_ids": (1, 2),
+        "stop": {"max_tokens": 5},
+    }
+
+
+def test_a_newer_peers_fields_are_ignored() -> None:
+    plain: dict[str, Any] = msgspec.to_builtins(PLAIN)
+    newer = plain | {"thinking": {"budget": 1}, "stop": {"max_tokens": 5, "later": True}}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(newer), type=Request) == PLAIN
+
+
+def test_nothing_is_text() -> None:
+    """Tokens, not text, cross process boundaries: no field of a request could hold a prompt."""
+    names = set(Request.__struct_fields__) | set(Sampling.__struct_fields__)
+    assert not names & {"prompt", "text", "messages", "stop_strings", "content"}
+
+
+def test_requests_cannot_change() -> None:
+    with pytest.raises(AttributeError):
+        PLAIN.model = "other"  # type: ignore[misc]
+
+
+def test_shared_defaults_are_not_shared_state() -> None:
+    one = Sampling()
+    other = Sampling()
+    one.logit_bias[1] = 1.0
+    assert other.logit_bias == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Stored((StoredBlock(SequenceHash(1), LocalBlockHash(2**64 - 1)),), SequenceHash(3), 4, Tier.HOST),
+        Stored(()),
+        Removed((SequenceHash(1), SequenceHash(2)), Tier.OBJECT),
+        Cleared(),
+        Cleared(Tier.PEER),
+    ],
+)
+def test_kv_events_round_trip(change: Stored | Removed | Cleared) -> None:
+    batch = KvEventBatch((KvEvent(1, 2**40, change), KvEvent(2, 2**40, change, 3)))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KvEventBatch) == batch
+
+
+def test_a_public_trace_line_loads_as_it_is() -> None:
+    line = b'{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}'
+    record = msgspec.json.decode(line, type=TraceRecord)
+    assert record == TraceRecord(
+        timestamp=27482.0, input_length=6955, output_length=52, hash_ids=(46, 47, 2353)
+    )
