@@ -102,6 +102,11 @@ async def run(runtime):
 """
 
 READ_BULK = """
+def queued_s():
+    # How long the two event loops were ready to run while the machine ran something else.
+    files = [Path(f"/proc/{pid}/schedstat") for pid in ("self", sys.argv[3])]
+    return sum(int(file.read_text().split()[1]) for file in files if file.exists()) / 1e9
+
 async def run(runtime):
     ticks = await runtime.client(EndpointAddress.parse("default.load.ticks"))
     bulk = await runtime.client(EndpointAddress.parse("default.load.bulk"))
@@ -109,39 +114,33 @@ async def run(runtime):
         await asyncio.sleep(0.05)
     worst_s = 0.0
 
-    async def read():
+    async def read(probe):
         nonlocal worst_s
         async with await ticks.stream(0.002) as stream:
-            await anext(stream)
-            last = time.monotonic()
-            expected = 1
+            expected, last = 0, None
             async for delta in stream:
                 assert delta.token_ids[0] == expected, (delta, expected)
                 expected += len(delta.token_ids)
-                now = time.monotonic()
-                worst_s, last = max(worst_s, now - last), now
+                if probe:
+                    now = time.monotonic() - queued_s()
+                    worst_s, last = max(worst_s, now - (last or now)), now
 
-    readers = [asyncio.ensure_future(read()) for _ in range(8)]
+    readers = [asyncio.ensure_future(read(probe=number == 0)) for number in range(8)]
     await asyncio.sleep(0.5)
     trials = []
-    for _ in range(int(sys.argv[2])):
-        good = [trial for trial in trials if trial["loaded_s"] - trial["quiet_s"] < float(sys.argv[3])]
-        if good and len(trials) >= 3:
-            break
+    while len(trials) < 3 or (len(trials) < 12 and min(trials) > float(sys.argv[2])):
         worst_s = 0.0
         await asyncio.sleep(0.3)
         quiet_s, worst_s = worst_s, 0.0
-        started = time.monotonic()
         async with await bulk.stream(int(sys.argv[1])) as stream:
-            size = len(await anext(stream))
-        took_s = time.monotonic() - started
+            assert len(await anext(stream)) == int(sys.argv[1])
         await asyncio.sleep(0.05)
-        trials.append({"size": size, "took_s": took_s, "quiet_s": quiet_s, "loaded_s": worst_s})
+        trials.append(worst_s - quiet_s)
     assert not any(reader.done() for reader in readers)
     for reader in readers:
         reader.cancel()
     await asyncio.gather(*readers, return_exceptions=True)
-    print(json.dumps({"trials": trials, "connections": runtime.connections.num_open}), flush=True)
+    print(json.dumps({"delays_s": trials, "connections": runtime.connections.num_open}), flush=True)
 """
 
 
@@ -199,13 +198,11 @@ async def test_a_thousand_endpoints(bench: Bench) -> None:
 
 
 async def test_a_large_payload_does_not_delay_deltas(bench: Bench) -> None:
-    bench.start_command(program(SERVE_BULK, "server"), "server")
-    reader = bench.start_command(program(READ_BULK, "reader", BULK_BYTES, 12, DELAY_S), "reader")
-    found = await reader.says(r'{"trials".*}')
+    server = bench.start_command(program(SERVE_BULK, "server"), "server")
+    reader = bench.start_command(program(READ_BULK, "reader", BULK_BYTES, DELAY_S, server.pid), "reader")
+    found = await reader.says(r'{"delays_s".*}')
     result = json.loads(found[0])
-    delays_ms = [1000 * (trial["loaded_s"] - trial["quiet_s"]) for trial in result["trials"]]
-    print(f"delays {[f'{delay:.1f}' for delay in delays_ms]} ms, {result['trials']}")
+    print(result)
     assert result["connections"] == 1
-    assert [trial["size"] for trial in result["trials"]] == [BULK_BYTES] * len(delays_ms)
-    # The best of three, and of more on a busy machine: whatever else runs there delays as well.
-    assert min(delays_ms) < 1000 * DELAY_S
+    # The best of three, and of more on a busy machine.
+    assert min(result["delays_s"]) < DELAY_S

@@ -72,7 +72,7 @@ def decode_step_log(lines: Iterable[bytes]) -> tuple[StepLogHeader, list[StepSta
                 header = _header_decoder.decode(line)
             else:
                 steps.append(_step_decoder.decode(line))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"step log line {number}: {error}", param="step_log", line=number) from error
     if header is None:
         raise InvalidRequest("the step log is empty", param="step_log")

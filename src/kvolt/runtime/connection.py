@@ -60,7 +60,7 @@ class Connection(asyncio.Protocol):
         self._busy = False
         self._made_at = 0.0
         self._last_received = 0.0
-        self._last_sent = 0.0
+        self._sent_since_beat = False
         self._beat: asyncio.TimerHandle | None = None
         self._beat_due = 0.0
         self._close_reason: KvoltError | None = None
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         self.peer_name = _name(transport.get_extra_info("peername"))
         self.local_name = _name(transport.get_extra_info("sockname"))
         now = self._loop.time()
-        self._made_at = self._last_received = self._last_sent = now
+        self._made_at = self._last_received = now
         self._schedule_beat(now)
         self.wake()
 
@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol):
         if not frames:
             return
         data = frames[0] if len(frames) == 1 else b"".join(frames)
-        self._last_sent = self._loop.time()
+        self._sent_since_beat = True
         self._stats.bytes_out += len(data)
         transport.write(data)
         if self._busy:
@@ -243,8 +243,10 @@ class Connection(asyncio.Protocol):
             if now - self._made_at > _HELLO_TIMEOUT_S:
                 self.abort(ProtocolError(f"{self.peer_name} did not say hello", rule="hello"))
                 return
-        elif now - self._last_sent >= self._options.heartbeat_s * 0.9:
+        elif not self._sent_since_beat:
             self.session.ping()
+            self._flush()  # now, so that the ping itself does not count as traffic below
+        self._sent_since_beat = False
         self._schedule_beat(now)
 
 

@@ -34,7 +34,7 @@ from kvolt.core.errors import (
 from kvolt.runtime import wire
 from kvolt.runtime.bulk import BulkReceiver, BulkSender
 from kvolt.runtime.plane_stats import PlaneStats, outcome
-from kvolt.runtime.steps import StepBatch, StepReader, pack_u32, resolve_step, unpack_u32
+from kvolt.runtime.steps import StepBatch, StepReader, resolve_step, unpack_u32
 from kvolt.runtime.streams import CallerStream, Decode, ServedStream, Sink
 from kvolt.runtime.wire import FrameKind
 
@@ -186,9 +186,9 @@ class Session:
             self.open_deltas = items if kind is FrameKind.DELTAS else None
             self._host.wake()
 
-    def queue_step(self, ids: bytes, token_ids: Sequence[int]) -> None:
+    def queue_step(self, frame: bytes, num_items: int) -> None:
         """One token for each member of a batch, whose credit the batch has checked."""
-        self._segments.append((FrameKind.STEP, [(len(token_ids), ids + pack_u32(token_ids))]))
+        self._segments.append((FrameKind.STEP, [(num_items, frame)]))
         self.open_deltas = None
         self._host.wake()
 
@@ -286,11 +286,13 @@ class Session:
                 if kind is not FrameKind.STEP:
                     self._encode_segment(kind, items, out, behind)
                 elif behind:
-                    self._encode_segment(FrameKind.DELTAS, _step_deltas(items[0][1]), out, behind)
+                    self._encode_segment(
+                        FrameKind.DELTAS, _step_deltas(items[0][1][wire.HEADER.size :]), out, behind
+                    )
                 else:
-                    count, payload = items[0]
+                    count, frame = items[0]
                     self.stats.items_out += count
-                    out.append(wire.frame(kind, 0, payload))
+                    out.append(frame)
             for stream_id, late in behind.items():
                 self._put_back(self._served[stream_id], late)
         if self._ends or self._refused:
@@ -504,18 +506,16 @@ class Session:
                 call.deliver(delta)
 
     def _on_step(self, payload: bytes) -> None:
-        middle = len(payload) // 2
-        if len(payload) % 8 or not payload:
-            raise ProtocolError("a step of unequal arrays", rule="step")
-        ids, tokens = payload[:middle], payload[middle:]
         reader = self._step_reader
-        if reader is None or reader.ids != ids:
+        if reader is None or len(payload) != 2 * len(reader.ids) or not payload.startswith(reader.ids):
+            if len(payload) % 8 or not payload:
+                raise ProtocolError("a step of unequal arrays", rule="step")
             self._drop_step_reader()
-            reader = self._step_reader = resolve_step(ids, self._calls)
+            reader = self._step_reader = resolve_step(payload[: len(payload) // 2], self._calls)
             if reader is None:
                 self._on_deltas(_step_deltas(payload))
                 return
-        self.stats.items_in += reader.receive(tokens, self._now)
+        self.stats.items_in += reader.receive(payload, self._now)
 
     def _greet(self, kind: int, payload: bytes) -> None:
         if kind == FrameKind.REFUSE:

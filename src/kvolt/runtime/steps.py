@@ -14,13 +14,13 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from struct import unpack
+from struct import unpack, unpack_from
 from typing import Any, Protocol
 
 from kvolt.core.delta import Delta, plain_delta
 from kvolt.core.errors import ProtocolError
 from kvolt.runtime.streams import CallerStream, ServedStream
-from kvolt.runtime.wire import CHUNK_BYTES
+from kvolt.runtime.wire import CHUNK_BYTES, HEADER, FrameKind
 
 _SWAP = sys.byteorder == "big"
 
@@ -46,7 +46,7 @@ class StepHost(Protocol):
     step_owner: StepBatch | None
     """The batch whose credit is counted together now."""
 
-    def queue_step(self, ids: bytes, token_ids: Sequence[int]) -> None: ...
+    def queue_step(self, frame: bytes, num_items: int) -> None: ...
 
     def settle_step(self) -> None: ...
 
@@ -54,12 +54,14 @@ class StepHost(Protocol):
 class StepBatch:
     """The members of a batch that one connection serves."""
 
-    __slots__ = ("_budget", "_ids", "_pending", "_session", "_streams")
+    __slots__ = ("_budget", "_head", "_pending", "_session", "_streams")
 
     def __init__(self, session: StepHost, streams: list[ServedStream]) -> None:
         self._session = session
         self._streams = streams
-        self._ids = pack_u32([stream.id for stream in streams])
+        ids = pack_u32([stream.id for stream in streams])
+        self._head = HEADER.pack(2 * len(ids), FrameKind.STEP, 0) + ids
+        """All of the frame but the tokens."""
         self._budget = 0
         """Steps for which every member surely has credit."""
         self._pending = 0
@@ -72,7 +74,7 @@ class StepBatch:
         else:
             self._budget -= 1
             self._pending += 1
-            session.queue_step(self._ids, token_ids)
+            session.queue_step(self._head + pack_u32(token_ids), len(token_ids))
 
     def _begin(self) -> bool:
         """Count credit together from now on, if every member has some."""
@@ -147,8 +149,8 @@ class StepReader:
         self._pending = 0
         self._now = 0.0
 
-    def receive(self, tokens: bytes, now: float) -> int:
-        """Deliver one token to each; how many there were."""
+    def receive(self, payload: bytes, now: float) -> int:
+        """Deliver one token to each from a payload that begins with our ids; how many there were."""
         if self._budget == 0:
             self.settle()
             for call in self._calls:
@@ -162,7 +164,7 @@ class StepReader:
         self._budget -= 1
         self._pending += 1
         self._now = now
-        token_ids = unpack(self._format, tokens)
+        token_ids = unpack_from(self._format, payload, len(self.ids))
         if self._whole is not None:
             self._whole.on_step(self._sinks, token_ids)
         else:

@@ -32,7 +32,16 @@ def test_empty_log(lines: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [b"{", b"[]", b'{"batch": "one"}', b"\xff\xfe", b'{"batch": "\xff"}', b"[" * 5000]
+    "bad",
+    [
+        b"{",
+        b"[]",
+        b'{"batch": "one"}',
+        b"\xff\xfe",
+        b'{"batch": "\xff"}',
+        b"[" * 5000,
+        b'{"x":' + b"[" * 9000,
+    ],
 )
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_bad_line_is_named(bad: bytes, number: int) -> None:
