@@ -412,7 +412,7 @@ def check_empty(session: Session) -> None:
     assert not session._opening
     assert not session._held
     assert not session._credits
-    assert not session._segments
+    assert not session._outbox
     assert not session._ends
     assert not session._refused
     assert not session._cancels

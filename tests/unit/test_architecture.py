@@ -41,6 +41,8 @@ PURE = sorted(SOURCE.glob("core/*.py")) + [
         "bulk",
         "streams",
         "session",
+        "outbox",
+        "steps",
         "plane_stats",
         "supervisor_plan",
         "discovery_view",

@@ -11,13 +11,12 @@ nothing urgent waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
-from kvolt.core.delta import Delta, plain_delta
+from kvolt.core.delta import Delta
 from kvolt.core.errors import (
     Cancelled,
     ConnectFailed,
@@ -33,13 +32,13 @@ from kvolt.core.errors import (
 )
 from kvolt.runtime import wire
 from kvolt.runtime.bulk import BulkReceiver, BulkSender
+from kvolt.runtime.outbox import Outbox, step_deltas
 from kvolt.runtime.plane_stats import PlaneStats, outcome
-from kvolt.runtime.steps import StepBatch, StepReader, resolve_step, unpack_u32
+from kvolt.runtime.steps import StepBatch, StepReader, resolve_step
 from kvolt.runtime.streams import CallerStream, Decode, ServedStream, Sink
 from kvolt.runtime.wire import FrameKind
 
 _ITEMS_PER_FRAME = 4096
-_UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError)
 
 
 class Host(Protocol):
@@ -89,8 +88,7 @@ class Session:
         self._bulk = BulkSender()
         self._greeting: bytes | None = wire.frame(FrameKind.HELLO, 0, wire.encode(hello))
         self._control: list[bytes] = []
-        self._segments: list[tuple[FrameKind, list[tuple[int, Any]]]] = []
-        self.open_deltas: list[tuple[int, Any]] | None = None
+        self._outbox = Outbox(self._served, self._bulk, stats, self._check_size, self.settle_step)
         self.step_owner: StepBatch | None = None
         self._step_reader: StepReader | None = None
         self._ends: list[ServedStream] = []
@@ -108,6 +106,11 @@ class Session:
         self.paused = False
         """The transport is full: streams keep their items back."""
         self.stats = stats
+
+    @property
+    def open_deltas(self) -> list[tuple[int, Any]] | None:
+        """The DELTAS frame being filled, for streams to append to."""
+        return self._outbox.open_deltas
 
     @property
     def num_calls(self) -> int:
@@ -176,20 +179,12 @@ class Session:
     # --- serving
 
     def queue_item(self, stream: ServedStream, item: Any) -> None:
-        kind = FrameKind.DELTAS if type(item) is Delta else FrameKind.ITEMS
-        segments = self._segments
-        if segments and segments[-1][0] is kind:
-            segments[-1][1].append((stream.id, item))
-        else:
-            items: list[tuple[int, Any]] = [(stream.id, item)]
-            segments.append((kind, items))
-            self.open_deltas = items if kind is FrameKind.DELTAS else None
-            self._host.wake()
+        self._outbox.add(stream.id, item)
+        self._host.wake()
 
     def queue_step(self, frame: bytes, num_items: int) -> None:
         """One token for each member of a batch, whose credit the batch has checked."""
-        self._segments.append((FrameKind.STEP, [(num_items, frame)]))
-        self.open_deltas = None
+        self._outbox.add_step(frame, num_items)
         self._host.wake()
 
     def settle_step(self) -> None:
@@ -251,8 +246,7 @@ class Session:
         self._opening.clear()
         self._arriving.clear()
         self._bulk.clear()
-        self._segments.clear()
-        self.open_deltas = None
+        self._outbox.clear()
         self._ends.clear()
         self._held.clear()
         self.stats.calls_ended[outcome(error)] += len(calls)
@@ -278,23 +272,8 @@ class Session:
         if self._control:
             out += self._control
             self._control = []
-        if self._segments:
-            segments, self._segments = self._segments, []
-            self.open_deltas = None
-            behind: dict[int, list[Any]] = {}
-            for kind, items in segments:
-                if kind is not FrameKind.STEP:
-                    self._encode_segment(kind, items, out, behind)
-                elif behind:
-                    self._encode_segment(
-                        FrameKind.DELTAS, _step_deltas(items[0][1][wire.HEADER.size :]), out, behind
-                    )
-                else:
-                    count, frame = items[0]
-                    self.stats.items_out += count
-                    out.append(frame)
-            for stream_id, late in behind.items():
-                self._put_back(self._served[stream_id], late)
+        if self._outbox:
+            self._outbox.take(out)
         if self._ends or self._refused:
             self._encode_ends(out)
         if self._cancels:
@@ -317,84 +296,6 @@ class Session:
             stream.bulk = False
             stream.release()
         return chunk
-
-    def _encode_segment(
-        self,
-        kind: FrameKind,
-        items: Sequence[tuple[int, Any]],
-        out: list[bytes],
-        behind: dict[int, list[Any]],
-    ) -> None:
-        self.stats.items_out += len(items)
-        for start in range(0, len(items), _ITEMS_PER_FRAME):
-            self._encode_items(kind, items[start : start + _ITEMS_PER_FRAME], out, behind)
-
-    def _encode_items(
-        self,
-        kind: FrameKind,
-        items: Sequence[tuple[int, Any]],
-        out: list[bytes],
-        behind: dict[int, list[Any]],
-    ) -> None:
-        """One frame for all, as a rule. `behind` gets what must not leave now, by stream."""
-        if not behind:
-            try:
-                payload = wire.encode(items)
-            except _UNENCODABLE:
-                pass
-            else:
-                if len(payload) <= wire.CHUNK_BYTES:
-                    out.append(wire.frame(kind, 0, payload))
-                    return
-        self._encode_singly(kind, items, out, behind)
-
-    def _encode_singly(
-        self,
-        kind: FrameKind,
-        items: Sequence[tuple[int, Any]],
-        out: list[bytes],
-        behind: dict[int, list[Any]],
-    ) -> None:
-        """A batch that is too long, holds what does not encode, or comes after such a one: item by item."""
-        batch: list[tuple[int, msgspec.Raw]] = []
-        batch_bytes = 0
-        for stream_id, item in items:
-            stream = self._served.get(stream_id)
-            if stream is None or stream.closed:
-                continue
-            if stream_id in behind:
-                behind[stream_id].append(item)
-                continue
-            try:
-                encoded = wire.encode(item)
-                self._check_size("an item", len(encoded))
-            except _UNENCODABLE as error:
-                stream.break_off(KvoltError(f"the handler yielded what cannot be encoded: {error}"))
-                behind[stream_id] = []
-                continue
-            except PayloadTooLarge as error:
-                stream.break_off(error)
-                behind[stream_id] = []
-                continue
-            if len(encoded) > wire.CHUNK_BYTES:
-                self.settle_step()  # its batch has to see that this stream is not writable
-                stream.bulk = True
-                self._bulk.add(stream_id, encoded, kind is FrameKind.DELTAS)
-                behind[stream_id] = []
-                continue
-            if batch_bytes + len(encoded) > wire.CHUNK_BYTES:
-                out.append(wire.frame(kind, 0, wire.encode(batch)))
-                batch, batch_bytes = [], 0
-            batch.append((stream_id, msgspec.Raw(encoded)))
-            batch_bytes += len(encoded) + 8
-        if batch:
-            out.append(wire.frame(kind, 0, wire.encode(batch)))
-
-    def _put_back(self, stream: ServedStream, late: list[Any]) -> None:
-        """Items behind a bulk message wait for it; behind one that cannot leave they are dropped."""
-        self.stats.items_out -= len(late)
-        if late and stream.bulk:
-            stream.put_back(late)
 
     def _encode_ends(self, out: list[bytes]) -> None:
         ends, self._refused = self._refused, []
@@ -513,7 +414,7 @@ class Session:
             self._drop_step_reader()
             reader = self._step_reader = resolve_step(payload[: len(payload) // 2], self._calls)
             if reader is None:
-                self._on_deltas(_step_deltas(payload))
+                self._on_deltas(step_deltas(payload))
                 return
         self.stats.items_in += reader.receive(payload, self._now)
 
@@ -606,14 +507,6 @@ class Session:
 def _refused(payload: bytes) -> ProtocolError:
     error = from_info(wire.decode_error(payload))
     return error if isinstance(error, ProtocolError) else ProtocolError(error.message, rule="refused")
-
-
-def _step_deltas(payload: bytes) -> list[tuple[int, Delta]]:
-    """A step as what DELTAS would carry."""
-    middle = len(payload) // 2
-    return list(
-        zip(unpack_u32(payload[:middle]), map(plain_delta, unpack_u32(payload[middle:])), strict=True)
-    )
 
 
 def _split(kind: FrameKind, entries: list[tuple[int, Any]], out: list[bytes]) -> None:

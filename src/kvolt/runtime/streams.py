@@ -59,8 +59,11 @@ class ServerHost(Protocol):
     """What a served stream needs of its session."""
 
     paused: bool
-    open_deltas: list[tuple[int, Any]] | None
-    """The DELTAS frame being filled, when it is the last thing queued."""
+
+    @property
+    def open_deltas(self) -> list[tuple[int, Any]] | None:
+        """The DELTAS frame being filled, when it is the last thing queued."""
+        ...
 
     @property
     def step_owner(self) -> object | None:
@@ -269,8 +272,9 @@ class ServedStream:
             session.settle_step()
         if self.credit > 0 and self._backlog is None and not self.bulk and not session.paused:
             self.credit -= 1
-            if type(item) is Delta and session.open_deltas is not None:
-                session.open_deltas.append((self.id, item))  # what queue_item does, without the call
+            open_deltas = session.open_deltas
+            if open_deltas is not None and type(item) is Delta:
+                open_deltas.append((self.id, item))  # what queue_item does, without the calls
             else:
                 session.queue_item(self, item)
         else:
