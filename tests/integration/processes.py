@@ -245,12 +245,13 @@ class Bench:
     async def until_seen(
         self, *names: str, timeout_s: float = PATIENCE_S, **more: str
     ) -> dict[str, ProcessView]:
-        """Wait until exactly these processes are registered and answer."""
+        """Wait until exactly these processes are registered and answer, and the others have had time to see it."""
         async with asyncio.timeout(timeout_s), visit(self.settings(**more)) as cluster:
             while True:
                 with contextlib.suppress(DiscoveryLost):
                     views = {view.name: view for view in await cluster.look()}
                     if sorted(views) == sorted(names) and all(view.status for view in views.values()):
+                        await asyncio.sleep(5 * POLL_S)
                         return views
                 await asyncio.sleep(0.1)
 
@@ -263,6 +264,12 @@ class Bench:
                 if sum(engine.get("open", 0) for engine in engines) == num_requests:
                     return
                 await asyncio.sleep(0.05)
+
+    async def open_requests(self, *names: str, **more: str) -> list[int]:
+        """How many requests each of these workers has open."""
+        views = await self.look(**more)
+        statuses = [views[name].status for name in names]
+        return [status.details["engine"]["open"] for status in statuses if status is not None]
 
     def status(self, *arguments: str) -> list[dict[str, Any]]:
         """What `kvolt status --json` prints."""

@@ -176,9 +176,6 @@ async def test_a_process_stops_while_discovery_hangs(bench: Bench) -> None:
         assert await worker.ended(10.0) == 0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the supervisor takes a restarted worker that finds no discovery for a config error"
-)
 async def test_a_worker_that_crashes_meanwhile_waits_for_discovery(bench: Bench) -> None:
     (bench.folder / "kvolt.toml").write_text("[[workers]]\ncount = 2\nargs = {speed = 5}\n")
     serve, _ = await bench.serve("--runtime-start-timeout-s", "2", "--supervisor-restart-backoff-s", "0.2")

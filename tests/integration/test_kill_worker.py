@@ -125,10 +125,12 @@ async def test_serve_brings_a_killed_worker_back(bench: Bench) -> None:
 
         running = [asyncio.ensure_future(ask()) for _ in range(10)]
         await bench.until_computing(10)
+        lost, kept = await bench.open_requests("worker-0", "worker-1")
+        assert min(lost, kept) > 0
         os.kill(bench.child_pid("worker-0"), signal.SIGKILL)
         answers = await asyncio.gather(*running)
         whole = [answer for answer in answers if answer.endswith("data: [DONE]\n\n")]
-        assert len(whole) == 5
+        assert len(whole) == kept
         assert all('"code":"worker_lost"' in answer for answer in answers if answer not in whole)
 
         after = await bench.until_seen("frontend", "worker-0", "worker-1")
@@ -137,7 +139,5 @@ async def test_serve_brings_a_killed_worker_back(bench: Bench) -> None:
         # Both get requests again, and the frontend has forgotten the dead one.
         running = [asyncio.ensure_future(ask()) for _ in range(4)]
         await bench.until_computing(4)
-        views = await bench.look()
-        shares = [views[name].status.details["engine"]["open"] for name in ("worker-0", "worker-1")]  # type: ignore[union-attr]
+        assert min(await bench.open_requests("worker-0", "worker-1")) > 0
         assert all(answer.endswith("data: [DONE]\n\n") for answer in await asyncio.gather(*running))
-        assert shares == [2, 2]

@@ -68,7 +68,7 @@ class Cluster:
 
 @asynccontextmanager
 async def visit(settings: Settings) -> AsyncIterator[Cluster]:
-    check_directory(settings)
+    await check_directory(settings)
     blocking = ThreadBlocking()
     ports = make_ports(settings, Metrics(CollectorRegistry()), blocking)
     server = EndpointServer()

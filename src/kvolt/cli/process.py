@@ -6,6 +6,7 @@ Every verb that starts a process comes through here, so all of them log, count, 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import secrets
 import socket
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from kvolt.core.errors import ConfigError
+from kvolt.core.errors import ConfigError, DeadlineExceeded
 from kvolt.runtime.admin import AdminServer
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
@@ -41,6 +42,7 @@ from kvolt.runtime.settings import Settings
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.tasks import Scope
 
+_LOOK_TIMEOUT_S = 1.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Body = Callable[["Process"], Awaitable[None]]
@@ -81,13 +83,13 @@ def run_loop(main: Callable[[], Awaitable[int]]) -> int:
 
 def run_process(settings: Settings, name: str, body: Body) -> int:
     """One process from start to exit code. `body` returns when the process should stop."""
-    check_directory(settings)
     clock = SystemClock()
     setup_logs(settings.log.level, settings.log.format, name, sys.stderr, clock)
 
     async def main() -> int:
         stop = StopSignal()
         stop.install()
+        await check_directory(settings)
         async with running(settings, name) as process:
             await _until_stopped(process, body, stop)
         return 0
@@ -156,6 +158,7 @@ def process_options(settings: Settings, name: str) -> ProcessOptions:
         listen=join_address(host, settings.runtime.port),
         advertise=settings.runtime.advertise,
         lease_ttl_s=settings.discovery.ttl_s,
+        announce_s=2 * settings.discovery.poll_s,
         start_timeout_s=settings.runtime.start_timeout_s,
         connection=ConnectionOptions(
             heartbeat_s=plane.heartbeat_s,
@@ -191,11 +194,25 @@ def plane_host(settings: Settings) -> str:
         return host
 
 
-def check_directory(settings: Settings) -> None:
-    """ConfigError when the discovery directory can never be one: no waiting would help."""
-    path = Path(settings.discovery.path or ".")
-    nearest = next(place for place in (path, *path.parents) if place.exists())
-    if settings.discovery.kind == "file" and not nearest.is_dir():
+async def check_directory(settings: Settings) -> None:
+    """ConfigError when the discovery directory can never be one: no waiting would help.
+
+    One that does not answer is left to discovery, which can wait for it.
+    """
+    if settings.discovery.kind != "file" or settings.discovery.path is None:
+        return
+    path = Path(settings.discovery.path)
+    blocking = ThreadBlocking(1)
+    try:
+        nearest = await blocking.run(
+            lambda: next(place for place in (path, *path.parents) if os.path.exists(place)), _LOOK_TIMEOUT_S
+        )
+        is_directory = await blocking.run(nearest.is_dir, _LOOK_TIMEOUT_S)
+    except DeadlineExceeded:
+        return
+    finally:
+        blocking.close()
+    if not is_directory:
         raise ConfigError(
             f"discovery.path {path}: {nearest} is not a directory",
             key="discovery.path",
@@ -227,7 +244,9 @@ def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -
                         remedy="give --join HOST:PORT",
                     )
                 split_address(address)
-                return JoinDiscovery(connections, address, rng, on_state=on_state)
+                return JoinDiscovery(
+                    connections, address, rng, min(5.0, settings.runtime.start_timeout_s), on_state=on_state
+                )
             case _:
                 path = settings.discovery.path
                 assert path is not None, "the config loader sets it"

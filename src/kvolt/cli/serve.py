@@ -49,11 +49,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     given = _with_workers(loaded.settings, args.workers)
-    check_directory(given)
     for group in given.workers:
         check_arguments(group.engine, group.args)
 
     async def main() -> int:
+        await check_directory(given)
         settings = await _with_port(given)
         with tempfile.TemporaryDirectory(prefix="kvolt-serve-") as folder:
             config = Path(folder) / "kvolt.toml"

@@ -177,7 +177,10 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, error: ProtocolError) -> None:
         if self._transport is not None:
-            self._transport.write(self.session.refusal(error))
+            refusal = self.session.refusal(error)
+            self._stats.frames_out += 1
+            self._stats.bytes_out += len(refusal)
+            self._transport.write(refusal)
         self.close(error)
 
     def _finish(self, reason: KvoltError) -> None:

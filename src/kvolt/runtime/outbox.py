@@ -107,7 +107,9 @@ class Outbox:
         behind: Behind,
     ) -> None:
         """One frame for all, as a rule. `behind` gets what must not leave now, by stream."""
-        if not behind:
+        if not behind and (
+            len(items) > 1 or kind is FrameKind.DELTAS
+        ):  # one item may be long: encode it once
             try:
                 payload = wire.encode(items)
             except _UNENCODABLE:

@@ -57,6 +57,8 @@ class ProcessOptions:
     listen: str = "127.0.0.1:0"
     advertise: str | None = None
     lease_ttl_s: float = 5.0
+    announce_s: float = 0.1
+    """Between telling that no new streams are wanted and refusing them: the time the news takes."""
     start_timeout_s: float = 30.0
     connection: ConnectionOptions = field(default_factory=ConnectionOptions)
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -150,11 +152,13 @@ class Runtime:
         """Stop accepting, finish what runs up to the deadline, cancel the rest, leave discovery. Safe to repeat."""
         if self._crew.closed:
             return
+        if not self._served:
+            await self.abort()
+            return
         await graceful_stop(self._stop_accepting, self._drain_served, self.abort, drain_s)
 
     async def _stop_accepting(self) -> None:
-        for served in self._served.values():
-            await self._set_state(served, InstanceState.DRAINING)
+        await self._set_state(InstanceState.DRAINING)
 
     async def _drain_served(self) -> None:
         for endpoint in list(self._served):
@@ -236,13 +240,11 @@ class Runtime:
 
     async def cordon(self) -> None:
         """Take no new streams; what runs goes on."""
-        for served in self._served.values():
-            await self._set_state(served, InstanceState.CORDONED)
+        await self._set_state(InstanceState.CORDONED)
 
     async def drain(self, timeout_s: float) -> None:
         """Cordon, then wait until nothing runs or the time is over."""
-        for served in self._served.values():
-            await self._set_state(served, InstanceState.DRAINING)
+        await self._set_state(InstanceState.DRAINING)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drain_served()
@@ -250,8 +252,7 @@ class Runtime:
             pass
 
     async def resume(self) -> None:
-        for served in self._served.values():
-            await self._set_state(served, InstanceState.READY)
+        await self._set_state(InstanceState.READY)
 
     async def status(self) -> ProcessStatus:
         return ProcessStatus(
@@ -271,12 +272,17 @@ class Runtime:
 
     # ---
 
-    async def _set_state(self, served: _Served, state: InstanceState) -> None:
-        endpoint = str(served.instance.endpoint)
-        served.instance = msgspec.structs.replace(served.instance, state=state)
-        self.server.refuse(endpoint, None if state is InstanceState.READY else state.value)
-        self.health.set(endpoint, State(state.value))
-        await self._publish(served)
+    async def _set_state(self, state: InstanceState) -> None:
+        """Tell first, then act: who has not heard yet must not be refused."""
+        before = {served.instance.state for served in self._served.values()}
+        for endpoint, served in self._served.items():
+            served.instance = msgspec.structs.replace(served.instance, state=state)
+            self.health.set(endpoint, State(state.value))
+            await self._publish(served)
+        if state is not InstanceState.READY and InstanceState.READY in before:
+            await asyncio.sleep(self.options.announce_s)
+        for endpoint in self._served:
+            self.server.refuse(endpoint, None if state is InstanceState.READY else state.value)
 
     async def _publish(self, served: _Served) -> None:
         assert self._lease is not None

@@ -268,6 +268,7 @@ class Session:
             out.append(self._greeting)
             self._greeting = None
         if self.peer is None:
+            self.stats.frames_out += len(out)
             return out
         if self._control:
             out += self._control

@@ -8,7 +8,7 @@ pipe, timer or clock.
        |                     +---------Exited---------+
     BackoffElapsed                      |
        |                                v
-       +----- backoff <---- crash ------+------ exit code 2 ----> failed
+       +----- backoff <---- crash ------+------ exit code 2 ----> failed (first life)
                  |
             StopRequested         pending, starting, running --StopRequested--> stopping
                  v                                                                 |
@@ -249,7 +249,9 @@ class SupervisorPlan:
             case Exited(_, code, uptime_s, last_words):
                 said = f": {last_words}" if last_words else ""
                 text = f"{describe_exit(code)} after {uptime_s:.1f} s{said}"
-                return self._gone(child, event, now, text, code != CONFIG_EXIT_CODE)
+                # Settings that worked once are not wrong now: a later life that gives up (discovery is away,
+                # say) is tried again.
+                return self._gone(child, event, now, text, code != CONFIG_EXIT_CODE or child.restarts > 0)
             case BackoffElapsed():
                 child.restarts += 1
                 self._move(child, event, _S.PENDING)

@@ -275,6 +275,7 @@ async def drain_finishes_what_runs(harness: Harness) -> None:
         async with Scope("drain") as scope:
             drain = scope.start(server.drain(SOON_S), "drain")
             await until(lambda: client.candidates() == [], "a draining instance is no candidate")
+            await asyncio.sleep(2 * server.options.announce_s)  # until then who has not heard is still served
             error = await fails(Unavailable, collect(await client.stream(1, instance=instance)))
             expect(error.fields.get("reason") == "draining", f"{error!r}")
             expect(not drain.done(), "it waits for what runs")

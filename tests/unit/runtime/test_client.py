@@ -1,0 +1,347 @@
+"""An endpoint's client alone: what discovery tells it, what it makes of failures, whom it calls."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from kvolt.core.errors import ConnectFailed, KvoltError, Unavailable, WorkerLost
+from kvolt.core.ids import InstanceId
+from kvolt.runtime.address import EndpointAddress, Instance, InstanceState, encode_instance
+from kvolt.runtime.call import Deadlines
+from kvolt.runtime.client import Destination, EndpointClient, open_stream
+from kvolt.runtime.connection import Connection, ConnectionOptions
+from kvolt.runtime.connections import Connections
+from kvolt.runtime.discovery import LeaseId
+from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
+from kvolt.runtime.session import SessionLimits
+from kvolt.runtime.streams import ServedStream
+from kvolt.testing.loop import VirtualClock, run_virtual
+from kvolt.testing.network import VirtualNetwork
+
+ENDPOINT = EndpointAddress("ns", "worker", "generate")
+LIMITS = Deadlines(connect_s=2.0)
+
+
+class World:
+    """Servers that answer with their name and the target, one calling process, one discovery."""
+
+    def __init__(self) -> None:
+        self.network = VirtualNetwork(random.Random(1))
+        self.rng = random.Random(2)
+        self.store = MemStore()
+        self.discovery = MemDiscovery(self.store, VirtualClock(), self.rng)
+        self.lease: LeaseId | None = None
+        self.targets: list[str] = []
+        self.caller = self._process("caller")
+        self._made: list[Connections] = [self.caller]
+        self._clients: list[EndpointClient] = []
+
+    def _process(self, name: str) -> Connections:
+        def serve(connection: Connection, stream: ServedStream) -> None:
+            self.targets.append(stream.target)
+            for item in (name, 1, 2):
+                stream.send(item)
+            stream.end()
+
+        options = ConnectionOptions(limits=SessionLimits(window_items=2))
+        return Connections(self.network.host(name), options, name, serve)
+
+    async def server(self, name: str) -> Connections:
+        made = self._process(name)
+        self._made.append(made)
+        await made.listen(f"{name}:7000")
+        return made
+
+    async def register(self, name: str, state: InstanceState = InstanceState.READY) -> Instance:
+        instance = Instance(id=InstanceId(name), endpoint=ENDPOINT, address=f"{name}:7000", state=state)
+        await self.put(instance.key, encode_instance(instance))
+        return instance
+
+    async def put(self, key: str, value: bytes) -> None:
+        if self.lease is None:
+            self.lease = await self.discovery.lease(5.0)
+        await self.discovery.put(key, value, self.lease)
+        await asyncio.sleep(0.01)
+
+    async def client(self, static: tuple[str, ...] = ()) -> EndpointClient:
+        client = EndpointClient(
+            ENDPOINT, self.caller, self.rng, None if static else self.discovery, static, LIMITS
+        )
+        self._clients.append(client)
+        await client.start()
+        await client.wait_synced(1.0)
+        return client
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+        await self.discovery.close()
+        for made in self._made:
+            await made.close()
+        self.network.close()
+
+
+def in_world(test: Callable[[World], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    async def main() -> None:
+        world = World()
+        try:
+            await test(world)
+        finally:
+            await world.close()
+
+    def run() -> None:
+        run_virtual(main)
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+async def ask(client: EndpointClient, instance: Instance | None = None) -> list[Any]:
+    return [item async for item in await client.stream(None, instance=instance)]
+
+
+@in_world
+async def test_instances_are_in_order_of_id(world: World) -> None:
+    client = await world.client()
+    for name in ("c", "a", "b"):
+        await world.register(name)
+    assert [instance.id for instance in client.instances()] == ["a", "b", "c"]
+    await world.discovery.delete(ENDPOINT.prefix + "b")
+    await asyncio.sleep(0.01)
+    assert [instance.id for instance in client.candidates()] == ["a", "c"]
+
+
+@in_world
+async def test_only_the_ready_are_candidates(world: World) -> None:
+    client = await world.client()
+    changes: list[list[str]] = []
+    client.on_change(lambda: changes.append([instance.id for instance in client.candidates()]))
+    await world.register("a")
+    await world.register("a", InstanceState.CORDONED)
+    await world.register("a", InstanceState.DRAINING)
+    await world.register("a")
+    assert changes == [["a"], [], [], ["a"]]
+
+
+@in_world
+async def test_what_is_no_instance_is_ignored(world: World) -> None:
+    client = await world.client()
+    for number, value in enumerate((b"", b"\xc1", b"\x81\xa1z" + b"\x91" * 5000, b"\x81\xa2id\xa2\xff\xff")):
+        await world.put(f"{ENDPOINT.prefix}bad{number}", value)
+    await world.register("good")
+    assert [instance.id for instance in client.instances()] == ["good"], "and the watch goes on"
+
+
+@in_world
+async def test_a_target_names_the_instance(world: World) -> None:
+    await world.server("a")
+    instance = await world.register("a")
+    client = await world.client()
+    assert await ask(client) == ["a", 1, 2]
+    assert await ask(client, instance) == ["a", 1, 2]
+    assert world.targets == ["ns.worker.generate#a"] * 2
+
+
+@in_world
+async def test_static_addresses_need_no_discovery(world: World) -> None:
+    await world.server("a")
+    await world.server("b")
+    client = await world.client(static=("a:7000", "b:7000"))
+    assert sorted([(await ask(client))[0] for _ in range(4)]) == ["a", "a", "b", "b"]
+    assert set(world.targets) == {"ns.worker.generate"}, "whatever instance is there"
+
+
+@in_world
+async def test_no_candidates(world: World) -> None:
+    client = await world.client()
+    for pick in (client.round_robin, client.random):
+        with pytest.raises(Unavailable) as caught:
+            pick()
+        assert caught.value.fields["reason"] == "no_instances"
+    await world.register("a", InstanceState.CORDONED)
+    with pytest.raises(Unavailable) as caught:
+        client.round_robin()
+    assert caught.value.fields["reason"] == "none_reachable"
+    with pytest.raises(Unavailable) as caught:
+        client.instance(InstanceId("zz"))
+    assert caught.value.fields["reason"] == "unknown_instance"
+    assert client.instance(InstanceId("a")).id == "a"
+
+
+@in_world
+async def test_random_reaches_everyone(world: World) -> None:
+    client = await world.client()
+    for name in "abcd":
+        await world.register(name)
+    assert {client.random().id for _ in range(100)} == set("abcd")
+
+
+@in_world
+async def test_who_cannot_be_reached_is_out_at_once_and_back_later(world: World) -> None:
+    await world.register("a")
+    client = await world.client()
+    world.network.host("a")
+    with pytest.raises(ConnectFailed):
+        await client.stream(None)
+    assert client.candidates() == []
+    assert [instance.id for instance in client.instances()] == ["a"]
+    await asyncio.sleep(5)
+    assert client.candidates() == []
+    await world.server("a")
+    await asyncio.sleep(3)
+    assert [instance.id for instance in client.candidates()] == ["a"]
+    assert world.targets == [], "no request was spent on finding out"
+    assert await ask(client) == ["a", 1, 2]
+
+
+@in_world
+async def test_a_lost_instance_that_leaves_discovery_is_forgotten(world: World) -> None:
+    await world.register("a")
+    client = await world.client()
+    world.network.host("a")
+    with pytest.raises(ConnectFailed):
+        await client.stream(None)
+    await world.discovery.delete(ENDPOINT.prefix + "a")
+    await asyncio.sleep(10)
+    attempts = world.caller.stats.connects["connect_failed"]
+    await asyncio.sleep(30)
+    assert world.caller.stats.connects["connect_failed"] == attempts, "nobody dials it any more"
+    await world.register("a")
+    assert [instance.id for instance in client.candidates()] == ["a"], "it starts anew"
+
+
+@in_world
+async def test_a_lost_connection_takes_all_instances_behind_it(world: World) -> None:
+    await world.server("a")
+    client = await world.client()
+    for number in range(3):
+        instance = Instance(id=InstanceId(str(number)), endpoint=ENDPOINT, address="a:7000")
+        await world.put(instance.key, encode_instance(instance))
+    await ask(client)
+    world.network.cut("caller", "a", silent=False)
+    await asyncio.sleep(0.01)
+    assert client.candidates() == []
+    await asyncio.sleep(2)
+    assert len(client.candidates()) == 3
+
+
+@in_world
+async def test_a_stream_that_ends_with_an_error_is_no_loss(world: World) -> None:
+    server = await world.server("a")
+    await world.register("a")
+    client = await world.client()
+    server.go_away()
+    with pytest.raises(Unavailable):
+        await ask(client)
+    assert len(client.candidates()) == 1
+
+
+@in_world
+async def test_a_connection_that_closes_while_the_caller_wakes_up(world: World) -> None:
+    """Between the dial's success and the caller's turn: an error at once, not at the first deadline."""
+    await world.server("a")
+    await world.register("a")
+    client = await world.client()
+    get = world.caller.get
+
+    async def get_then_lose(address: str, timeout_s: float) -> Connection:
+        connection = await get(address, timeout_s)
+        connection.abort(WorkerLost("gone"))
+        return connection
+
+    world.caller.get = get_then_lose  # type: ignore[method-assign]
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(ConnectFailed):
+        await client.stream(None)
+    assert asyncio.get_running_loop().time() - began < 1.0
+    world.caller.get = get  # type: ignore[method-assign]
+
+
+@in_world
+async def test_a_sink_needs_no_reader(world: World) -> None:
+    """Three items through a window of two: the credit goes back by itself."""
+    await world.server("a")
+    await world.register("a")
+    client = await world.client()
+    items: list[Any] = []
+    ends: list[KvoltError | None] = []
+
+    class Sink:
+        def on_item(self, item: Any) -> None:
+            items.append(item)
+
+        def on_end(self, error: KvoltError | None) -> None:
+            ends.append(error)
+
+    call = await client.call(None, Sink())
+    await asyncio.sleep(0.1)
+    assert (items, ends, call.ended) == (["a", 1, 2], [None], True)
+
+
+@in_world
+async def test_a_failed_call_tells_its_sink_nothing(world: World) -> None:
+    await world.register("a")
+    client = await world.client()
+    told: list[Any] = []
+
+    class Sink:
+        def on_item(self, item: Any) -> None:
+            told.append(item)
+
+        def on_end(self, error: KvoltError | None) -> None:
+            told.append(error)
+
+    with pytest.raises(ConnectFailed):
+        await client.call(None, Sink(), deadlines=Deadlines(connect_s=0.5, first_s=0.1))
+    await asyncio.sleep(1)
+    assert told == []
+
+
+@in_world
+async def test_a_request_that_cannot_be_encoded(world: World) -> None:
+    await world.server("a")
+    await world.register("a")
+    client = await world.client()
+    with pytest.raises(TypeError):
+        await client.stream(object())
+    assert len(client.candidates()) == 1
+
+
+@in_world
+async def test_a_process_can_be_called_directly(world: World) -> None:
+    await world.server("a")
+    stream = await open_stream(world.caller, Destination("a:7000", "kvolt.process.status"), None, LIMITS)
+    assert [item async for item in stream] == ["a", 1, 2]
+    assert world.targets == ["kvolt.process.status"]
+
+
+@in_world
+async def test_discovery_that_does_not_answer_stops_nobody(world: World) -> None:
+    world.store.offline()
+    began = asyncio.get_running_loop().time()
+    client = await world.client()
+    assert asyncio.get_running_loop().time() - began == pytest.approx(1.0, abs=0.1)
+    assert client.candidates() == []
+    world.store.online()
+    await world.server("a")
+    await world.register("a")
+    await asyncio.sleep(1)
+    assert await ask(client) == ["a", 1, 2]
+
+
+@in_world
+async def test_close_ends_the_watching_not_the_calls(world: World) -> None:
+    await world.server("a")
+    await world.register("a")
+    client = await world.client()
+    stream = await client.stream(None)
+    assert await anext(stream) == "a"
+    await client.close()
+    assert [item async for item in stream] == [1, 2]
+    world.network.cut("caller", "a", silent=False)
+    await asyncio.sleep(5)
