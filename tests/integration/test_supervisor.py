@@ -75,7 +75,7 @@ class Bench:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - most of what is waited for happens in another process
+        while not condition():
             await asyncio.sleep(0.01)
 
 

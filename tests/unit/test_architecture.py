@@ -64,7 +64,9 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", PURE, ids=lambda path: f"{path.parent.name}.{path.stem}")
 def test_pure_modules_stay_pure(path: Path) -> None:
-    allowed = {"signal"} if path.stem == "supervisor_plan" else set()  # the names of signals, for its messages
+    allowed = (
+        {"signal"} if path.stem == "supervisor_plan" else set()
+    )  # the names of signals, for its messages
     assert not imported(path) & IMPURE - allowed
 
 
@@ -78,7 +80,10 @@ def test_tasks_are_made_in_one_module() -> None:
     makers = []
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("create_task", "ensure_future"):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
+                "create_task",
+                "ensure_future",
+            ):
                 makers.append(str(path.relative_to(SOURCE)))
     # The virtual loop starts its own main task.
     assert sorted(set(makers)) == ["runtime/tasks.py", "testing/loop.py"]

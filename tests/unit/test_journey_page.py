@@ -90,11 +90,18 @@ async def test_a_request_takes_the_way_that_the_page_tells() -> None:
 
     reader, writer = await asyncio.open_connection(*split_address(address))
     body = json.dumps(
-        {"model": "sim-tiny", "messages": [{"role": "user", "content": "hi " * 40}], "max_tokens": 3, "stream": True}
+        {
+            "model": "sim-tiny",
+            "messages": [{"role": "user", "content": "hi " * 40}],
+            "max_tokens": 3,
+            "stream": True,
+        }
     )
     sys.setprofile(profile)
     try:
-        writer.write(f"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        writer.write(
+            f"POST /v1/chat/completions HTTP/1.1\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+        )
         answer = await asyncio.wait_for(reader.readuntil(b"data: [DONE]"), 10)
     finally:
         sys.setprofile(None)

@@ -34,7 +34,7 @@ async def crew() -> AsyncIterator[Crew]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(LONG_S):
-        while not condition():  # noqa: ASYNC110 (threads set no asyncio.Event)
+        while not condition():
             await asyncio.sleep(0.001)
 
 

@@ -119,7 +119,7 @@ def get(path: str, *lines: str) -> bytes:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.005)
 
 

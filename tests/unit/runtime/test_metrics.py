@@ -72,7 +72,7 @@ async def test_loop_lag_is_the_lateness_beyond_the_interval() -> None:
     clock = LateClock()
     sampler = asyncio.ensure_future(LoopLag(clock, metrics.loop_lag, interval_s=0.01).run())
     async with asyncio.timeout(5):
-        while clock.num_reads < 4:  # noqa: ASYNC110
+        while clock.num_reads < 4:
             await asyncio.sleep(0.005)
     sampler.cancel()
     count = value(metrics, "kvolt_event_loop_lag_seconds_count")

@@ -62,7 +62,7 @@ def code(stream: ServedStream) -> str | None:
 
 async def settle(stream: ServedStream) -> None:
     async with asyncio.timeout(10):
-        while not stream.closed:  # noqa: ASYNC110 - a stream has no event
+        while not stream.closed:
             await asyncio.sleep(0)
 
 

@@ -1,7 +1,5 @@
 """Scope and Crew: who is cancelled when, in which order, and which error comes out."""
 
-# ruff: noqa: PT012 - what raises is the whole block under test
-
 from __future__ import annotations
 
 import asyncio
