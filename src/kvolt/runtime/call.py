@@ -73,6 +73,11 @@ class Call:
         self._waiting_since = self._loop.time()
         self._arm(self._due()[0], self._waiting_since)
 
+    def reader_waits(self) -> None:
+        """The reader has taken all there was: only from now on is the sender's silence its own."""
+        if self._stream is not None and self._stream.last_arrival is not None:
+            self._waiting_since = self._loop.time()
+
     def cancel(self, error: KvoltError | None = None) -> None:
         """Stop the call here and at the peer."""
         if self.ended:
@@ -187,6 +192,7 @@ class ResponseStream(AsyncIterator[Any]):
             self._call.stream.consumed(num_items)
 
     async def _wait(self) -> None:
+        self._call.reader_waits()
         while not self._items and not self._over:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

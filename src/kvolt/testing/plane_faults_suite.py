@@ -166,7 +166,7 @@ async def an_idle_connection_stays(harness: Harness) -> None:
         stream = await client.stream(1)
         expect(await anext(stream) == 0, "it runs")
         before = harness.num_connections(caller)
-        await asyncio.sleep(2.5 * harness.dead_after_s)
+        await asyncio.sleep(1.6 * harness.dead_after_s)
         expect(probe.num_closed == 0, "silence of a stream is not silence of its peer")
         expect(harness.num_connections(caller) == before, "the connection is the same")
         await stream.aclose()
