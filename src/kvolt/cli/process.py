@@ -153,6 +153,12 @@ async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
 def process_options(settings: Settings, name: str) -> ProcessOptions:
     plane = settings.plane
     host = plane_host(settings)
+    if host in ("0.0.0.0", "::") and settings.runtime.advertise is None:
+        raise ConfigError(
+            f"runtime.host is {host}, which tells others nothing about where we are",
+            key="runtime.advertise",
+            remedy="set runtime.advertise (--runtime-advertise) to this machine's name or address",
+        )
     return ProcessOptions(
         name=name,
         listen=join_address(host, settings.runtime.port),
@@ -177,6 +183,12 @@ def process_options(settings: Settings, name: str) -> ProcessOptions:
             total_s=plane.total_timeout_s,
         ),
     )
+
+
+def advertise_host(advertise: str) -> str:
+    """The host of HOST or HOST:PORT."""
+    host, colon, port = advertise.rpartition(":")
+    return host.strip("[]") if colon and host and port.isdecimal() else advertise.strip("[]")
 
 
 def plane_host(settings: Settings) -> str:
@@ -266,7 +278,7 @@ def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -
         options = ZmqOptions(
             namespace=settings.namespace,
             host=plane_host(settings) if local else settings.events.host,
-            advertise_host=split_address(advertise)[0] if advertise else None,
+            advertise_host=advertise_host(advertise) if advertise else None,
             lease_ttl_s=settings.discovery.ttl_s,
         )
         return ZmqEvents(options, publisher, found, counters)

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvolt.core.errors import ConnectFailed, DeadlineExceeded, KvoltError, NetworkFault, Unavailable
+from kvolt.core.errors import (
+    ConnectFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvoltError,
+    NetworkFault,
+    Unavailable,
+)
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.address import EndpointAddress, Instance, InstanceState, decode_instance
 from kvolt.runtime.call import Call, Deadlines, ResponseStream
@@ -41,6 +48,13 @@ class Destination(NamedTuple):
     target: str
 
 
+def _encode_request(request: Any) -> bytes:
+    try:
+        return _encode(request)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise InvalidRequest(f"the request cannot be encoded: {error}", param="body") from error
+
+
 async def open_call(
     connections: Connections,
     to: Destination,
@@ -53,7 +67,7 @@ async def open_call(
     DeadlineExceeded when the whole call's time ended first: that says nothing of the peer.
     """
     try:
-        body = _encode(request)
+        body = _encode_request(request)
         connection = connections.ready_to(to.address)
         if connection is None:
             connection = await connections.get(to.address, min(call.deadlines.connect_s, call.remaining_s))

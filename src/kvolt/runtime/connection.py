@@ -20,6 +20,7 @@ from kvolt.runtime.wire import Hello
 
 _HOLD_ABOVE_BYTES = 1 << 20
 _HELLO_TIMEOUT_S = 5.0
+_MOST_PATIENCE = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,14 +230,21 @@ class Connection(asyncio.Protocol):
         self._beat_due = now + self._options.heartbeat_s
         self._beat = self._loop.call_at(self._beat_due, self._on_beat)
 
+    def _dead_after_s(self) -> float:
+        """Our patience, or three beats of a peer that is set to beat slower, within reason."""
+        ours = self._options.dead_after_s
+        peer = self.session.peer
+        return ours if peer is None else min(max(ours, 3 * peer.heartbeat_s), _MOST_PATIENCE * ours)
+
     def _on_beat(self) -> None:
         now = self._loop.time()
         stalled = now - self._beat_due > self._options.heartbeat_s / 2
-        if now - self._last_received >= self._options.dead_after_s and not stalled:
+        dead_after_s = self._dead_after_s()
+        if now - self._last_received >= dead_after_s and not stalled:
             self._stats.heartbeat_timeouts += 1
             self.abort(
                 WorkerLost(
-                    f"{self.peer_name} has been silent for {self._options.dead_after_s:g} s",
+                    f"{self.peer_name} has been silent for {dead_after_s:g} s",
                     address=self.peer_name,
                     reason="heartbeat",
                 )

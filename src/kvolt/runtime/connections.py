@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvolt import __version__
 from kvolt.core.errors import Cancelled, ConnectFailed, KvoltError, WorkerLost
 from kvolt.runtime.connection import Connection, ConnectionOptions
-from kvolt.runtime.network import Listener, Network
+from kvolt.runtime.network import Listener, Network, join_address, split_address
 from kvolt.runtime.plane_stats import PlaneStats
 from kvolt.runtime.streams import ServedStream
 from kvolt.runtime.tasks import Crew
@@ -72,11 +72,14 @@ class Connections:
             self._listeners.remove(listener)
 
     async def listen(self, address: str, advertise: str | None = None) -> str:
-        """Accept connections; returns the real address. The first one is what others are told."""
+        """Accept connections; returns the real address. The first one is what others are told.
+
+        `advertise` is told in its place: HOST:PORT, or HOST alone when the port is the system's choice.
+        """
         listener = await self._network.listen(address, lambda: self._make(dialer=False))
         self._listeners_open.append(listener)
         if self._advertised is None:
-            self._advertised = advertise or listener.address
+            self._advertised = _with_port(advertise, listener.address) if advertise else listener.address
         return listener.address
 
     async def get(self, address: str, timeout_s: float) -> Connection:
@@ -209,7 +212,9 @@ class Connections:
         waiter = self._hello_waiters.pop(connection, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-        if peer is not None and peer.address is not None and not connection.dialer:
+        if peer is None or peer.address is None or connection.dialer:
+            return
+        if not (_is_local(peer.address) and not _is_local(connection.peer_name)):  # its loopback is not ours
             current = self._by_address.get(peer.address)
             if current is None or not current.ready:
                 self._by_address[peer.address] = connection
@@ -223,3 +228,15 @@ class Connections:
             del self._by_address[address]
             for listener in self._listeners:
                 listener(address, reason)
+
+
+def _with_port(advertise: str, listening: str) -> str:
+    host, colon, port = advertise.rpartition(":")
+    if colon and host and port.isdecimal():
+        return advertise
+    return join_address(advertise.strip("[]"), split_address(listening)[1])
+
+
+def _is_local(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return host.startswith("127.") or host in ("localhost", "::1", "0.0.0.0", "::", "")

@@ -81,7 +81,10 @@ class SocketNetwork:
         return _SocketListener(server)
 
     async def connect(self, address: str, factory: ProtocolFactory, timeout_s: float) -> asyncio.Protocol:
-        host, port = split_address(address)
+        try:
+            host, port = split_address(address)
+        except ConfigError as error:  # somebody registered nonsense: to the caller just one that is not there
+            raise ConnectFailed(error.message, address=address) from error
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):

@@ -42,7 +42,7 @@ class EndpointServer:
 
     @property
     def num_active(self) -> int:
-        """Streams being served now, of all endpoints but the runtime's own."""
+        """Streams being served now."""
         return sum(self._active.values())
 
     def active(self, endpoint: str) -> int:

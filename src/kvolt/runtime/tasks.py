@@ -68,7 +68,9 @@ class Scope:
         if task.cancelled():
             return
         error = task.exception()
-        if error is not None and self._failure is None:
+        if error is not None and self._failure is not None:
+            log.error("task %s failed too", task.get_name(), exc_info=error)  # only the first one is raised
+        elif error is not None:
             self._failure = error
             self.cancel()
             if self._parent is not None and not self._exiting and not self._parent.done():
@@ -105,7 +107,7 @@ class Scope:
 
 
 class Crew:
-    """Independent tasks, bounded in number, that end together when the crew is closed."""
+    """Independent tasks that end together when the crew is closed. Their number is their starter's to bound."""
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None] | None = None) -> None:
         self._name = name
