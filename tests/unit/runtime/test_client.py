@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvolt.core.errors import ConnectFailed, KvoltError, Unavailable, WorkerLost
+from kvolt.core.errors import ConnectFailed, InvalidRequest, KvoltError, Unavailable, WorkerLost
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.address import EndpointAddress, Instance, InstanceState, encode_instance
 from kvolt.runtime.call import Deadlines
@@ -307,7 +307,7 @@ async def test_a_request_that_cannot_be_encoded(world: World) -> None:
     await world.server("a")
     await world.register("a")
     client = await world.client()
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidRequest):
         await client.stream(object())
     assert len(client.candidates()) == 1
 
