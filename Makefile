@@ -55,7 +55,7 @@ format: $(VENV)/.test ## rewrite files as ruff formats them
 
 bench: $(VENV)/.bench ## the request plane beside a bare socket and grpc.aio (minutes)
 	$(BIN)/python benchmarks/core/hashing.py
-	$(BIN)/python benchmarks/runtime/plane.py $(ARGS)
+	$(BIN)/python -m benchmarks.runtime.plane $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.* htmlcov
