@@ -51,7 +51,12 @@ def find_engine(name: str) -> EngineKind:
     if built_in is not None:
         return built_in()
     for point in entry_points(group=GROUP, name=name):
-        kind = point.load()
+        try:
+            kind = point.load()
+        except ImportError as error:
+            raise ConfigError(
+                f"engine {name!r} cannot be loaded: {error}", key="engine", remedy="install what it needs"
+            ) from error
         if not isinstance(kind, EngineKind):
             raise ConfigError(f"engine {name!r}: {point.value} is not an EngineKind", key="engine")
         return kind

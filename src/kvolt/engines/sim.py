@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -59,7 +59,6 @@ class _Sequence:
     seeds: tuple[int, ...]
     num_prefilled: int = 0
     num_generated: int = 0
-    finished: bool = field(default=False)
 
     @property
     def num_prompt(self) -> int:

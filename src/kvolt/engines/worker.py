@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,9 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.errors import DeadlineExceeded, EngineFailed, InvalidRequest, KvoltError, NotFound
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
-from kvolt.core.request import Request, Role
+from kvolt.core.request import Request
 from kvolt.engines.contract import Engine
+from kvolt.engines.endpoints import CARD, GENERATE, LOAD_TOPIC, component_name
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.health import State
 from kvolt.runtime.runtime import Runtime
@@ -29,10 +29,6 @@ from kvolt.runtime.steps import StepSender
 from kvolt.runtime.streams import ServedStream
 
 log = logging.getLogger(__name__)
-
-GENERATE = "generate"
-CARD = "card"
-LOAD_TOPIC = "load"
 
 _LOAD_INTERVAL_S = 0.1
 
@@ -45,12 +41,6 @@ class LoadReport(msgspec.Struct, frozen=True):
 
     instance: str
     load: WorkerLoad
-
-
-def component_name(model: str, role: Role) -> str:
-    """A model's component for a role; two models never share one."""
-    slug = re.sub(r"[^A-Za-z0-9_-]+", "-", model).strip("-").lower()[:48] or "model"
-    return slug if role is Role.AGGREGATED else f"{slug}-{role.value}"
 
 
 @dataclass(slots=True)
@@ -79,7 +69,8 @@ class Worker:
         """Start the engine, then register: who is registered can compute."""
         self._runtime.health.set("engine", State.STARTING)
         self.info = await self._engine.start()
-        component = component_name(self.info.model, self.info.role)
+        component = component_name(self.info.model, self.info.role, self.info.card)
+        self._load = WorkerLoad(kv_total_blocks=self.info.capacity.kv_total_blocks)
         self._runtime.health.set("engine", State.READY)
         self._runtime.add_details("engine", self._describe)
         card = self._engine.card
@@ -115,6 +106,8 @@ class Worker:
     def _on_stream(self, stream: ServedStream) -> None:
         request: Request = stream.decode_body(_decode_request)
         request_id = request.request_id
+        if self.info is None or request.model != self.info.model:
+            raise NotFound(f"this worker does not serve {request.model!r}", kind="model", name=request.model)
         if request_id in self._open:
             raise InvalidRequest(f"request {request_id} is running here already", param="request_id")
         self._engine.submit(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,12 @@ from kvolt.runtime.logs import bind
 from kvolt.runtime.runtime import Runtime
 
 _DEFAULT_MAX_TOKENS = 128
+_ENCODE_INLINE_CHARACTERS = 16 * 1024
+_ENCODE_TIMEOUT_S = 30.0
 _DONE = b"data: [DONE]\n\n"
 _SSE_HEADERS = {"cache-control": "no-cache"}
+
+log = logging.getLogger(__name__)
 
 _json = msgspec.json.Encoder().encode
 
@@ -107,15 +112,35 @@ class FrontendApp:
     async def _complete(self, http: HttpRequest) -> Response | StreamingResponse:
         asked = openai.parse_completion(http.body)
         model = self._models.get(asked.model)
-        prompt = model.codec.encode(asked.prompt) if isinstance(asked.prompt, str) else tuple(asked.prompt)
+        if isinstance(asked.prompt, str):
+            prompt = await self._encode(model, asked.prompt, "prompt")
+        else:
+            prompt = tuple(asked.prompt)
+            if prompt and max(prompt) >= model.codec.vocabulary_size:
+                raise InvalidRequest(
+                    f"a token id is over the vocabulary of {model.codec.vocabulary_size}", param="prompt"
+                )
         return await self._answer(http, asked, model, prompt, asked.max_tokens, openai.CompletionShape())
 
     async def _chat(self, http: HttpRequest) -> Response | StreamingResponse:
         asked = openai.parse_chat(http.body)
         model = self._models.get(asked.model)
-        prompt = model.codec.encode(model.codec.render(asked.messages))
-        max_tokens = asked.max_completion_tokens or asked.max_tokens
+        prompt = await self._encode(model, model.codec.render(asked.messages), "messages")
+        max_tokens = asked.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = asked.max_tokens
         return await self._answer(http, asked, model, prompt, max_tokens, openai.ChatShape())
+
+    async def _encode(self, model: Model, text: str, param: str) -> tuple[int, ...]:
+        """Tokens of a text: a long one in a thread, since the loop carries other people's tokens."""
+        if len(text) > model.codec.most_characters:
+            raise InvalidRequest(
+                f"{len(text)} characters cannot fit into a context of {model.card.context_length} tokens",
+                param=param,
+            )
+        if len(text) <= _ENCODE_INLINE_CHARACTERS:
+            return model.codec.encode(text)
+        return await self._runtime.ports.blocking.run(lambda: model.codec.encode(text), _ENCODE_TIMEOUT_S)
 
     async def _answer(
         self,
@@ -174,7 +199,7 @@ def _build_request(
             temperature=1.0 if asked.temperature is None else asked.temperature,
             top_p=1.0 if asked.top_p is None else asked.top_p,
             seed=asked.seed,
-            num_choices=asked.n,
+            num_choices=asked.n or 1,
         ),
     )
 
@@ -202,6 +227,7 @@ async def _stream(answer: _Answer, deltas: ResponseStream) -> AsyncIterator[byte
         except KvoltError as error:
             if not answer.decoders:
                 raise  # nothing was sent yet: the client gets a real status
+            log.warning("stream %s ended early: %s", answer.request.request_id, error.message)
             yield b"data: " + error_response(error).body + b"\n\n"
             return
         if answer.include_usage:

@@ -15,10 +15,11 @@ from kvolt.core.card import HASH_SCHEME, EngineInfo, ModelCard, card_hash
 from kvolt.core.errors import KvoltError, NotFound, Unavailable
 from kvolt.core.ids import CardHash
 from kvolt.core.request import Role
+from kvolt.engines.endpoints import CARD, GENERATE
 from kvolt.frontend.text import Codec
 from kvolt.journey.journey import Journey
 from kvolt.router.port import RoundRobinRouter
-from kvolt.runtime.address import INSTANCES, EndpointAddress, Instance, decode_instance
+from kvolt.runtime.address import INSTANCES, EndpointAddress, decode_instance
 from kvolt.runtime.client import Destination, EndpointClient, open_stream
 from kvolt.runtime.discovery import Put
 from kvolt.runtime.runtime import Runtime
@@ -26,9 +27,8 @@ from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)
 
-_GENERATE = "generate"
-_CARD = "card"
-_CARD_RETRY_S = 0.5
+_CARD_RETRY_S = 0.2
+_CARD_RETRY_MAX_S = 5.0
 
 _decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
 _decode_card = msgspec.msgpack.Decoder(ModelCard).decode
@@ -49,13 +49,18 @@ class Model:
 
 
 class Models:
-    """Watches a namespace; `get` and `ready` answer from memory."""
+    """Watches a namespace; `get` and `ready` answer from memory.
+
+    Workers with different cards of one model are different components. While a rollout lasts both are
+    here; the newest that can be reached is used.
+    """
 
     def __init__(self, runtime: Runtime, namespace: str) -> None:
         self._runtime = runtime
         self._namespace = namespace
-        self._models: dict[str, Model] = {}
-        self._coming: dict[str, None] = {}
+        self._models: dict[str, dict[EndpointAddress, Model]] = {}
+        """By name, oldest component first."""
+        self._coming: dict[EndpointAddress, None] = {}
         self._crew = Crew("models")
 
     def start(self) -> None:
@@ -65,23 +70,28 @@ class Models:
         await self._crew.close()
 
     def ready(self) -> list[Model]:
-        return [model for name, model in sorted(self._models.items()) if model.ready]
+        newest = [self._newest(name) for name in sorted(self._models)]
+        return [model for model in newest if model.ready]
 
     def get(self, name: str) -> Model:
         """NotFound for a name nobody serves; Unavailable when its workers cannot be reached now."""
-        model = self._models.get(name)
-        if model is None:
-            raise NotFound(f"the model {name!r} does not exist", kind="model", name=name)
+        if name not in self._models:
+            raise NotFound(f"the model {name!r} does not exist", kind="model", name=name, param="model")
+        model = self._newest(name)
         if not model.ready:
             raise Unavailable(f"no worker of {name!r} can be reached now", endpoint=name, reason="no_workers")
         return model
+
+    def _newest(self, name: str) -> Model:
+        models = list(self._models[name].values())
+        return next((model for model in reversed(models) if model.ready), models[-1])
 
     async def _watch(self) -> None:
         async for event in self._runtime.discovery.watch_prefix(f"{INSTANCES}{self._namespace}/"):
             if not isinstance(event, Put):
                 continue
             instance = decode_instance(event.value)
-            if instance is None or instance.endpoint.endpoint != _GENERATE:
+            if instance is None or instance.endpoint.endpoint != GENERATE:
                 continue
             try:
                 info = _decode_info(instance.info)
@@ -90,28 +100,55 @@ class Models:
                 continue
             if info.hash_scheme != HASH_SCHEME:
                 log.error("%s hashes blocks by %s, we by %s", event.key, info.hash_scheme, HASH_SCHEME)
-            elif info.role is Role.AGGREGATED and info.model not in self._coming:
-                self._coming[info.model] = None
-                self._crew.start(self._add(instance, info), f"add {info.model}")
+            elif info.role is Role.AGGREGATED and instance.endpoint not in self._coming:
+                self._coming[instance.endpoint] = None
+                self._crew.start(self._add(instance.endpoint, info), f"add {info.model}")
 
-    async def _add(self, instance: Instance, info: EngineInfo) -> None:
-        """Fetch the card from any worker of the component, for as long as it takes, then serve the model."""
-        client = await self._runtime.client(instance.endpoint)
+    async def _add(self, endpoint: EndpointAddress, info: EngineInfo) -> None:
+        """Fetch the card from any worker of the component, then serve the model."""
+        client = await self._runtime.client(endpoint)
         await client.wait_synced(self._runtime.options.deadlines.connect_s)
-        while True:
-            try:
-                card = await self._fetch_card(client, info.card)
-                break
-            except KvoltError as error:
-                log.warning("no card of %s yet: %s", info.model, error.message)
-                await asyncio.sleep(_CARD_RETRY_S)
-        journey = Journey(RoundRobinRouter(client), client)
-        self._models[info.model] = Model(card, Codec(card), client, journey)
+        card = await self._wait_for_card(client, info)
+        if card is None:
+            del self._coming[endpoint]  # they are gone; when they come back we try again
+            await client.close()
+            return
+        try:
+            codec = Codec(card)
+        except Exception as error:  # whatever a foreign tokenizer or template does when it is read
+            log.error("the card of %s cannot be used: %s", info.model, error)
+            await client.close()
+            return
+        generations = self._models.setdefault(info.model, {})
+        generations[endpoint] = Model(card, codec, client, Journey(RoundRobinRouter(client), client))
         log.info("model %s is ready", info.model)
+        await self._forget_old(generations)
+
+    async def _forget_old(self, generations: dict[EndpointAddress, Model]) -> None:
+        """Components before the newest whose workers are all gone."""
+        for endpoint in list(generations)[:-1]:
+            if not generations[endpoint].client.instances():
+                await generations.pop(endpoint).client.close()
+                self._coming.pop(endpoint, None)
+
+    async def _wait_for_card(self, client: EndpointClient, info: EngineInfo) -> ModelCard | None:
+        """Ask until somebody has it; None when nobody of the component is left."""
+        pause_s = _CARD_RETRY_S
+        told = False
+        while client.instances():
+            try:
+                return await self._fetch_card(client, info.card)
+            except KvoltError as error:
+                if not told:
+                    told = True
+                    log.warning("no card of %s yet: %s", info.model, error.message)
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, _CARD_RETRY_MAX_S)
+        return None
 
     async def _fetch_card(self, client: EndpointClient, wanted: CardHash) -> ModelCard:
         address = client.round_robin().address
-        endpoint = EndpointAddress(self._namespace, client.endpoint.component, _CARD)
+        endpoint = EndpointAddress(self._namespace, client.endpoint.component, CARD)
         limits = self._runtime.options.deadlines
         to = Destination(address, str(endpoint))
         async with await open_stream(self._runtime.connections, to, wanted, limits, _decode_card) as stream:

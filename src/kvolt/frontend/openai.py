@@ -23,8 +23,8 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    n: int = 1
-    stream: bool = False
+    n: int | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -71,9 +71,18 @@ def _parse(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         raise InvalidRequest(text or "the body is not JSON", param=where) from error
 
 
+_RANGES: tuple[tuple[str, int, int | None], ...] = (
+    ("temperature", 0, 2),
+    ("top_p", 0, 1),
+    ("n", 1, 128),
+    ("max_tokens", 1, None),
+    ("max_completion_tokens", 1, None),
+)
+
+
 def _check(request: AnyRequest) -> None:
-    for name, low, high in (("temperature", 0, 2), ("top_p", 0, 1), ("n", 1, 128), ("max_tokens", 1, None)):
-        value = getattr(request, name)
+    for name, low, high in _RANGES:
+        value = getattr(request, name, None)
         if value is not None and (value < low or (high is not None and value > high)):
             bound = f"between {low} and {high}" if high is not None else f"at least {low}"
             raise InvalidRequest(f"{name} must be {bound}", param=name)

@@ -13,12 +13,20 @@ from kvolt.core.card import ModelCard
 from kvolt.core.errors import InvalidRequest
 from kvolt.frontend.openai import ChatMessage
 
+_MARGIN = 4
+"""For tokenizers that drop or fold characters before they cut the text."""
+
 
 class Codec:
     """A card's tokenizer and chat template, built once."""
 
     def __init__(self, card: ModelCard) -> None:
         self._tokenizer = Tokenizer.from_buffer(card.tokenizer_json)
+        vocabulary = self._tokenizer.get_vocab()
+        self.vocabulary_size = len(vocabulary)
+        longest = max(map(len, vocabulary), default=1)
+        self.most_characters = _MARGIN * longest * card.context_length
+        """A longer text cannot fit into the context, whatever it says."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         self._template = environment.from_string(card.chat_template)
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from kvolt.core.errors import Unavailable
-from kvolt.core.request import KvSource, Request
+from kvolt.core.request import KvSource, Request, Role
 from kvolt.runtime.address import Instance
 from kvolt.runtime.client import EndpointClient
 
@@ -30,13 +30,15 @@ class Router(Protocol):
 
 
 class RoundRobinRouter:
-    """Each candidate in turn. Pins are obeyed; nothing else about the request matters."""
+    """Each candidate in turn. A pin for its role is obeyed; nothing else about the request matters."""
 
-    def __init__(self, client: EndpointClient) -> None:
+    def __init__(self, client: EndpointClient, role: Role = Role.AGGREGATED) -> None:
         self._client = client
+        self._role = role
 
     async def route(self, request: Request) -> Decision:
-        for instance_id in request.routing.pins.values():
+        instance_id = request.routing.pins.get(self._role)
+        if instance_id is not None:
             pinned = [instance for instance in self._client.candidates() if instance.id == instance_id]
             if not pinned:
                 raise Unavailable(

@@ -17,15 +17,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvolt.core.card import card_hash
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, Sampling, StopConditions
+from kvolt.engines.endpoints import GENERATE, component_name
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.sim_model import next_token
-from kvolt.engines.worker import GENERATE, Worker, component_name
+from kvolt.engines.worker import Worker
 from kvolt.journey.journey import Journey
 from kvolt.router.port import RoundRobinRouter
 from kvolt.runtime.address import EndpointAddress
@@ -237,7 +239,7 @@ class Cluster:
             await join.close()
 
     async def _work(self, runtime: Runtime) -> None:
-        engine = SimEngine(EngineSpec(model=MODEL, role=Role.AGGREGATED), _ENGINE)
+        engine = _engine()
         worker = Worker(runtime, engine, NAMESPACE)
         await worker.start()
         try:
@@ -247,7 +249,9 @@ class Cluster:
 
     async def _ask(self, runtime: Runtime) -> None:
         """A frontend: asks at random moments for as long as the run lasts."""
-        endpoint = EndpointAddress(NAMESPACE, component_name(MODEL, Role.AGGREGATED), GENERATE)
+        endpoint = EndpointAddress(
+            NAMESPACE, component_name(MODEL, Role.AGGREGATED, card_hash(_engine().card)), GENERATE
+        )
         client = await runtime.client(endpoint)
         journey = Journey(RoundRobinRouter(client), client)
         rng = runtime.ports.rng
@@ -260,6 +264,10 @@ class Cluster:
             await requests.drain()
         finally:
             await requests.close()
+
+
+def _engine() -> SimEngine:
+    return SimEngine(EngineSpec(model=MODEL, role=Role.AGGREGATED), _ENGINE)
 
 
 class Asking:
