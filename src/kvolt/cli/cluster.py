@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from kvolt.cli.process import check_directory, make_ports, process_options
+from kvolt.cli.process import check_directory, connection_options, make_ports
 from kvolt.core.errors import KvoltError
 from kvolt.runtime.address import INSTANCES, Instance, decode_instance
 from kvolt.runtime.call import Deadlines
@@ -21,7 +20,9 @@ from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.runtime import STATUS_ENDPOINT, ProcessStatus
 from kvolt.runtime.server import EndpointServer
 from kvolt.runtime.settings import Settings
+from kvolt.runtime.tasks import Scope
 
+_MAX_ASKED_AT_ONCE = 32
 _LIMITS = Deadlines(connect_s=2.0, first_s=2.0, between_s=2.0, total_s=3.0)
 _decode_status = msgspec.msgpack.Decoder(ProcessStatus).decode
 
@@ -53,7 +54,16 @@ class Cluster:
             instance = decode_instance(value)
             if instance is not None:
                 processes.setdefault(instance.address, instance)
-        views = await asyncio.gather(*(self._ask(instance) for instance in processes.values()))
+        views: list[ProcessView] = []
+        unasked = iter(processes.values())
+
+        async def ask_in_turn() -> None:
+            for instance in unasked:
+                views.append(await self._ask(instance))
+
+        async with Scope("look") as scope:
+            for number in range(min(len(processes), _MAX_ASKED_AT_ONCE)):
+                scope.start(ask_in_turn(), f"asker-{number}")
         return sorted(views, key=lambda view: (view.name, view.address))
 
     async def _ask(self, instance: Instance) -> ProcessView:
@@ -72,8 +82,7 @@ async def visit(settings: Settings) -> AsyncIterator[Cluster]:
     blocking = ThreadBlocking()
     ports = make_ports(settings, Metrics(CollectorRegistry()), blocking)
     server = EndpointServer()
-    options = process_options(settings, "visitor").connection
-    connections = Connections(ports.network, options, "visitor", server.on_open)
+    connections = Connections(ports.network, connection_options(settings), "visitor", server.on_open)
     discovery = ports.discovery(connections)
     try:
         yield Cluster(discovery, connections, settings.namespace)

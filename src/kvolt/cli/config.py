@@ -13,6 +13,7 @@ import msgspec
 
 from kvolt.cli.flags import add_settings
 from kvolt.core.errors import ConfigError
+from kvolt.engines.registry import check_arguments
 from kvolt.runtime.config import LoadedConfig, check_file, nearest
 from kvolt.runtime.config_toml import to_toml
 from kvolt.runtime.settings import leaves, sections, worker_leaves
@@ -76,7 +77,12 @@ def value_rows(loaded: LoadedConfig) -> list[tuple[str, str, str]]:
 
 
 def _check(args: argparse.Namespace) -> int:
-    problems = check_file(Path(args.file), environ=os.environ, cwd=Path.cwd())
+    problems = check_file(
+        Path(args.file),
+        environ=os.environ,
+        cwd=Path.cwd(),
+        check_worker=lambda worker: check_arguments(worker.engine, worker.args),
+    )
     for problem in problems:
         print(f"{problem.message} ({problem.fields['remedy']})")
     if not problems:

@@ -20,13 +20,18 @@ from typing import Literal
 
 import msgspec
 
+from kvolt.cli.health import base_url, served_models
+from kvolt.cli.process import plane_host
+from kvolt.cli.serve import check_shared, with_workers
+from kvolt.core.errors import ConfigError
 from kvolt.runtime.config import LoadedConfig
+from kvolt.runtime.cores import usable_cores
 from kvolt.runtime.network import join_address, split_address
 from kvolt.runtime.settings import Settings
 
 HELP = """
-What this machine has, what it lacks, and what to do about it. Takes the flags of `kvolt serve`, and
-checks the ports and directories that it would use.
+What this machine has, what it lacks, and what to do about it. Takes the settings of
+`kvolt serve`, and checks the ports and directories that it would use.
 
   kvolt doctor                 a table
   kvolt doctor --port 9000     would `kvolt serve --port 9000` start?
@@ -41,21 +46,26 @@ _MARKS = {"ok": "green", "warn": "yellow", "missing": "red"}
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing looked at. `blocks` says that `kvolt serve` cannot start because of it."""
+    """One thing looked at.
+
+    `blocks`: `kvolt serve` cannot start because of it. `running`: a kvolt does already what it would.
+    """
 
     name: str
     state: Literal["ok", "warn", "missing"]
     found: str
     remedy: str = ""
     blocks: bool = False
+    running: bool = False
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes of the first [[workers]] entry")
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    findings = examine(loaded.settings)
+    findings = examine(with_workers(loaded.settings, args.workers))
     ready = not any(finding.blocks for finding in findings)
     if args.json:
         print(msgspec.json.encode({"ready": ready, "findings": findings}).decode())
@@ -68,18 +78,18 @@ def examine(settings: Settings) -> list[Finding]:
     """Every finding about this machine, for these settings."""
     cgroup = Path("/sys/fs/cgroup")
     shm = Path("/dev/shm")
-    discovery, frontend = settings.discovery, settings.frontend
+    discovery = settings.discovery
     findings = [
         python_finding(sys.version_info[:3]),
-        cpu_finding(os.cpu_count() or 1, len(os.sched_getaffinity(0)), cpu_quota(cgroup)),
+        cpu_finding(os.cpu_count() or 1, len(usable_cores().ids)),
         memory_finding(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit(cgroup)),
         gpu_finding(_gpu_names()),
-        package_finding("torch", "the native engine computes with it; the sim engine does not need it"),
-        package_finding("nixl", "moves KV blocks between GPUs and machines; TCP is used without it"),
-        package_finding("uvloop", "a faster event loop; asyncio's own is used without it"),
+        package_finding("uvloop", needed=True),
+        package_finding("torch", needed=False),
+        package_finding("nixl", needed=False),
         open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         shm_finding(shutil.disk_usage(shm).total if shm.is_dir() else None),
-        port_finding("frontend port", frontend.host, frontend.port, "--port"),
+        *port_findings(settings),
     ]
     if discovery.kind == "file" and discovery.path is not None:
         findings.append(directory_finding(Path(discovery.path), os.getuid()))
@@ -95,9 +105,8 @@ def python_finding(version: tuple[int, ...]) -> Finding:
     return Finding("python", "ok", shown)
 
 
-def cpu_finding(total: int, allowed: int, quota: float | None) -> Finding:
-    usable = min(allowed, quota or allowed)
-    shown = f"{usable:g} of {total} usable"
+def cpu_finding(total: int, usable: int) -> Finding:
+    shown = f"{usable} of {total} usable"
     if usable < 2:
         return Finding("cpu", "warn", shown, "give it 2 or more: frontend and workers share them")
     return Finding("cpu", "ok", shown)
@@ -117,12 +126,15 @@ def gpu_finding(names: list[str]) -> Finding:
     return Finding("gpu", "ok", f"{len(names)}: " + "; ".join(dict.fromkeys(names)))
 
 
-def package_finding(package: str, purpose: str) -> Finding:
-    """Asks the package index only: importing torch takes seconds."""
+def package_finding(package: str, needed: bool) -> Finding:
+    """Asks for the installed version only: importing torch takes seconds."""
     try:
-        return Finding(package, "ok", importlib.metadata.version(package))
+        found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(package, "warn", "not installed", f"pip install {package}: {purpose}")
+        if needed:
+            return Finding(package, "missing", "not installed", f"pip install {package}", blocks=True)
+        found = "not found"
+    return Finding(package, "ok", found if needed else f"{found}; not used by this version's engines")
 
 
 def open_files_finding(soft: int, hard: int) -> Finding:
@@ -134,7 +146,7 @@ def open_files_finding(soft: int, hard: int) -> Finding:
         if enough
         else f"raise the hard limit ({hard}) as root, then ulimit -n"
     )
-    return Finding("open files", "warn", f"limit {soft}", f"{remedy}: each client and stream holds one")
+    return Finding("open files", "warn", f"limit {soft}", f"{remedy}: each connection holds one")
 
 
 def shm_finding(total_bytes: int | None) -> Finding:
@@ -148,6 +160,30 @@ def shm_finding(total_bytes: int | None) -> Finding:
             "/dev/shm", "warn", shown, "docker run --shm-size=8g, or a larger tmpfs: engines share through it"
         )
     return Finding("/dev/shm", "ok", shown)
+
+
+def port_findings(settings: Settings) -> list[Finding]:
+    """Every fixed port that the processes of `kvolt serve` would take."""
+    frontend, admin, join_listen = settings.frontend, settings.admin, settings.discovery.join_listen
+    edge = port_finding("frontend port", frontend.host, frontend.port, "--port")
+    models = served_models(base_url(frontend.host, frontend.port), 1.0) if edge.blocks else None
+    if models is not None:
+        shown = f"{join_address(frontend.host, frontend.port)}: kvolt serves here ({', '.join(models) or 'no model'})"
+        edge = Finding(edge.name, "ok", shown, "a second `kvolt serve` needs another --port", running=True)
+    findings = [edge]
+    try:
+        check_shared(settings)
+    except ConfigError as error:
+        remedy = str(error.fields.get("remedy", ""))
+        return [*findings, Finding("settings", "missing", error.message, remedy, blocks=True)]
+    if admin.enabled and admin.port:
+        findings.append(port_finding("admin port", admin.host, admin.port, "--admin-port"))
+    if settings.runtime.port:
+        host = plane_host(settings)
+        findings.append(port_finding("runtime port", host, settings.runtime.port, "--runtime-port"))
+    if join_listen is not None:
+        findings.append(port_finding("join port", *split_address(join_listen), "--discovery-join-listen"))
+    return findings
 
 
 def port_finding(name: str, host: str, port: int, flag: str) -> Finding:
@@ -188,12 +224,6 @@ def join_finding(address: str) -> Finding:
             "join server", "missing", f"{address}: {reason}", "start it, or correct --join", blocks=True
         )
     return Finding("join server", "ok", f"{address} answers")
-
-
-def cpu_quota(cgroup: Path) -> float | None:
-    """CPUs that a container may use, from cgroup v2; None without a limit."""
-    quota, _, period = _first_line(cgroup / "cpu.max").partition(" ")
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
 
 
 def memory_limit(cgroup: Path) -> int | None:
@@ -239,4 +269,9 @@ def _print_findings(findings: list[Finding], ready: bool) -> None:
         if finding.remedy:
             line.append(f" -> {finding.remedy}", style="dim")
         console.print(line)
-    console.print("ready: `kvolt serve` can start" if ready else "not ready: see the lines marked missing")
+    if any(finding.running for finding in findings):
+        console.print("kvolt runs: ask it, or see `kvolt status`")
+    else:
+        console.print(
+            "ready: `kvolt serve` can start" if ready else "not ready: see the lines marked missing"
+        )

@@ -21,8 +21,8 @@ Start the OpenAI-compatible HTTP edge. It finds workers through discovery and se
 Examples:
   kvolt frontend                                  on 127.0.0.1:8000, workers of this machine
   kvolt frontend --host 0.0.0.0 --port 80
-  kvolt frontend --discovery-join-listen 0.0.0.0:7400
-                                                  workers elsewhere join with --join THIS_HOST:7400
+  kvolt frontend --discovery-join-listen 10.0.0.5:7400
+                                                  workers elsewhere join with --join 10.0.0.5:7400
 """
 
 log = logging.getLogger(__name__)

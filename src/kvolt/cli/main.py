@@ -123,7 +123,7 @@ def _run_verb(name: str, argv: list[str]) -> int:
 def help_text() -> str:
     lines = [
         "kvolt serves large language models across many machines: an OpenAI-compatible frontend,",
-        "a router that knows who holds which KV cache, and workers that can be scaled apart.",
+        "a round-robin router, and workers that join and leave while it serves.",
         "",
         "Begin with:",
         "  kvolt doctor            is this machine ready?",

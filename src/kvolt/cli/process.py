@@ -5,7 +5,6 @@ Every verb that starts a process comes through here, so all of them log, count, 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import secrets
@@ -15,12 +14,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from kvolt.core.errors import ConfigError, DeadlineExceeded
 from kvolt.runtime.admin import AdminServer
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
+from kvolt.runtime.config import default_discovery_path
 from kvolt.runtime.connection import ConnectionOptions
 from kvolt.runtime.connections import Connections
 from kvolt.runtime.discovery import Discovery
@@ -36,6 +37,7 @@ from kvolt.runtime.logs import setup_logs
 from kvolt.runtime.metrics import LoopLag, Metrics
 from kvolt.runtime.network import SocketNetwork, join_address, split_address
 from kvolt.runtime.plane_metrics import PlaneCollector
+from kvolt.runtime.private_directory import distrust, make_private
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.session import SessionLimits
 from kvolt.runtime.settings import Settings
@@ -44,6 +46,7 @@ from kvolt.runtime.tasks import Scope
 
 _LOOK_TIMEOUT_S = 1.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ANY_ADDRESS = ("0.0.0.0", "::")
 
 Body = Callable[["Process"], Awaitable[None]]
 Stopper = Callable[[float], Awaitable[None]]
@@ -73,10 +76,6 @@ def run_loop(main: Callable[[], Awaitable[int]]) -> int:
 
     async def entry() -> int:
         return await main()
-
-    if sys.platform == "win32":
-        return asyncio.run(entry())
-    import uvloop
 
     return uvloop.run(entry())
 
@@ -153,7 +152,7 @@ async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
 def process_options(settings: Settings, name: str) -> ProcessOptions:
     plane = settings.plane
     host = plane_host(settings)
-    if host in ("0.0.0.0", "::") and settings.runtime.advertise is None:
+    if host in _ANY_ADDRESS and settings.runtime.advertise is None:
         raise ConfigError(
             f"runtime.host is {host}, which tells others nothing about where we are",
             key="runtime.advertise",
@@ -166,21 +165,26 @@ def process_options(settings: Settings, name: str) -> ProcessOptions:
         lease_ttl_s=settings.discovery.ttl_s,
         announce_s=2 * settings.discovery.poll_s,
         start_timeout_s=settings.runtime.start_timeout_s,
-        connection=ConnectionOptions(
-            heartbeat_s=plane.heartbeat_s,
-            dead_after_s=plane.dead_after_s,
-            limits=SessionLimits(
-                max_frame_bytes=plane.max_frame_bytes,
-                max_message_bytes=plane.max_message_bytes,
-                window_items=plane.window_items,
-                max_streams=plane.max_streams,
-            ),
-        ),
+        connection=connection_options(settings),
         deadlines=Deadlines(
             connect_s=plane.connect_timeout_s,
             first_s=plane.first_response_timeout_s,
             between_s=plane.between_responses_timeout_s,
             total_s=plane.total_timeout_s,
+        ),
+    )
+
+
+def connection_options(settings: Settings) -> ConnectionOptions:
+    plane = settings.plane
+    return ConnectionOptions(
+        heartbeat_s=plane.heartbeat_s,
+        dead_after_s=plane.dead_after_s,
+        limits=SessionLimits(
+            max_frame_bytes=plane.max_frame_bytes,
+            max_message_bytes=plane.max_message_bytes,
+            window_items=plane.window_items,
+            max_streams=plane.max_streams,
         ),
     )
 
@@ -192,10 +196,25 @@ def advertise_host(advertise: str) -> str:
 
 
 def plane_host(settings: Settings) -> str:
-    """The address to listen on: as set, or, when joined to another machine, the one that faces it."""
+    """The address to listen on: as set, or the one that the machines we share discovery with can reach.
+
+    ConfigError when those cannot be told where we are.
+    """
     host = settings.runtime.host
+    if host not in _LOOPBACK:
+        return host
+    listen = settings.discovery.join_listen
+    shared_on = split_address(listen)[0] if listen is not None else host
+    if shared_on in _ANY_ADDRESS and settings.runtime.advertise is None:
+        raise ConfigError(
+            f"discovery.join_listen is {listen}, but other machines are not told where this one is",
+            key="runtime.advertise",
+            remedy="give --runtime-advertise ADDRESS_OF_THIS_MACHINE, or listen on that address only",
+        )
+    if shared_on not in _LOOPBACK:
+        return shared_on
     join = settings.discovery.join
-    if join is None or host not in _LOOPBACK:
+    if join is None:
         return host
     server, port = split_address(join)
     try:
@@ -216,6 +235,8 @@ async def check_directory(settings: Settings) -> None:
     path = Path(settings.discovery.path)
     blocking = ThreadBlocking(1)
     try:
+        if path == Path(default_discovery_path(os.environ)):
+            await blocking.run(lambda: _own_directory(path.parent), _LOOK_TIMEOUT_S)
         nearest = await blocking.run(
             lambda: next(place for place in (path, *path.parents) if os.path.exists(place)), _LOOK_TIMEOUT_S
         )
@@ -229,6 +250,21 @@ async def check_directory(settings: Settings) -> None:
             f"discovery.path {path}: {nearest} is not a directory",
             key="discovery.path",
             remedy="name a directory, or a path where one can be made",
+        )
+
+
+def _own_directory(path: Path) -> None:
+    """Make the default directory, or see that the one there is ours: anybody could foresee its name."""
+    try:
+        make_private(path)
+        doubt = distrust(path)
+    except OSError as error:
+        doubt = f"cannot be used: {(error.strerror or str(error)).lower()}"
+    if doubt is not None:
+        raise ConfigError(
+            f"{path} {doubt}",
+            key="discovery.path",
+            remedy="remove it or `chmod 700` it, or name a directory of your own with --discovery-path",
         )
 
 

@@ -7,15 +7,15 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import msgspec
 
-from kvolt.cli.process import check_directory, run_loop
-from kvolt.core.errors import ConfigError
+from kvolt.cli.cluster import visit
+from kvolt.cli.health import base_url, served_models
+from kvolt.cli.process import advertise_host, check_directory, plane_host, process_options, run_loop
+from kvolt.core.errors import ConfigError, KvoltError
+from kvolt.core.request import Role
 from kvolt.engines.registry import check_arguments
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
 from kvolt.runtime.config import LoadedConfig, without_settings
@@ -25,6 +25,7 @@ from kvolt.runtime.network import SocketNetwork, join_address, split_address
 from kvolt.runtime.settings import Settings
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.supervisor import ChildSpec, Supervisor, SupervisorConfig
+from kvolt.runtime.supervisor_folder import own_folder, private_file
 from kvolt.runtime.supervisor_output import TerminalView
 from kvolt.runtime.supervisor_plan import RestartRule
 from kvolt.runtime.tasks import Scope
@@ -37,9 +38,12 @@ Examples:
   kvolt serve                          a frontend on 127.0.0.1:8000 and two simulated workers
   kvolt serve --port 8080 --workers 4
   kvolt serve --config cluster.toml    the [[workers]] of a config file
+  kvolt serve --discovery-join-listen 10.0.0.5:7400
+                                       others join with `kvolt worker --join 10.0.0.5:7400`
 """
 
 _POLL_S = 0.1
+_LOOK_TIMEOUT_S = 5.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -48,22 +52,78 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    given = _with_workers(loaded.settings, args.workers)
+    given = with_workers(loaded.settings, args.workers)
     for group in given.workers:
         check_arguments(group.engine, group.args)
+    check_shared(given)
 
     async def main() -> int:
         await check_directory(given)
         settings = await _with_port(given)
-        with tempfile.TemporaryDirectory(prefix="kvolt-serve-") as folder:
-            config = Path(folder) / "kvolt.toml"
-            config.write_text(to_toml(settings))
-            return await _Serve(settings, config, quiet=args.quiet).run()
+        base = settings.supervisor.log_dir
+        assert base is not None, "the config loader sets it"
+        with (
+            own_folder(Path(base)) as folder,
+            # The children read their config again at every restart.
+            private_file(folder / "frontend.toml", to_toml(settings)) as for_frontend,
+            private_file(folder / "workers.toml", to_toml(worker_settings(settings))) as for_workers,
+        ):
+            await _tell_of_others(settings)
+            specs = child_specs(settings, for_frontend, for_workers)
+            return await _Serve(settings, specs, folder, quiet=args.quiet).run()
 
     return run_loop(main)
 
 
-def _with_workers(settings: Settings, count: int | None) -> Settings:
+def check_shared(settings: Settings) -> None:
+    """ConfigError for what only one process can have when there are several."""
+    process_options(settings, "serve")
+    num_processes = 1 + sum(group.count for group in settings.workers)
+    if num_processes == 1:
+        return
+    ports = {"runtime.port": settings.runtime.port}
+    if settings.admin.enabled:
+        ports["admin.port"] = settings.admin.port
+    for key, port in ports.items():
+        if port:
+            raise ConfigError(
+                f"{key} is {port}, but {num_processes} processes of one machine cannot share a port",
+                key=key,
+                remedy="leave it 0, and each takes a free one that `kvolt status --json` shows",
+            )
+    advertise = settings.runtime.advertise
+    if advertise is not None and advertise_host(advertise) != advertise.strip("[]"):
+        raise ConfigError(
+            f"runtime.advertise is {advertise}, but {num_processes} processes have a port each",
+            key="runtime.advertise",
+            remedy=f"give the host alone, {advertise_host(advertise)}",
+        )
+
+
+def worker_settings(settings: Settings) -> Settings:
+    """The frontend alone serves discovery to other machines; those must reach the workers all the same."""
+    return msgspec.structs.replace(
+        settings,
+        runtime=msgspec.structs.replace(settings.runtime, host=plane_host(settings)),
+        discovery=msgspec.structs.replace(settings.discovery, join_listen=None),
+    )
+
+
+async def _tell_of_others(settings: Settings) -> None:
+    try:
+        async with asyncio.timeout(_LOOK_TIMEOUT_S), visit(settings) as cluster:
+            running = [view for view in await cluster.look() if view.status is not None]
+    except (KvoltError, TimeoutError):
+        return  # a courtesy: what is wrong with discovery, the children will say
+    if running:
+        print(
+            f"kvolt: joins {len(running)} processes already in namespace {settings.namespace}; "
+            "use --namespace to keep apart",
+            flush=True,
+        )
+
+
+def with_workers(settings: Settings, count: int | None) -> Settings:
     if count is None:
         return settings
     if count < 1 or not settings.workers:
@@ -81,10 +141,10 @@ async def _with_port(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, frontend=msgspec.structs.replace(frontend, port=port))
 
 
-def child_specs(settings: Settings, config: Path) -> list[ChildSpec]:
+def child_specs(settings: Settings, for_frontend: Path, for_workers: Path) -> list[ChildSpec]:
     """The processes. The frontend stops first (stage 1): its requests end while workers still serve."""
     command = (sys.executable, "-m", "kvolt")
-    frontend = ChildSpec("frontend", (*command, "frontend", "--config", str(config)), stage=1)
+    frontend = ChildSpec("frontend", (*command, "frontend", "--config", str(for_frontend)), stage=1)
     names = [
         (group.name, f"{group.name}-{index}") for group in settings.workers for index in range(group.count)
     ]
@@ -93,7 +153,7 @@ def child_specs(settings: Settings, config: Path) -> list[ChildSpec]:
     workers = [
         ChildSpec(
             name,
-            (*command, "worker", "--config", str(config), "--group", group, "--name", name),
+            (*command, "worker", "--config", str(for_workers), "--group", group, "--name", name),
             env=thread_env(share),
         )
         for (group, name), share in zip(names, shares, strict=True)
@@ -104,9 +164,10 @@ def child_specs(settings: Settings, config: Path) -> list[ChildSpec]:
 class _Serve:
     """The supervisor, and a word to the user when a request would be answered."""
 
-    def __init__(self, settings: Settings, config: Path, quiet: bool) -> None:
+    def __init__(self, settings: Settings, specs: list[ChildSpec], folder: Path, quiet: bool) -> None:
         self._settings = settings
-        self._specs = child_specs(settings, config)
+        self._specs = specs
+        self._folder = folder
         self._quiet = quiet
         self._blocking = ThreadBlocking(2)
 
@@ -119,11 +180,10 @@ class _Serve:
             if name not in environ:
                 del os.environ[name]  # children get the resolved config, which must not be overruled
         supervisor_settings = settings.supervisor
-        log_dir = Path(supervisor_settings.log_dir or tempfile.gettempdir())
         view = TerminalView(sys.stdout, [spec.name for spec in self._specs], quiet=self._quiet)
         supervisor = Supervisor(
             self._specs,
-            log_dir,
+            self._folder,
             SystemClock(),
             stop,
             SupervisorConfig(
@@ -136,7 +196,7 @@ class _Serve:
             ),
             view,
         )
-        print(f"kvolt: starting {len(self._specs)} processes; logs in {log_dir}", flush=True)
+        print(f"kvolt: starting {len(self._specs)} processes; logs in {self._folder}", flush=True)
         code = 1
         async with Scope("serve") as scope:
             scope.start(self._announce(), "announce")
@@ -151,15 +211,18 @@ class _Serve:
     async def _announce(self) -> None:
         """Wait until a request would be answered, then say how to ask."""
         frontend = self._settings.frontend
-        host = "127.0.0.1" if frontend.host in ("0.0.0.0", "::") else frontend.host
-        base = f"http://{join_address(host, frontend.port)}"
+        base = base_url(frontend.host, frontend.port)
+        clock = SystemClock()
+        complain_at: float | None = clock.monotonic() + self._settings.runtime.start_timeout_s
         while True:
-            try:
-                models = await self._blocking.run(lambda: _ready_models(base), 5.0)
-            except (OSError, ValueError):
-                models = []
+            models = await self._ready_models(base)
             if models:
                 break
+            if complain_at is not None and clock.monotonic() >= complain_at:
+                complain_at = None
+                what = missing(self._settings, frontend_answers=models is not None)
+                waited_s = self._settings.runtime.start_timeout_s
+                print(f"kvolt: not ready after {waited_s:g} s: {what}; still waiting", flush=True)
             await asyncio.sleep(_POLL_S)
         messages = [{"role": "user", "content": "Hello"}]
         body = json.dumps({"model": models[0], "messages": messages, "stream": True})
@@ -170,7 +233,18 @@ class _Serve:
             flush=True,
         )
 
+    async def _ready_models(self, base: str) -> list[str] | None:
+        try:
+            return await self._blocking.run(lambda: served_models(base, 2.0), 5.0)
+        except KvoltError:
+            return None
 
-def _ready_models(base: str) -> list[str]:
-    with urllib.request.urlopen(f"{base}/health", timeout=2) as response:
-        return list(json.load(response)["models"])
+
+def missing(settings: Settings, frontend_answers: bool) -> str:
+    """What keeps requests from being answered, in words."""
+    if not frontend_answers:
+        return "the frontend does not answer"
+    roles = sorted({group.role for group in settings.workers if group.count})
+    if Role.AGGREGATED.value not in roles:
+        return f'no worker has role = "aggregated" (only {", ".join(roles) or "none"}), and only those are served'
+    return "no worker has registered a model yet (see its log)"

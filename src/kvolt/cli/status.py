@@ -6,8 +6,9 @@ import argparse
 import sys
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from kvolt.cli.cluster import ProcessView, visit
 from kvolt.cli.process import run_loop
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             namespace = loaded.settings.namespace
             print(f"nothing runs in namespace {namespace!r} ({where}); start with `kvolt serve`")
         else:
-            console().print(table(views))
+            console().print(picture(views))
         return 0 if views and all(view.status is not None for view in views) else 1
 
     return run_loop(main)
@@ -65,31 +66,42 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
-def table(views: list[ProcessView]) -> Table:
+def picture(views: list[ProcessView]) -> Group:
+    """The table, and below it why a process in it does not answer."""
     grid = Table(*_COLUMNS, box=None)
     for view in views:
-        if view.status is None:
-            grid.add_row(view.name, "", "", "", "[red]unreachable[/red]", "", "", "", "", "", view.address)
-            continue
-        engine = view.status.details.get("engine", {})
-        load = engine.get("load", {})
-        total = load.get("kv_total_blocks", 0)
-        states = sorted({endpoint.state.value for endpoint in view.status.endpoints})
-        streams = sum(endpoint.active_streams for endpoint in view.status.endpoints)
-        grid.add_row(
-            view.name,
-            engine.get("model", ""),
-            engine.get("role", "frontend"),
-            engine.get("engine", ""),
-            ", ".join(states),
-            str(streams if engine else view.status.calls_open),
-            str(load.get("running", 0)) if engine else "",
-            str(load.get("waiting", 0)) if engine else "",
-            f"{load.get('kv_used_blocks', 0) / total:.0%}" if total else "",
-            _duration(view.status.uptime_s),
-            view.address,
-        )
-    return grid
+        # As Text: names and addresses may hold brackets, which a plain cell takes for markup.
+        grid.add_row(*(Text(cell, style="" if view.status else "red") for cell in _cells(view)))
+    problems = [
+        Text(f"{view.name} at {view.address} does not answer: {view.problem}", style="red")
+        for view in views
+        if view.status is None
+    ]
+    return Group(grid, *problems)
+
+
+def _cells(view: ProcessView) -> tuple[str, ...]:
+    """As many as there are columns."""
+    if view.status is None:
+        return (view.name, "", "", "", "unreachable", "", "", "", "", "", view.address)
+    engine = view.status.details.get("engine", {})
+    load = engine.get("load", {})
+    total = load.get("kv_total_blocks", 0)
+    states = sorted({endpoint.state.value for endpoint in view.status.endpoints})
+    streams = sum(endpoint.active_streams for endpoint in view.status.endpoints)
+    return (
+        view.name,
+        str(engine.get("model", "")),
+        str(engine.get("role", "frontend")),
+        str(engine.get("engine", "")),
+        ", ".join(states),
+        str(streams if engine else view.status.calls_open),
+        str(load.get("running", 0)) if engine else "",
+        str(load.get("waiting", 0)) if engine else "",
+        f"{load.get('kv_used_blocks', 0) / total:.0%}" if total else "",
+        _duration(view.status.uptime_s),
+        view.address,
+    )
 
 
 def _duration(seconds: float) -> str:

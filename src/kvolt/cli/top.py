@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvolt.cli.cluster import Cluster, ProcessView, visit
 from kvolt.cli.process import run_loop
-from kvolt.cli.status import console, table
+from kvolt.cli.status import console, picture
 from kvolt.core.errors import DiscoveryLost
 from kvolt.runtime.config import LoadedConfig
 
@@ -37,8 +37,8 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             if args.once:
                 screen.print(_draw(await cluster.look(), loaded.settings.namespace))
                 return 0
-            picture = await _picture(cluster, loaded.settings.namespace)
-            with Live(picture, console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
+            first = await _picture(cluster, loaded.settings.namespace)
+            with Live(first, console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
                 while True:
                     await asyncio.sleep(max(args.interval, 0.1))
                     live.update(await _picture(cluster, loaded.settings.namespace), refresh=True)
@@ -58,4 +58,4 @@ def _draw(views: list[ProcessView], namespace: str) -> Group:
         endpoint.active_streams for view in views if view.status for endpoint in view.status.endpoints
     )
     title = Text(f"kvolt {namespace}: {len(views)} processes, {streams} streams   (Ctrl-C ends)")
-    return Group(title, Text(), table(views))
+    return Group(title, Text(), picture(views))

@@ -6,10 +6,13 @@ is 6 bytes on the wire and newer fields stay invisible to older peers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from itertools import chain
 
 import msgspec
 
+from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 
@@ -79,21 +82,29 @@ class Delta(
     stages: StageTimes | None = None
     stop_reason: int | str | None = None
 
-    def merge(self, later: Delta) -> Delta | None:
-        """Both as one, token boundaries kept; None when they belong to different choices."""
-        if later.index != self.index or self.finish is not None:
-            return None
-        return Delta(
-            token_ids=self.token_ids + later.token_ids,
-            index=self.index,
-            finish=later.finish,
-            logprobs=_joined(self.logprobs, later.logprobs),
-            prompt_logprobs=self.prompt_logprobs or later.prompt_logprobs,
-            cached_tokens=later.cached_tokens if self.cached_tokens is None else self.cached_tokens,
-            usage=later.usage or self.usage,
-            stages=later.stages or self.stages,
-            stop_reason=later.stop_reason,
-        )
+
+def merge_deltas(deltas: Sequence[Delta]) -> Delta:
+    """Deltas of one choice, in order, as one: token boundaries kept, the latest word on everything else."""
+    if len(deltas) == 1:
+        return deltas[0]
+    first, last = deltas[0], deltas[-1]
+    return Delta(
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        index=first.index,
+        finish=last.finish,
+        logprobs=_joined([delta.logprobs for delta in deltas if delta.logprobs is not None]),
+        prompt_logprobs=next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None),
+        cached_tokens=next(
+            (delta.cached_tokens for delta in deltas if delta.cached_tokens is not None), None
+        ),
+        usage=next((delta.usage for delta in reversed(deltas) if delta.usage), None),
+        stages=next((delta.stages for delta in reversed(deltas) if delta.stages), None),
+        stop_reason=last.stop_reason,
+    )
+
+
+def _joined(parts: list[tuple[TokenLogprobs, ...]]) -> tuple[TokenLogprobs, ...] | None:
+    return tuple(chain.from_iterable(parts)) if parts else None
 
 
 _MAX_PLAIN = 1 << 18
@@ -112,20 +123,12 @@ plain_delta = _PlainDeltas().__getitem__
 """The delta of one token and nothing else. Deltas are immutable, so there is one per token."""
 
 
-def _joined(
-    first: tuple[TokenLogprobs, ...] | None, second: tuple[TokenLogprobs, ...] | None
-) -> tuple[TokenLogprobs, ...] | None:
-    if first is None or second is None:
-        return first or second
-    return first + second
-
-
 class StepOutput(msgspec.Struct, frozen=True):
     """All that one engine step produced, for all its sequences."""
 
     deltas: tuple[tuple[RequestId, Delta], ...] = ()
-    failed: tuple[tuple[RequestId, str], ...] = ()
-    """Requests that the engine gave up on, each with the reason."""
+    failed: tuple[tuple[RequestId, ErrorInfo], ...] = ()
+    """Requests that the engine gave up on; the error says whether another worker could do better."""
     load: WorkerLoad | None = None
     plain_ids: tuple[RequestId, ...] = ()
     """Requests that got one token for choice 0 and nothing else, which most do in most steps. An engine

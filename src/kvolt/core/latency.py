@@ -11,7 +11,7 @@ import msgspec
 from kvolt.core.load import StepStats
 
 
-class LatencyModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step: `base + prefill*p + prefill_context*px + batch*b + context*c`."""
 
     base_s: float = 0.0

@@ -16,7 +16,7 @@ import msgspec
 
 from kvolt.core.card import EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import StepOutput
-from kvolt.core.errors import DeadlineExceeded, EngineFailed, InvalidRequest, KvoltError, NotFound
+from kvolt.core.errors import DeadlineExceeded, EngineFailed, InvalidRequest, KvoltError, NotFound, from_info
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request
@@ -110,6 +110,8 @@ class Worker:
             raise NotFound(f"this worker does not serve {request.model!r}", kind="model", name=request.model)
         if request_id in self._open:
             raise InvalidRequest(f"request {request_id} is running here already", param="request_id")
+        if stream.deadline_s is not None:  # what is left of the call's time is the request's
+            request = msgspec.structs.replace(request, deadline_s=stream.deadline_s)
         self._engine.submit(request)
         entry = self._open[request_id] = _Open(stream, request.sampling.num_choices)
         stream.on_cancel = lambda error: self._drop(request_id)
@@ -153,10 +155,10 @@ class Worker:
                 if entry.num_choices_left == 0:
                     self._close(request_id)
                     entry.stream.end()
-        for request_id, reason in step.failed:
+        for request_id, failure in step.failed:
             entry = self._close(request_id)
             if entry is not None:
-                entry.stream.end(EngineFailed(reason, engine=self._engine_name))
+                entry.stream.end(from_info(failure))
         if step.load is not None:
             self._report(step.load)
 

@@ -74,9 +74,12 @@ class Call:
         self._arm(self._due()[0], self._waiting_since)
 
     def reader_waits(self) -> None:
-        """The reader has taken all there was: only from now on is the sender's silence its own."""
-        if self._stream is not None and self._stream.last_arrival is not None:
-            self._waiting_since = self._loop.time()
+        """The reader has just taken all there was: only from now on is the sender's silence its own."""
+        self._waiting_since = self._loop.time()
+
+    def _reader_is_behind(self) -> bool:
+        held = self._stream is not None and self._stream.held
+        return held or getattr(self.sink, "num_queued", 0) > 0
 
     def cancel(self, error: KvoltError | None = None) -> None:
         """Stop the call here and at the peer."""
@@ -116,7 +119,7 @@ class Call:
         # One timer per call, re-armed when it fires early: an item only notes its arrival.
         due, stage, length = self._due()
         now = self._loop.time()
-        if due <= now and stage == "between" and getattr(self.sink, "num_queued", 0) > 0:
+        if due <= now and stage == "between" and self._reader_is_behind():
             self._waiting_since = now  # our own reader is behind: the sender may lack credit
             due = self._due()[0]
         if due > now:
@@ -133,12 +136,14 @@ class ResponseStream(AsyncIterator[Any]):
     The queue is bounded by the stream's window: the peer sends no more than was taken.
     """
 
-    __slots__ = ("_call", "_error", "_items", "_over", "_waiter")
+    __slots__ = ("_call", "_error", "_items", "_over", "_taken", "_waiter")
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._items: deque[Any] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._over = False
+        self._taken = False
+        """Something was read since the reader last waited."""
         self._error: KvoltError | None = None
         self._call = Call(self, deadlines)
 
@@ -188,11 +193,14 @@ class ResponseStream(AsyncIterator[Any]):
         return items
 
     def _took(self, num_items: int) -> None:
+        self._taken = True
         if self._call.stream is not None:
             self._call.stream.consumed(num_items)
 
     async def _wait(self) -> None:
-        self._call.reader_waits()
+        if self._taken:
+            self._taken = False
+            self._call.reader_waits()
         while not self._items and not self._over:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

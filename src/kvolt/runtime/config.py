@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import msgspec
 
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config_toml import literal
-from kvolt.runtime.settings import Leaf, Settings, leaves, sections, worker_leaves
+from kvolt.runtime.settings import Leaf, Settings, WorkerSettings, leaves, sections, worker_leaves
 
 ENV_PREFIX = "KVOLT_"
 ENV_OTHER = ("KVOLT_CONFIG", "KVOLT_TRACES", "KVOLT_PEER")
@@ -65,15 +65,37 @@ def load(
     return loaded
 
 
-def check_file(path: Path, *, environ: Mapping[str, str], cwd: Path) -> list[ConfigError]:
-    """Everything that is wrong with one file, seen without environment settings and flags."""
+def check_file(
+    path: Path,
+    *,
+    environ: Mapping[str, str],
+    cwd: Path,
+    check_worker: Callable[[WorkerSettings], object] | None = None,
+) -> list[ConfigError]:
+    """Everything that is wrong with one file, seen without environment settings and flags.
+
+    `check_worker` knows more of a `[[workers]]` entry than its types; it raises ConfigError.
+    """
     layers = _Layers({name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)})
     try:
         layers.lay_file(path, _read_toml(cwd / path, str(path), ""), cwd)
     except ConfigError as error:
         return [error]
-    layers.finish()
+    loaded = layers.finish()
+    if check_worker is not None:
+        for index, worker in enumerate(loaded.settings.workers):
+            try:
+                check_worker(worker)
+            except ConfigError as error:
+                key = f"workers.{index}.{error.fields.get('key') or 'engine'}"
+                remedy = str(error.fields.get("remedy") or "correct it")
+                layers.problems.append(ConfigError(f"{path}:{key}: {error.message}", key=key, remedy=remedy))
     return layers.problems
+
+
+def default_discovery_path(environ: Mapping[str, str]) -> str:
+    """Where discovery is when nobody has named a directory; the one above it is this user's own."""
+    return os.path.join(_state_dir(environ), "discovery")
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -212,7 +234,7 @@ class _Layers:
             self._values["discovery.join"], self._origins["discovery.join"] = None, kind
 
     def _fill_directories(self) -> None:
-        path = self._values.get("discovery.path") or os.path.join(_state_dir(self._environ), "discovery")
+        path = self._values.get("discovery.path") or default_discovery_path(self._environ)
         self._values["discovery.path"] = path
         if self._values.get("supervisor.log_dir") is None:
             self._values["supervisor.log_dir"] = os.path.join(os.path.dirname(path), "logs")

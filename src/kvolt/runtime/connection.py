@@ -7,6 +7,7 @@ itself stalled does not blame the peer: it gives the bytes that wait in the sock
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
@@ -18,7 +19,10 @@ from kvolt.runtime.session import Session, SessionLimits
 from kvolt.runtime.streams import ServedStream
 from kvolt.runtime.wire import Hello
 
+log = logging.getLogger(__name__)
+
 _HOLD_ABOVE_BYTES = 1 << 20
+_GIVE_UP_ABOVE_BYTES = 16 << 20
 _HELLO_TIMEOUT_S = 5.0
 _MOST_PATIENCE = 5.0
 
@@ -146,8 +150,8 @@ class Connection(asyncio.Protocol):
     def on_open(self, stream: ServedStream) -> None:
         self._serve(self, stream)
 
-    def on_goaway(self) -> None:
-        """Nothing to do at once: `ready` turns false and running streams go on."""
+    def report(self, fault: Exception) -> None:
+        log.error("a stream's callback raised", exc_info=fault)
 
     # --- closing
 
@@ -192,7 +196,9 @@ class Connection(asyncio.Protocol):
             self._beat.cancel()
             self._beat = None
         if isinstance(reason, NetworkFault):
-            self._stats.losses[str(reason.fields.get("reason", reason.code))] += 1
+            # A peer may have worded the reason; only ours become labels.
+            label = reason.fields.get("reason") if type(reason) is WorkerLost else None
+            self._stats.losses[str(label or reason.code)] += 1
         stream_error = reason if isinstance(reason, NetworkFault) else _lost(self.peer_name, reason)
         # First those who choose where to call: a stream's end may start a call in its place.
         self._tell_closed(self, reason)
@@ -219,7 +225,13 @@ class Connection(asyncio.Protocol):
         transport.write(data)
         if self._busy:
             # Only resume_writing ends the pause: it has to let go of what the streams keep back.
-            if transport.get_write_buffer_size() > _HOLD_ABOVE_BYTES:
+            unsent = transport.get_write_buffer_size()
+            if unsent > _GIVE_UP_ABOVE_BYTES:
+                # Streams keep their items back; what still piles up are answers to a peer that asks and never reads.
+                self.abort(
+                    WorkerLost(f"{self.peer_name} does not read", address=self.peer_name, reason="unread")
+                )
+            elif unsent > _HOLD_ABOVE_BYTES:
                 session.paused = True
         elif session.has_bulk:
             self.wake()  # the next piece gets a tick of its own, so that deltas go between

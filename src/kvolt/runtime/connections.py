@@ -24,6 +24,15 @@ ServeStream = Callable[[Connection, ServedStream], None]
 ClosedListener = Callable[[str, KvoltError], None]
 
 
+MAX_CONNECTIONS = 8192
+"""Of one process; more are closed as they come."""
+
+
+class _Refused(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
 class Connections:
     """Dials, accepts and keeps connections. `on_open` gets every stream that a peer opens."""
 
@@ -76,7 +85,7 @@ class Connections:
 
         `advertise` is told in its place: HOST:PORT, or HOST alone when the port is the system's choice.
         """
-        listener = await self._network.listen(address, lambda: self._make(dialer=False))
+        listener = await self._network.listen(address, self._accept)
         self._listeners_open.append(listener)
         if self._advertised is None:
             self._advertised = _with_port(advertise, listener.address) if advertise else listener.address
@@ -129,6 +138,12 @@ class Connections:
             connection.close(Cancelled("this process is stopping"))
 
     # ---
+
+    def _accept(self) -> asyncio.Protocol:
+        if len(self._all) < MAX_CONNECTIONS:
+            return self._make(dialer=False)
+        self.stats.losses["too_many"] += 1
+        return _Refused()
 
     def _make(self, *, dialer: bool) -> Connection:
         limits = self._options.limits

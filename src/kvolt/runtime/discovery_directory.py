@@ -35,6 +35,7 @@ import msgspec
 
 from kvolt.runtime.discovery import LeaseId
 from kvolt.runtime.discovery_view import LeaseSeen, Record, Snapshot
+from kvolt.runtime.private_directory import make_private
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Directory:
     def ensure(self, wall_s: float) -> None:
         """Create what is missing, and clear away what crashed writers left in tmp/."""
         for folder in (self._leases, self._keys, self._temp):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
         for entry in _entries(self._temp):
             with suppress(OSError):
                 if wall_s - entry.stat(follow_symlinks=False).st_mtime > _TEMP_FILE_MAX_AGE_S:

@@ -10,7 +10,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -37,6 +37,8 @@ CONTROL_ENDPOINT = "kvolt.process.control"
 """Served by every process under its own address, without registration."""
 
 _RETRY_S = 1.0
+_LEAVE_TIMEOUT_S = 2.0
+"""For a word to discovery when the process changes state or stops: it may be away."""
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 class ControlRequest(msgspec.Struct, frozen=True):
     verb: str
-    timeout_s: float = 30.0
+    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 30.0
 
 
 @dataclass(slots=True)
@@ -152,7 +154,7 @@ class Runtime:
         """Stop accepting, finish what runs up to the deadline, cancel the rest, leave discovery. Safe to repeat."""
         if self._crew.closed:
             return
-        if not self._served:
+        if not self._served and not self.server.num_active:
             await self.abort()
             return
         await graceful_stop(self._stop_accepting, self._drain_served, self.abort, drain_s)
@@ -161,8 +163,8 @@ class Runtime:
         await self._set_state(InstanceState.DRAINING)
 
     async def _drain_served(self) -> None:
-        for endpoint in list(self._served):
-            await self.server.drain(endpoint)
+        """Until nothing runs, endpoints withdrawn before included; what others watch through us does not count."""
+        await self.server.drain()
 
     async def abort(self) -> None:
         """Stop at once: whatever runs is cancelled. Safe to repeat."""
@@ -171,8 +173,12 @@ class Runtime:
         await self.server.close()
         for client in self._clients:
             await client.close()
-        await self.events.close()
-        await self.discovery.close()
+        for close in (self.events.close, self.discovery.close):
+            try:
+                async with asyncio.timeout(_LEAVE_TIMEOUT_S):
+                    await close()
+            except TimeoutError:
+                log.warning("discovery does not answer; leaving without a word")
         await self._crew.close()
         await self.connections.close()
 
@@ -273,15 +279,26 @@ class Runtime:
     # ---
 
     async def _set_state(self, state: InstanceState) -> None:
-        """Tell first, then act: who has not heard yet must not be refused."""
-        before = {served.instance.state for served in self._served.values()}
+        """Tell first, then act: who has not heard yet must not be refused. The last call wins."""
+        ready_before = any(served.instance.state is InstanceState.READY for served in self._served.values())
         for endpoint, served in self._served.items():
             served.instance = msgspec.structs.replace(served.instance, state=state)
             self.health.set(endpoint, State(state.value))
-            await self._publish(served)
-        if state is not InstanceState.READY and InstanceState.READY in before:
-            await asyncio.sleep(self.options.announce_s)
-        for endpoint in self._served:
+        try:
+            async with asyncio.timeout(_LEAVE_TIMEOUT_S):
+                for served in list(self._served.values()):
+                    await self._publish(served)
+                if state is not InstanceState.READY and ready_before:
+                    await asyncio.sleep(self.options.announce_s)
+        except TimeoutError:
+            log.warning("discovery does not answer; going on to %s without it", state)
+        finally:
+            self._enforce_states()
+
+    def _enforce_states(self) -> None:
+        """Refuse where the published state says so: whoever set it last."""
+        for endpoint, served in self._served.items():
+            state = served.instance.state
             self.server.refuse(endpoint, None if state is InstanceState.READY else state.value)
 
     async def _publish(self, served: _Served) -> None:

@@ -26,6 +26,9 @@ from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)
 
+OWN_ENDPOINTS = "kvolt."
+"""Prefix of what every process serves for other processes; never counted as work."""
+
 StreamHandler = Callable[[ServedStream], None]
 Handler = Callable[[Any], AsyncIterator[Any]]
 
@@ -42,8 +45,10 @@ class EndpointServer:
 
     @property
     def num_active(self) -> int:
-        """Streams being served now."""
-        return sum(self._active.values())
+        """Streams being served now, but for the runtime's own (status, control, discovery for others)."""
+        return sum(
+            count for endpoint, count in self._active.items() if not endpoint.startswith(OWN_ENDPOINTS)
+        )
 
     def active(self, endpoint: str) -> int:
         return self._active.get(endpoint, 0)

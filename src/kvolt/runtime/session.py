@@ -38,8 +38,6 @@ from kvolt.runtime.steps import StepBatch, StepReader, resolve_step
 from kvolt.runtime.streams import CallerStream, Decode, ServedStream, Sink
 from kvolt.runtime.wire import FrameKind
 
-_ITEMS_PER_FRAME = 4096
-
 
 class Host(Protocol):
     """What a session needs of its driver."""
@@ -54,8 +52,8 @@ class Host(Protocol):
         """The peer opened a stream, and its request is here whole."""
         ...
 
-    def on_goaway(self) -> None:
-        """The peer takes no new streams on this connection."""
+    def report(self, fault: Exception) -> None:
+        """A callback of a stream's owner raised, which it must not."""
         ...
 
 
@@ -93,7 +91,6 @@ class Session:
         self._step_reader: StepReader | None = None
         self._ends: list[ServedStream] = []
         self._refused: list[tuple[int, ErrorInfo | None]] = []
-        self._cancels: list[int] = []
         self._credits: dict[int, int] = {}
         self._held: dict[int, ServedStream] = {}
         self._now = 0.0
@@ -169,7 +166,8 @@ class Session:
                 self._drop_step_reader()
             self.stats.calls_ended["cancelled"] += 1
             self._forget(stream_id)
-            self._cancels.append(stream_id)
+            # In order with the opens: a limit or a request id that this frees may be used by the next one.
+            self._control.append(wire.frame(FrameKind.CANCEL, stream_id))
             self._host.wake()
 
     def grant(self, stream_id: int, num_items: int) -> None:
@@ -252,9 +250,15 @@ class Session:
         self.stats.calls_ended[outcome(error)] += len(calls)
         self.stats.served_ended[outcome(error)] += len(served)
         for call in calls.values():
-            call.finish(error)
+            try:
+                call.finish(error)
+            except Exception as fault:  # somebody's sink: the streams behind it must hear of the end too
+                self._host.report(fault)
         for stream in served.values():
-            stream.give_up(error)
+            try:
+                stream.give_up(error)
+            except Exception as fault:
+                self._host.report(fault)
 
     # --- sending
 
@@ -277,9 +281,6 @@ class Session:
             self._outbox.take(out)
         if self._ends or self._refused:
             self._encode_ends(out)
-        if self._cancels:
-            out += [wire.frame(FrameKind.CANCEL, stream_id) for stream_id in self._cancels]
-            self._cancels = []
         if self._credits:
             _split(FrameKind.CREDIT, list(self._credits.items()), out)
             self._credits = {}
@@ -357,19 +358,21 @@ class Session:
             return
         self.settle_steps_read()
         if kind == FrameKind.DELTAS:
-            self._on_deltas(wire.decode_deltas(payload))
+            try:
+                deltas = wire.decode_deltas(payload)
+            except wire.MALFORMED:
+                self._on_items(wire.decode_items(payload), wire.decode_delta)  # one may be of a newer version
+            else:
+                self._on_deltas(deltas)
             return
         match kind:
             case FrameKind.ITEMS:
-                items = wire.decode_items(payload)
-                self.stats.items_in += len(items)
-                for target, raw in items:
-                    call = self._calls.get(target)
-                    if call is not None:
-                        call.accept_raw(raw, self._now)
+                self._on_items(wire.decode_items(payload))
             case FrameKind.CHUNK:
                 self._on_chunk(stream_id, payload)
             case FrameKind.OPEN:
+                if len(payload) > wire.MAX_OPEN_BYTES:
+                    raise ProtocolError(f"an open of {len(payload)} bytes", rule="open_size")
                 self._on_open(stream_id, wire.decode_open(payload))
             case FrameKind.ENDS:
                 for target, info in wire.decode_ends(payload):
@@ -388,11 +391,17 @@ class Session:
                 pass  # that bytes came is all it says
             case FrameKind.GOAWAY:
                 self.peer_going_away = True
-                self._host.on_goaway()
             case FrameKind.REFUSE:
                 raise _refused(payload)
             case _:
                 raise ProtocolError("a second hello", rule="hello")
+
+    def _on_items(self, items: list[tuple[int, msgspec.Raw]], decode: Decode | None = None) -> None:
+        self.stats.items_in += len(items)
+        for target, raw in items:
+            call = self._calls.get(target)
+            if call is not None:
+                call.accept_raw(raw, self._now, decode)
 
     def _on_deltas(self, deltas: list[tuple[int, Delta]]) -> None:
         calls = self._calls

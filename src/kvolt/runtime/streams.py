@@ -7,7 +7,6 @@ stream ends with Overloaded.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import msgspec
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import ErrorInfo, InvalidRequest, KvoltError, Overloaded, ProtocolError, to_info
+from kvolt.runtime.backlog import Backlog
 from kvolt.runtime.wire import MALFORMED, Open
 
 BACKLOG_ITEMS = 1024
@@ -149,6 +149,11 @@ class CallerStream:
             num_items, self._unread_back = self._unread_back, 0
             self._grant(num_items)
 
+    @property
+    def held(self) -> bool:
+        """The reader is behind and has said so."""
+        return self._automatic and self.low_water == 0
+
     def hold(self) -> None:
         """Give no more automatic credit: the reader is behind."""
         self._session.settle_steps_read()
@@ -168,10 +173,10 @@ class CallerStream:
             self.ended = True
             self._session.cancel_call(self.id)
 
-    def accept_raw(self, raw: bytes | msgspec.Raw, now: float) -> None:
-        """An item that is no delta. One that does not decode ends this stream, not the others' connection."""
+    def accept_raw(self, raw: bytes | msgspec.Raw, now: float, decode: Decode | None = None) -> None:
+        """An item by itself. One that does not decode ends this stream, not the others' connection."""
         try:
-            item = self._decode(raw)
+            item = (decode or self._decode)(raw)
         except (*MALFORMED, KvoltError) as error:
             self.cancel()
             self._finish(ProtocolError(f"stream {self.id}: an item does not decode: {error}", rule="item"))
@@ -223,7 +228,7 @@ class ServedStream:
     def __init__(self, session: ServerHost, stream_id: int, opening: Open, body: bytes | msgspec.Raw) -> None:
         self.session = session
         self.credit = opening.window
-        self._backlog: deque[Any] | None = None
+        self._backlog: Backlog | None = None
         self.id = stream_id
         self.target = opening.target
         self.deadline_s = opening.deadline_s
@@ -294,9 +299,9 @@ class ServedStream:
         """Items that were sent but must wait behind a bulk message after all, before what is kept back."""
         self.credit += len(items)
         if self._backlog is None:
-            self._backlog = deque()
+            self._backlog = Backlog()
             self.session.hold(self)
-        self._backlog.extendleft(reversed(items))
+        self._backlog.add_first(items)
 
     def add_credit(self, num_items: int) -> None:
         self.credit += num_items
@@ -308,7 +313,7 @@ class ServedStream:
         backlog = self._backlog
         while backlog and self.credit > 0 and not self.bulk and not self.session.paused:
             self.credit -= 1
-            self.session.queue_item(self, backlog.popleft())
+            self.session.queue_item(self, backlog.take())
         if backlog or self.bulk:
             return
         self._backlog = None
@@ -358,15 +363,9 @@ class ServedStream:
     def _keep_back(self, item: Any) -> None:
         backlog = self._backlog
         if backlog is None:
-            backlog = self._backlog = deque()
+            backlog = self._backlog = Backlog()
             self.session.hold(self)
-        if backlog and type(item) is Delta and type(backlog[-1]) is Delta:
-            merged = backlog[-1].merge(item)
-            if merged is not None:
-                backlog[-1] = merged
-                self.session.count_merge()
-                return
-        if len(backlog) >= BACKLOG_ITEMS:
+        if backlog.add(item):
+            self.session.count_merge()
+        elif len(backlog) > BACKLOG_ITEMS:
             self.fail(Overloaded("the reader is too slow", queue="stream_backlog", limit=BACKLOG_ITEMS))
-            return
-        backlog.append(item)

@@ -28,6 +28,7 @@ import msgspec
 from kvolt.core.errors import ConfigError
 from kvolt.runtime import supervisor_plan as plan
 from kvolt.runtime.clock import Clock
+from kvolt.runtime.private_directory import make_private
 from kvolt.runtime.stop import OrphanGuard, StopSignal, die_with_parent
 from kvolt.runtime.supervisor_output import ChildOutput, RotatingFile, TerminalView
 from kvolt.runtime.supervisor_plan import ChildState, Level, RestartRule, SupervisorPlan
@@ -170,7 +171,7 @@ class Supervisor:
 
     def _open_logs(self, files: contextlib.ExitStack) -> None:
         try:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+            make_private(self._log_dir)
             for spec in self._specs.values():
                 path = self._log_dir / (spec.log_name or f"{spec.name}.log")
                 log_file = RotatingFile(path, self._config.log_limit_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import select
 from collections import deque
 from collections.abc import Sequence
@@ -30,6 +31,9 @@ _LAST_WORDS_CHARS = 500
 
 _NAME_COLOURS = ("36", "35", "34", "32", "96", "95", "94", "92")
 _LEVELS = {"warn": Level.WARNING, "warning": Level.WARNING, "error": Level.ERROR, "critical": Level.ERROR}
+_ERROR_WORDS = re.compile(
+    r"\w(Error|Exception)\b|(?i:\b(error|exception|fatal|panic|abort(ed)?|cannot|failed)\b)|^kvolt: "
+)
 _LEVEL_COLOURS = {Level.WARNING: "33", Level.ERROR: "31"}
 
 
@@ -219,11 +223,16 @@ class ChildOutput(asyncio.Protocol):
         self._cutter = LineCutter()
         self._log_is_broken = False
         self._last_line = b""
+        self._in_traceback = False
+        self._ends_traceback = False
         self.ended = asyncio.Event()
 
     @property
     def last_words(self) -> str:
-        return render_line(self._last_line)[1].strip()[:_LAST_WORDS_CHARS]
+        """Its last line when that is an error; nothing when it is not: it would pass for the cause."""
+        level, text = render_line(self._last_line)
+        is_error = level is Level.ERROR or (level is None and _ERROR_WORDS.search(text) is not None)
+        return text.strip()[:_LAST_WORDS_CHARS] if is_error or self._ends_traceback else ""
 
     def data_received(self, data: bytes) -> None:
         self._take(self._cutter.feed(data))
@@ -245,5 +254,12 @@ class ChildOutput(asyncio.Protocol):
             self._log_is_broken = True
         for line in lines:
             if line.strip():
-                self._last_line = line
+                self._note(line)
             self._view.show(self._name, line)
+
+    def _note(self, line: bytes) -> None:
+        # The error of a traceback is the first line after it that is not indented.
+        indented = line[:1].isspace()
+        self._ends_traceback = self._in_traceback and not indented
+        self._in_traceback = line.startswith(b"Traceback (") or (self._in_traceback and indented)
+        self._last_line = line

@@ -66,7 +66,7 @@ class BecameReady(msgspec.Struct, frozen=True):
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """The process is gone. `code` is negative for a signal; `last_words` is what it said last."""
+    """The process is gone. `code` is negative for a signal; `last_words` is the error it ended with, if any."""
 
     child: str
     code: int
@@ -247,7 +247,8 @@ class SupervisorPlan:
                 text = f"could not be started: {reason}"
                 return self._gone(child, event, now, text, retryable)
             case Exited(_, code, uptime_s, last_words):
-                said = f": {last_words}" if last_words else ""
+                # A signal comes from outside: whatever the process said last is not its cause.
+                said = f": {last_words}" if last_words and code >= 0 else ""
                 text = f"{describe_exit(code)} after {uptime_s:.1f} s{said}"
                 # Settings that worked once are not wrong now: a later life that gives up (discovery is away,
                 # say) is tried again.

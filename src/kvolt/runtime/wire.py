@@ -28,6 +28,9 @@ VERSIONS = (1,)
 CHUNK_BYTES = 64 * 1024
 """Largest payload that may stand between two deltas; longer messages go in pieces."""
 
+MAX_OPEN_BYTES = CHUNK_BYTES + 16 * 1024
+"""An OPEN with its inline body; target and context are short."""
+
 MIN_FRAME_LIMIT_BYTES = 2 * CHUNK_BYTES
 """No peer may ask for smaller frames than a chunk with its envelope."""
 
@@ -106,11 +109,14 @@ def frame(kind: FrameKind, stream: int, payload: bytes = b"") -> bytes:
 class FrameDecoder:
     """Cuts a byte stream into frames. After an error it stays broken: the stream has lost its place."""
 
-    __slots__ = ("_broken", "_max_frame_bytes", "_rest")
+    __slots__ = ("_broken", "_max_frame_bytes", "_needed", "_rest")
 
     def __init__(self, max_frame_bytes: int) -> None:
         self._max_frame_bytes = max_frame_bytes
-        self._rest = b""
+        self._rest = bytearray()
+        """The beginning of a frame."""
+        self._needed = HEADER.size
+        """How long that must grow before it is worth another look."""
         self._broken: ProtocolError | None = None
 
     @property
@@ -122,10 +128,15 @@ class FrameDecoder:
         if self._broken is not None:
             raise self._broken
         if self._rest:
-            data = self._rest + data
+            self._rest += data
+            if len(self._rest) < self._needed:
+                return []
+            data = bytes(self._rest)
+            self._rest.clear()
         frames: list[Frame] = []
         position, end = 0, len(data)
         header_size = HEADER.size
+        self._needed = header_size
         while end - position >= header_size:
             length, kind, stream = HEADER.unpack_from(data, position)
             if length > self._max_frame_bytes:
@@ -133,16 +144,17 @@ class FrameDecoder:
             if kind not in _KINDS:
                 raise self._break("frame_kind", f"frame kind {kind} is unknown")
             body = position + header_size
-            position = body + length
-            if position > end:
-                position = body - header_size
+            if body + length > end:
+                self._needed = header_size + length
                 break
+            position = body + length
             frames.append((kind, stream, data[body:position]))
-        self._rest = data[position:] if position < end else b""
+        if position < end:
+            self._rest += data[position:]
         return frames
 
     def _break(self, rule: str, text: str) -> ProtocolError:
-        self._rest = b""
+        self._rest.clear()
         self._broken = ProtocolError(text, rule=rule)
         return self._broken
 
