@@ -150,7 +150,8 @@ class _Side:
 
     def on_hello(self, hello: Hello) -> None: ...
 
-    def on_goaway(self) -> None: ...
+    def report(self, fault: Exception) -> None:
+        raise fault
 
     def on_open(self, stream: ServedStream) -> None:
         self.streams.append(stream)

@@ -90,6 +90,8 @@ async def test_every_process_tells_of_itself(bench: Bench) -> None:
         broken = bench.run("status")
         assert broken.returncode == 1
         assert "unreachable" in broken.stdout
+        assert "worker-1 at 127.0.0.1" in broken.stdout
+        assert "does not answer: " in broken.stdout
 
 
 def test_status_when_nothing_runs(bench: Bench) -> None:

@@ -54,6 +54,18 @@ WRONG = {
     "an engine argument": ("worker", "--arg", "spee=2", "no argument 'spee' (did you mean 'speed'?)"),
     "an engine argument's value": ("worker", "--arg", "speed=0", "engine 'sim': Expected `float` > 0"),
     "a role": ("worker", "--role", "boss", "unknown choice boss; known: aggregated, prefill, decode, encode"),
+    "a port for three processes": (
+        "serve",
+        "--admin-port",
+        "9000",
+        "admin.port is 9000, but 3 processes of one machine cannot share a port (leave it 0",
+    ),
+    "nowhere to reach it": (
+        "frontend",
+        "--discovery-join-listen",
+        "0.0.0.0:0",
+        "other machines are not told where this one is (give --runtime-advertise",
+    ),
     "no workers": ("serve", "--workers", "0", "serve needs at least one worker (give --workers 1 or more)"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import signal
 import time
@@ -13,7 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.integration.processes import MODEL, PATIENCE_S, Bench, Kvolt, until_ready
+from tests.integration.processes import MODEL, PATIENCE_S, Bench, Kvolt, free_port, until, until_ready
+
+from kvolt.runtime.supervisor import read_status
 
 FAST = """
 [[workers]]
@@ -143,8 +146,8 @@ async def test_answers(client: httpx.AsyncClient) -> None:
 
 async def test_requests_that_are_wrong(client: httpx.AsyncClient) -> None:
     wrong: list[tuple[str, dict[str, Any] | bytes, int, str | None]] = [
-        ("/v1/completions", completion(model="nobody"), 404, None),
-        ("/v1/chat/completions", chat(model="nobody"), 404, None),
+        ("/v1/completions", completion(model="nobody"), 404, "model"),
+        ("/v1/chat/completions", chat(model="nobody"), 404, "model"),
         ("/v1/nothing", completion(), 404, None),
         ("/v1/completions", b"{not json", 400, None),
         ("/v1/completions", b"", 400, None),
@@ -211,6 +214,7 @@ async def test_a_stop_lets_running_requests_finish(bench: Bench, number: signal.
     assert time.monotonic() - stopped_at < 8
     await bench.nothing_left()
     assert list((bench.folder / "tmp").iterdir()) == []
+    assert list((bench.folder / "logs").glob("*.toml")) == []
     assert "kvolt: stopped" in serve.out
 
 
@@ -229,3 +233,49 @@ async def test_a_second_signal_ends_it_at_once(bench: Bench) -> None:
         assert time.monotonic() - asked_at < 4
         with pytest.raises(httpx.TransportError):
             await running
+
+
+async def test_others_join_it_and_a_restart_finds_its_config(bench: Bench) -> None:
+    join = f"127.0.0.1:{free_port()}"
+    await bench.serve("--discovery-join-listen", join)
+    config = bench.folder / "logs" / "workers.toml"
+    assert config.stat().st_mode & 0o777 == 0o600
+    bench.worker("other", "--join", join)
+    await bench.until_seen("frontend", "worker-0", "worker-1", "other")
+    first = bench.child_pid("worker-0")
+    os.kill(first, signal.SIGKILL)
+
+    def has_restarted() -> bool:
+        status = read_status(bench.folder / "logs")
+        assert status is not None
+        return any(child.name == "worker-0" and child.restarts and child.pid for child in status.children)
+
+    await until(has_restarted, what="the restart")
+    await bench.until_seen("frontend", "worker-0", "worker-1", "other")
+
+
+async def test_a_second_one_says_whom_it_joins_and_keeps_its_logs_apart(bench: Bench) -> None:
+    first, _ = await bench.serve("--workers", "1")
+    logged = (bench.folder / "logs" / "worker-0.log").read_bytes()
+    second = bench.start("serve", "--port", "0", "--workers", "1", name="second")
+    await second.says("joins 2 processes already in namespace default; use --namespace to keep apart")
+    await second.says("ready at ")
+    logs = bench.folder / "logs"
+    statuses = [read_status(logs), read_status(logs / "2")]
+    assert [status.pid for status in statuses if status] == [first.pid, second.pid]
+    assert (logs / "worker-0.log").read_bytes() == logged
+    assert (logs / "2" / "worker-0.log").stat().st_size > 0
+    apart = bench.start("serve", "--port", "0", "--namespace", "apart", name="apart")
+    await apart.says("ready at ")
+    assert "joins" not in apart.out
+
+
+async def test_it_says_what_it_waits_for(bench: Bench) -> None:
+    (bench.folder / "kvolt.toml").write_text(
+        '[runtime]\nstart_timeout_s = 3\n[[workers]]\nrole = "prefill"\n'
+    )
+    serve = bench.start("serve", "--port", "0")
+    await serve.says(r'not ready after 3 s: no worker has role = "aggregated" \(only prefill\)')
+    await asyncio.sleep(0.5)
+    assert serve.exit_code is None
+    assert serve.out.count("not ready") == 1

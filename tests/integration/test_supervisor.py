@@ -24,6 +24,7 @@ from kvolt.runtime.stop import StopSignal, die_with_parent
 from kvolt.runtime.supervisor import ChildSpec, ChildStatus, Supervisor, SupervisorConfig, read_status
 from kvolt.runtime.supervisor_output import (
     LINE_LIMIT_BYTES,
+    ChildOutput,
     LineCutter,
     RotatingFile,
     TerminalView,
@@ -94,7 +95,7 @@ def wait_gone(pids: list[int]) -> None:
 
 
 async def test_crash_is_restarted_with_backoff(tmp_path: Path) -> None:
-    bench = Bench([child("a", "raise SystemExit('boom')")], tmp_path)
+    bench = Bench([child("a", "raise SystemExit('error: boom')")], tmp_path)
     async with bench.running():
         await until(lambda: len(bench.pids()) >= 3)
     out = bench.out.getvalue()
@@ -104,6 +105,36 @@ async def test_crash_is_restarted_with_backoff(tmp_path: Path) -> None:
     states = [event.state for event in bench.events]
     assert states[:5] == ["pending", "starting", "running", "backoff", "pending"]
     assert states[-1] == ChildState.STOPPED
+
+
+def record(level: str, message: str) -> bytes:
+    return json.dumps({"time": 0, "level": level, "message": message}).encode()
+
+
+@pytest.mark.parametrize(
+    ("lines", "quoted"),
+    [
+        ([record("info", "serving")], ""),
+        ([record("info", "no error so far")], ""),
+        ([record("warning", "slow")], ""),
+        ([record("error", "no room")], "no room"),
+        ([b"ready to serve"], ""),
+        ([b"kvolt: 127.0.0.1:80 is taken (choose another)"], "kvolt: 127.0.0.1:80 is taken (choose another)"),
+        ([b"x.ValueError: no", b""], "x.ValueError: no"),
+        (
+            [b"Traceback (most recent call last):", b"  File ...", b"some.DiscoveryLost: gone"],
+            "DiscoveryLost",
+        ),
+        ([b"Traceback (most recent call last):", b"  File ...", b"some.DiscoveryLost: gone", b"bye"], ""),
+    ],
+)
+async def test_only_errors_are_last_words(tmp_path: Path, lines: list[bytes], quoted: str) -> None:
+    log_file = RotatingFile(tmp_path / "a.log", 1000)
+    output = ChildOutput("a", log_file, TerminalView(io.StringIO(), ["a"]))
+    output.data_received(b"".join(line + b"\n" for line in lines))
+    log_file.close()
+    assert quoted in output.last_words
+    assert bool(quoted) == bool(output.last_words)
 
 
 async def test_killed_child_is_restarted_and_its_helpers_go_with_it(tmp_path: Path) -> None:
@@ -128,12 +159,12 @@ async def test_killed_child_is_restarted_and_its_helpers_go_with_it(tmp_path: Pa
 
 
 async def test_exit_code_2_ends_the_whole_supervisor(tmp_path: Path) -> None:
-    program = "import sys; print('no such model: x', file=sys.stderr); sys.exit(2)"
+    program = "import sys; print('kvolt: no such model: x', file=sys.stderr); sys.exit(2)"
     bench = Bench([child("good", SLEEP), child("bad", program)], tmp_path)
     async with bench.running() as run:
         assert await asyncio.wait_for(asyncio.shield(run), PATIENCE_S) == 2
     assert "bad ended with exit code 2" in bench.out.getvalue()
-    assert ": no such model: x; a restart would not help" in bench.out.getvalue()
+    assert ": kvolt: no such model: x; a restart would not help" in bench.out.getvalue()
 
 
 async def test_missing_program_ends_the_whole_supervisor(tmp_path: Path) -> None:

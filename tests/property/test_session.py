@@ -57,7 +57,8 @@ class Peer:
     def on_open(self, stream: ServedStream) -> None:
         self._serve(stream)
 
-    def on_goaway(self) -> None: ...
+    def report(self, fault: Exception) -> None:
+        raise fault
 
 
 class Reader:
@@ -415,7 +416,6 @@ def check_empty(session: Session) -> None:
     assert not session._outbox
     assert not session._ends
     assert not session._refused
-    assert not session._cancels
     assert not session._control
     assert session._arriving.buffered_bytes == 0
     assert session._decoder.buffered_bytes == 0

@@ -52,7 +52,8 @@ class Peer:
 
     def on_hello(self, hello: Hello) -> None: ...
 
-    def on_goaway(self) -> None: ...
+    def report(self, fault: Exception) -> None:
+        raise fault
 
 
 class Reader:

@@ -116,8 +116,9 @@ async def _tell_of_others(settings: Settings) -> None:
     except (KvoltError, TimeoutError):
         return  # a courtesy: what is wrong with discovery, the children will say
     if running:
+        noun = "process" if len(running) == 1 else "processes"
         print(
-            f"kvolt: joins {len(running)} processes already in namespace {settings.namespace}; "
+            f"kvolt: joins {len(running)} {noun} already in namespace {settings.namespace}; "
             "use --namespace to keep apart",
             flush=True,
         )

@@ -53,7 +53,7 @@ def find_engine(name: str) -> EngineKind:
     for point in entry_points(group=GROUP, name=name):
         try:
             kind = point.load()
-        except ImportError as error:
+        except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"engine {name!r} cannot be loaded: {error}", key="engine", remedy="install what it needs"
             ) from error

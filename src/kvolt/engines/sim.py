@@ -7,7 +7,7 @@ blocks it can ever need are free, so that it never has to be preempted.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -73,7 +73,7 @@ class SimEngine:
         self._spec = spec
         self._arguments = arguments
         self._card = sim_card(spec.model, arguments.context_length, arguments.block_size)
-        self._waiting: deque[_Sequence] = deque()
+        self._waiting: OrderedDict[RequestId, _Sequence] = OrderedDict()
         self._running: dict[RequestId, _Sequence] = {}
         self._free_blocks = arguments.kv_blocks
         self._work = asyncio.Event()
@@ -103,6 +103,9 @@ class SimEngine:
     def submit(self, request: Request) -> None:
         if request.grammar is not None:
             raise Unsupported("the sim engine has no grammars", feature="grammar")
+        _check(request)
+        if request.request_id in self._running or request.request_id in self._waiting:
+            raise InvalidRequest(f"request {request.request_id} is here already", param="request_id")
         num_tokens = len(request.token_ids) + request.stop.max_tokens
         if num_tokens > self._arguments.context_length:
             raise InvalidRequest(
@@ -115,7 +118,7 @@ class SimEngine:
             raise InvalidRequest(f"the request needs {num_blocks} blocks, more than there are", param="n")
         if len(self._waiting) >= self._arguments.max_waiting:
             raise Overloaded("the engine's queue is full", queue="engine", limit=self._arguments.max_waiting)
-        self._waiting.append(_Sequence(request, num_blocks, _seeds(request)))
+        self._waiting[request.request_id] = _Sequence(request, num_blocks, _seeds(request))
         self._work.set()
 
     def abort(self, request_id: RequestId) -> None:
@@ -123,10 +126,10 @@ class SimEngine:
         if sequence is not None:
             self._free_blocks += sequence.num_blocks
         else:
-            self._take_waiting(request_id)
+            self._waiting.pop(request_id, None)
 
     async def withdraw(self, request_id: RequestId) -> bool:
-        return self._take_waiting(request_id)
+        return self._waiting.pop(request_id, None) is not None
 
     async def steps(self) -> AsyncIterator[StepOutput]:
         while not self._closed:
@@ -144,25 +147,19 @@ class SimEngine:
         self._closed = True
         self._waiting.clear()
         self._running.clear()
+        self._free_blocks = self._arguments.kv_blocks
         self._work.set()
 
     # ---
 
-    def _take_waiting(self, request_id: RequestId) -> bool:
-        for sequence in self._waiting:
-            if sequence.request.request_id == request_id:
-                self._waiting.remove(sequence)
-                return True
-        return False
-
     def _admit(self) -> None:
         """First come, first served: a large request at the head waits for its blocks, and all behind it."""
         while self._waiting and len(self._running) < self._arguments.max_num_seqs:
-            sequence = self._waiting[0]
+            request_id, sequence = next(iter(self._waiting.items()))
             if sequence.num_blocks > self._free_blocks:
                 return
             self._free_blocks -= sequence.num_blocks
-            self._running[sequence.request.request_id] = self._waiting.popleft()
+            self._running[request_id] = self._waiting.pop(request_id)
 
     def _plan(self) -> tuple[dict[RequestId, int], list[RequestId], StepStats]:
         """What this step does: chunk sizes by request, requests that decode, and the step's cost terms."""
@@ -251,6 +248,18 @@ class SimEngine:
             kv_total_blocks=self._arguments.kv_blocks,
             step=step,
         )
+
+
+def _check(request: Request) -> None:
+    """What no engine could end: nothing to start from, or nothing left to say."""
+    if not request.token_ids:
+        raise InvalidRequest("the prompt is empty", param="token_ids")
+    if request.sampling.num_choices < 1:
+        raise InvalidRequest("at least one choice must be asked for", param="n")
+    if request.stop.max_tokens < 1:
+        raise InvalidRequest("at least one token must be asked for", param="max_tokens")
+    if len(request.resume) >= request.stop.max_tokens:
+        raise InvalidRequest("all tokens asked for have been generated already", param="resume")
 
 
 def _seeds(request: Request) -> tuple[int, ...]:

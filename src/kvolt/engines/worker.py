@@ -16,7 +16,7 @@ import msgspec
 
 from kvolt.core.card import EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import StepOutput
-from kvolt.core.errors import DeadlineExceeded, EngineFailed, InvalidRequest, KvoltError, NotFound, from_info
+from kvolt.core.errors import DeadlineExceeded, EngineFailed, InvalidRequest, NotFound, from_info
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request
@@ -63,6 +63,8 @@ class Worker:
         self._instance = ""
         self._plain_ids: tuple[RequestId, ...] = ()
         self._plain = StepSender(())
+        self._over: EngineFailed | None = None
+        """The engine has ended: what comes now would wait for steps that never come."""
         self.info: EngineInfo | None = None
 
     async def start(self) -> None:
@@ -106,6 +108,8 @@ class Worker:
     def _on_stream(self, stream: ServedStream) -> None:
         request: Request = stream.decode_body(_decode_request)
         request_id = request.request_id
+        if self._over is not None:
+            raise EngineFailed(self._over.message, engine=self._engine_name)
         if self.info is None or request.model != self.info.model:
             raise NotFound(f"this worker does not serve {request.model!r}", kind="model", name=request.model)
         if request_id in self._open:
@@ -175,7 +179,8 @@ class Worker:
             self._load_sent_at = now
             self._runtime.events.publish(LOAD_TOPIC, _encode(LoadReport(self._instance, load)))
 
-    def _fail_all(self, error: KvoltError) -> None:
+    def _fail_all(self, error: EngineFailed) -> None:
+        self._over = error
         for request_id in list(self._open):
             entry = self._close(request_id)
             if entry is not None:

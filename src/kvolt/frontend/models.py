@@ -21,9 +21,10 @@ from kvolt.journey.journey import Journey
 from kvolt.router.port import RoundRobinRouter
 from kvolt.runtime.address import INSTANCES, EndpointAddress, decode_instance
 from kvolt.runtime.client import Destination, EndpointClient, open_stream
-from kvolt.runtime.discovery import Put
+from kvolt.runtime.discovery import Delete, Put
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import Crew
+from kvolt.runtime.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class Models:
         self._models: dict[str, dict[EndpointAddress, Model]] = {}
         """By name, oldest component first."""
         self._coming: dict[EndpointAddress, None] = {}
+        self._registered: dict[EndpointAddress, dict[str, None]] = {}
+        """Keys of each component's instances, as the one watch that also starts `_add` has seen them."""
         self._crew = Crew("models")
 
     def start(self) -> None:
@@ -88,6 +91,8 @@ class Models:
 
     async def _watch(self) -> None:
         async for event in self._runtime.discovery.watch_prefix(f"{INSTANCES}{self._namespace}/"):
+            if isinstance(event, Delete):
+                self._forget_instance(event.key)
             if not isinstance(event, Put):
                 continue
             instance = decode_instance(event.value)
@@ -95,14 +100,24 @@ class Models:
                 continue
             try:
                 info = _decode_info(instance.info)
-            except msgspec.MsgspecError:
+            except MALFORMED:
                 log.warning("%s registered an engine that this version does not understand", event.key)
                 continue
             if info.hash_scheme != HASH_SCHEME:
                 log.error("%s hashes blocks by %s, we by %s", event.key, info.hash_scheme, HASH_SCHEME)
-            elif info.role is Role.AGGREGATED and instance.endpoint not in self._coming:
-                self._coming[instance.endpoint] = None
-                self._crew.start(self._add(instance.endpoint, info), f"add {info.model}")
+            elif info.role is Role.AGGREGATED:
+                self._registered.setdefault(instance.endpoint, {})[event.key] = None
+                if instance.endpoint not in self._coming:
+                    self._coming[instance.endpoint] = None
+                    self._crew.start(self._add(instance.endpoint, info), f"add {info.model}")
+
+    def _forget_instance(self, key: str) -> None:
+        for endpoint, keys in self._registered.items():
+            if key in keys:
+                del keys[key]
+                if not keys:
+                    del self._registered[endpoint]
+                return
 
     async def _add(self, endpoint: EndpointAddress, info: EngineInfo) -> None:
         """Fetch the card from any worker of the component, then serve the model."""
@@ -135,7 +150,7 @@ class Models:
         """Ask until somebody has it; None when nobody of the component is left."""
         pause_s = _CARD_RETRY_S
         told = False
-        while client.instances():
+        while client.endpoint in self._registered:
             try:
                 return await self._fetch_card(client, info.card)
             except KvoltError as error:
@@ -152,7 +167,9 @@ class Models:
         limits = self._runtime.options.deadlines
         to = Destination(address, str(endpoint))
         async with await open_stream(self._runtime.connections, to, wanted, limits, _decode_card) as stream:
-            card: ModelCard = await anext(stream)
+            card: ModelCard | None = await anext(stream, None)
+        if card is None:
+            raise KvoltError(f"{address} answered without a card")
         if card_hash(card) != wanted:
             raise KvoltError(f"the card of {card.name} is not the one announced")
         return card

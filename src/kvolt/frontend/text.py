@@ -23,7 +23,8 @@ class Codec:
     def __init__(self, card: ModelCard) -> None:
         self._tokenizer = Tokenizer.from_buffer(card.tokenizer_json)
         vocabulary = self._tokenizer.get_vocab()
-        self.vocabulary_size = len(vocabulary)
+        self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
+        """One more than the highest id; some vocabularies have holes below it."""
         longest = max(map(len, vocabulary), default=1)
         self.most_characters = _MARGIN * longest * card.context_length
         """A longer text cannot fit into the context, whatever it says."""

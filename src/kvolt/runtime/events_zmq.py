@@ -29,6 +29,7 @@ from kvolt.runtime.discovery import Delete, Discovery, LeaseId, Put
 from kvolt.runtime.events import Event
 from kvolt.runtime.events_queue import NO_COUNTERS, EventCounters, Numbering, Subscription, Subscriptions
 from kvolt.runtime.tasks import Crew
+from kvolt.runtime.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 
@@ -159,10 +160,14 @@ class _Receiver:
         """Connect and disconnect as publishers come and go. Ends when the discovery is closed: what is
         connected then stays so."""
         async for change in discovery.watch_prefix(self._prefix):
-            if isinstance(change, Put):
-                self._appeared(change.key, change.value)
-            elif isinstance(change, Delete):
-                self._forget(change.key)
+            try:
+                if isinstance(change, Put):
+                    self._appeared(change.key, change.value)
+                elif isinstance(change, Delete):
+                    self._forget(change.key)
+            except Exception:  # whatever one publisher did, the others are followed on
+                log.exception("cannot follow a publisher of events: %.200r", change)
+                self._counters.rejected("registration", 1)
 
     def close(self) -> None:
         if self._next_drain is not None:
@@ -174,7 +179,7 @@ class _Receiver:
         publisher = key.removeprefix(self._prefix)
         try:
             registration = msgspec.msgpack.decode(value, type=Registration)
-        except msgspec.MsgspecError as error:
+        except MALFORMED as error:
             self._skip(key, "registration", f"cannot be read: {error}")
             return
         if registration.version != MESSAGE_VERSION:

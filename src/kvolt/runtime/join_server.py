@@ -18,8 +18,10 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from kvolt.core.errors import DiscoveryLost, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
@@ -37,7 +39,8 @@ HOLD, PUT, DELETE, REVOKE, GET, WATCH = (
 
 class HoldRequest(msgspec.Struct, frozen=True):
     lease: str
-    ttl_s: float
+    ttl_s: Annotated[float, Meta(gt=0, le=86_400)]
+    """Bounded, and nan is out of bounds: it becomes a timer here."""
 
 
 class Held(msgspec.Struct, frozen=True, tag="held"):

@@ -32,9 +32,12 @@ def own_folder(base: Path) -> Iterator[Path]:
 @contextmanager
 def private_file(path: Path, text: str) -> Iterator[Path]:
     """A file that only this user can read, gone at the end."""
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
+    try:
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+    except OSError as error:
+        raise _unwritable(path, error) from error
     try:
         yield path
     finally:
@@ -56,13 +59,17 @@ def _claim(base: Path) -> tuple[Path, int]:
                 os.close(lock)
                 raise
     except OSError as error:
-        raise ConfigError(
-            f"cannot write logs to {base}: {error.strerror or error}",
-            key="supervisor.log_dir",
-            remedy="name a folder of your own with --supervisor-log-dir",
-        ) from error
+        raise _unwritable(base, error) from error
     raise ConfigError(
         f"{_MAX_FOLDERS} supervisors write logs to {base} already",
         key="supervisor.log_dir",
         remedy="name another folder with --supervisor-log-dir",
+    )
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot write {path}: {error.strerror or error}",
+        key="supervisor.log_dir",
+        remedy="name a folder of your own with --supervisor-log-dir",
     )

@@ -1,6 +1,10 @@
-"""Shipped to users: a virtual-time loop, an in-memory network, conformance suites for every port."""
+"""Shipped to users: a virtual-time loop, an in-memory network, and conformance suites.
 
-from kvolt.testing import discovery_suite, events_suite
+There is a suite for Discovery, one for EventPlane, and one in two parts for the request plane; Network,
+Blocking and Clock have none.
+"""
+
+from kvolt.testing import discovery_suite, events_suite, plane_faults_suite, plane_suite
 from kvolt.testing.link import LinkProfile
 from kvolt.testing.loop import (
     Deadlock,
@@ -29,5 +33,7 @@ __all__ = [
     "VirtualProcess",
     "discovery_suite",
     "events_suite",
+    "plane_faults_suite",
+    "plane_suite",
     "run_virtual",
 ]

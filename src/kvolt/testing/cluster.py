@@ -44,6 +44,7 @@ from kvolt.runtime.join_server import JoinServer
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.session import SessionLimits
 from kvolt.runtime.tasks import Crew
+from kvolt.testing.leftovers import leftovers
 from kvolt.testing.link import LinkProfile
 from kvolt.testing.network import VirtualNetwork
 from kvolt.testing.ports import VirtualProcess
@@ -102,6 +103,11 @@ class ClusterProcess:
     @property
     def alive(self) -> bool:
         return self._crew is not None
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """Of its present life."""
+        return self._runtime
 
     def start(self) -> None:
         cluster = self._cluster
@@ -203,12 +209,16 @@ class Cluster:
             process.start()
 
     async def stop(self) -> None:
-        """Let what runs end, then stop everything in order. Every request must have ended by then."""
+        """Let what runs end, then stop everything in order. By then every request must have ended, and nothing
+        of it be left."""
         self._accepting = False
         await asyncio.sleep(_LIMITS.total_s + _SLACK_S)
         self.check()
         if self.tally.ended != self.tally.started:
             self.fail(f"{self.tally.started - self.tally.ended} of {self.tally.started} requests never ended")
+        alive = {process.name: process.runtime for process in self.processes if process.runtime is not None}
+        for leftover in await leftovers(alive):
+            self.fail(leftover)
         for process in [*self.frontends, *self.workers, self.discovery]:
             await process.stop()
         self.network.close()
@@ -257,8 +267,10 @@ class Cluster:
         rng = runtime.ports.rng
         requests = Crew(f"{runtime.options.name} requests", on_error=lambda error: self.fail(repr(error)))
         try:
-            while self._accepting:
+            while True:
                 await asyncio.sleep(rng.expovariate(1.5))
+                if not self._accepting:
+                    break
                 asking = Asking(self, journey, runtime.options.name, rng)
                 requests.start(asking.run(), "request")
             await requests.drain()

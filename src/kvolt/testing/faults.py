@@ -16,8 +16,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import ExitStack
+from typing import IO, Any
 
 from kvolt.runtime.tasks import Crew
 from kvolt.testing.cluster import Cluster, ClusterProcess, RunReport
@@ -28,6 +28,9 @@ DURATION_S = 60.0
 _TROUBLE = 0.55
 _RECOVERY = 0.25
 _MEAN_BETWEEN_FAULTS_S = 2.5
+
+_STOPPED = 130
+"""What a shell reports after Ctrl-C."""
 
 Fault = Callable[[Cluster, random.Random], Coroutine[Any, Any, None]]
 
@@ -151,7 +154,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_one(args.seed, args.duration, args.log)
     if args.digests:
         return _print_digests(range(args.first, args.first + args.seeds), args.duration)
-    return compare(range(args.first, args.first + args.seeds), args.duration)
+    try:
+        return compare(range(args.first, args.first + args.seeds), args.duration)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return _STOPPED
 
 
 def _run_one(seed: int, duration_s: float, show_log: bool) -> int:
@@ -183,19 +190,28 @@ def _print_digests(seeds: range, duration_s: float) -> int:
 def compare(seeds: range, duration_s: float = DURATION_S) -> int:
     """Run every seed in two processes with different hash seeds; their logs must be equal byte for byte."""
     started = time.perf_counter()
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda hash_seed: _digests(seeds, duration_s, hash_seed), ("1", "2"))
-    bad = [line for line in first if "FAILED" in line]
-    bad += [
-        f"{seeds[index]} differs between two runs"
-        for index, line in enumerate(first)
-        if line != second[index]
-    ]
+    bad: list[str] = []
+    totals = [0, 0, 0, 0]
+    progress = Progress(len(seeds))
+    with ExitStack() as stack:
+        runs = [_start_run(stack, seeds, duration_s, hash_seed) for hash_seed in ("1", "2")]
+        # In step: whichever is ahead waits in its pipe, and what is wrong is seen as soon as it happens.
+        for seed in seeds:
+            first, second = (run.readline().strip() or f"{seed} FAILED the process died" for run in runs)
+            if "FAILED" in first:
+                bad.append(first)
+            else:
+                totals = [total + int(word) for total, word in zip(totals, first.split()[1:5], strict=True)]
+            if first != second:
+                bad.append(f"{seed} differs between two runs")
+            progress.show(seed - seeds.start + 1, len(bad))
+    progress.end()
     for line in bad:
-        seed = line.split()[0]
-        print(f"seed {line}\n  again: python -m kvolt.testing.faults --seed {seed} --log", file=sys.stderr)
-    counts = [[int(word) for word in line.split()[1:5]] for line in first if "FAILED" not in line]
-    asked, ok, failed, cut = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0, 0)
+        seed_again = line.split()[0]
+        print(
+            f"seed {line}\n  again: python -m kvolt.testing.faults --seed {seed_again} --log", file=sys.stderr
+        )
+    asked, ok, failed, cut = totals
     print(
         f"{len(seeds)} seeds of {duration_s:g} virtual s, each in two processes: {len(bad)} bad; {asked} requests, "
         f"{ok} answered, {failed} typed errors, {cut} cut short; {time.perf_counter() - started:.0f} s"
@@ -203,20 +219,36 @@ def compare(seeds: range, duration_s: float = DURATION_S) -> int:
     return 1 if bad else 0
 
 
-def _digests(seeds: range, duration_s: float, hash_seed: str) -> list[str]:
+class Progress:
+    """One line that is written over; nothing where nobody looks."""
+
+    def __init__(self, num_seeds: int) -> None:
+        self._num_seeds = num_seeds
+        self._shown = sys.stderr.isatty()
+        self.show(0, 0)
+
+    def show(self, num_done: int, num_bad: int) -> None:
+        if self._shown:
+            text = f"\r{num_done}/{self._num_seeds} seeds, {num_bad} bad"
+            print(text, end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._shown:
+            print(file=sys.stderr)
+
+
+def _start_run(stack: ExitStack, seeds: range, duration_s: float, hash_seed: str) -> IO[str]:
+    """A process that prints a line per seed; leaving the stack ends it."""
     command = [sys.executable, "-m", "kvolt.testing.faults", "--digests"]
     command += ["--first", str(seeds.start), "--seeds", str(len(seeds)), "--duration", str(duration_s)]
     environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    lines: list[str] = []
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line.strip())
-            if hash_seed == "1" and sys.stderr.isatty():
-                print(f"\r{len(lines)}/{len(seeds)} seeds", end="", file=sys.stderr, flush=True)
-    if len(lines) != len(seeds):
-        lines += [f"{seed} FAILED the process died" for seed in seeds[len(lines) :]]
-    return lines
+    # A group of its own: Ctrl-C reaches us alone, and we end it without a traceback of its own.
+    process = stack.enter_context(
+        subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, process_group=0)
+    )
+    stack.callback(process.terminate)
+    assert process.stdout is not None
+    return process.stdout
 
 
 if __name__ == "__main__":

@@ -83,7 +83,10 @@ class VirtualHost:
         return listener
 
     async def connect(self, address: str, factory: ProtocolFactory, timeout_s: float) -> asyncio.Protocol:
-        name, port = split_address(address)
+        try:
+            name, port = split_address(address)
+        except ConfigError as error:
+            raise ConnectFailed(error.message, address=address) from error
         try:
             target = self if name in _OWN_NAMES else self._network.find(name)
         except NotFound:

@@ -60,6 +60,25 @@ def test_check_lists_every_problem(capsys: pytest.CaptureFixture[str], tmp_path:
     assert [line.partition(": ")[0] for line in lines] == ["bad.toml:zzzz", "bad.toml:frontend.port"]
 
 
+def test_check_knows_the_engines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text(
+        "zzzz = 1\n"
+        "[[workers]]\nname = 'a'\nargs = {spee = 1}\n"
+        "[[workers]]\nname = 'b'\nengine = 'vlm'\n"
+        "[[workers]]\nname = 'c'\nargs = {speed = 0}\n"
+        "[[workers]]\nname = 'd'\nargs = {speed = 2}\n"
+    )
+    assert main(["config", "check", "bad.toml"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [
+        "bad.toml:zzzz",
+        "bad.toml:workers.0.args.spee",
+        "bad.toml:workers.1.engine",
+        "bad.toml:workers.2.args",
+    ]
+    assert lines[1].endswith("(did you mean 'speed'?)")
+
+
 def test_check_and_env_work_beside_a_broken_config(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,7 @@ import pytest
 from kvolt.cli import doctor
 from kvolt.cli.doctor import GIB, Finding
 from kvolt.cli.main import main
+from kvolt.runtime.config import Override, load
 
 
 @pytest.fixture
@@ -30,16 +33,11 @@ def test_python() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "allowed", "quota", "state", "found"),
-    [
-        (8, 8, None, "ok", "8 of 8 usable"),
-        (8, 1, None, "warn", "1 of 8 usable"),
-        (8, 8, 1.5, "warn", "1.5 of 8 usable"),
-        (8, 4, 6.0, "ok", "4 of 8 usable"),
-    ],
+    ("total", "usable", "state", "found"),
+    [(8, 8, "ok", "8 of 8 usable"), (8, 1, "warn", "1 of 8 usable"), (8, 4, "ok", "4 of 8 usable")],
 )
-def test_cpu(total: int, allowed: int, quota: float | None, state: str, found: str) -> None:
-    finding = doctor.cpu_finding(total, allowed, quota)
+def test_cpu(total: int, usable: int, state: str, found: str) -> None:
+    finding = doctor.cpu_finding(total, usable)
     assert (finding.state, finding.found) == (state, found)
 
 
@@ -49,14 +47,12 @@ def test_memory() -> None:
     assert (limited.state, limited.found) == ("warn", "1.0 GiB (container limit)")
 
 
-def test_container_limits(tmp_path: Path) -> None:
-    assert (doctor.cpu_quota(tmp_path), doctor.memory_limit(tmp_path)) == (None, None)
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
+def test_container_limit(tmp_path: Path) -> None:
+    assert doctor.memory_limit(tmp_path) is None
     (tmp_path / "memory.max").write_text("1024\n")
-    assert (doctor.cpu_quota(tmp_path), doctor.memory_limit(tmp_path)) == (1.5, 1024)
-    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert doctor.memory_limit(tmp_path) == 1024
     (tmp_path / "memory.max").write_text("max\n")
-    assert (doctor.cpu_quota(tmp_path), doctor.memory_limit(tmp_path)) == (None, None)
+    assert doctor.memory_limit(tmp_path) is None
 
 
 def test_gpu() -> None:
@@ -66,9 +62,15 @@ def test_gpu() -> None:
 
 
 def test_package() -> None:
-    assert doctor.package_finding("msgspec", "").found == msgspec.__version__
-    missing = doctor.package_finding("no-such-package-at-all", "flies")
-    assert missing.remedy == "pip install no-such-package-at-all: flies"
+    assert doctor.package_finding("msgspec", needed=True).found == msgspec.__version__
+    missing = doctor.package_finding("no-such-package-at-all", needed=True)
+    assert (missing.state, missing.blocks, missing.remedy) == (
+        "missing",
+        True,
+        "pip install no-such-package-at-all",
+    )
+    unused = doctor.package_finding("no-such-package-at-all", needed=False)
+    assert unused == Finding("no-such-package-at-all", "ok", "not found; not used by this version's engines")
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,59 @@ def test_port(taken_port: int) -> None:
     assert (taken.state, taken.blocks) == ("missing", True)
     assert taken.found == f"127.0.0.1:{taken_port}: address already in use"
     assert doctor.port_finding("p", "127.0.0.1", 0, "--port").state == "ok"
+
+
+def states(*flags: str) -> dict[str, tuple[str, bool]]:
+    overrides = [Override(key, text, key) for key, _, text in (flag.partition("=") for flag in flags)]
+    settings = load(environ={}, cwd=Path("/"), overrides=overrides).settings
+    return {finding.name: (finding.state, finding.blocks) for finding in doctor.port_findings(settings)}
+
+
+def test_every_fixed_port_is_checked(taken_port: int) -> None:
+    assert states("frontend.port=0") == {"frontend port": ("ok", False)}
+    taken = ("missing", True)
+    assert states("frontend.port=0", f"discovery.join_listen=127.0.0.1:{taken_port}")["join port"] == taken
+    settings = load(
+        environ={}, cwd=Path("/"), overrides=[Override("admin.port", str(taken_port), "")]
+    ).settings
+    alone = msgspec.structs.replace(settings, workers=[])
+    assert [finding.name for finding in doctor.port_findings(alone) if finding.blocks] == ["admin port"]
+    assert states("frontend.port=0", "runtime.port=9")["settings"] == taken
+    assert states("frontend.port=0", "discovery.join_listen=0.0.0.0:7400")["settings"] == taken
+
+
+def answering(body: bytes, status: int) -> HTTPServer:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    return HTTPServer(("127.0.0.1", 0), Handler)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "is_kvolt"),
+    [
+        (b'{"status": "ready", "models": ["m"]}', 200, True),
+        (b'{"status": "no_models", "models": []}', 503, True),
+        (b'{"status": "ok"}', 200, False),
+        (b"", 200, False),
+        (b"[]", 404, False),
+    ],
+)
+def test_a_port_that_kvolt_holds(body: bytes, status: int, is_kvolt: bool) -> None:
+    with answering(body, status) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        overrides = [Override("frontend.port", str(server.server_port), "--port")]
+        [finding] = doctor.port_findings(load(environ={}, cwd=Path("/"), overrides=overrides).settings)
+        thread.join()
+    assert (finding.state, finding.running) == (("ok", True) if is_kvolt else ("missing", False))
+    assert ("kvolt serves here" in finding.found) == is_kvolt
 
 
 def test_directory(tmp_path: Path) -> None:
@@ -133,3 +188,4 @@ def test_the_verb(
     text = capsys.readouterr().out
     assert "choose another with --port" in text
     assert text.splitlines()[-1].startswith("not ready")
+    assert main(["doctor", "--port", "0", "--workers", "0"]) == 2

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvolt.core.delta import Delta, FinishReason, StageTimes, TokenLogprobs, Usage, plain_delta
+from kvolt.core.delta import Delta, FinishReason, StageTimes, TokenLogprobs, Usage, merge_deltas, plain_delta
 
 encode = msgspec.msgpack.encode
 decode = msgspec.msgpack.Decoder(Delta).decode
@@ -37,37 +36,24 @@ def test_a_plain_token_is_small() -> None:
     assert len(encode(Delta((100_000,)))) == 9
 
 
-@given(deltas, deltas)
-def test_merge_keeps_everything(first: Delta, later: Delta) -> None:
-    merged = first.merge(later)
-    if first.index != later.index or first.finish is not None:
-        assert merged is None
-        return
-    assert merged is not None
-    assert merged.token_ids == first.token_ids + later.token_ids
-    assert (merged.index, merged.finish, merged.stop_reason) == (first.index, later.finish, later.stop_reason)
-    assert (merged.logprobs or ()) == (first.logprobs or ()) + (later.logprobs or ())
+@given(st.lists(deltas, min_size=1, max_size=5))
+def test_merge_keeps_everything(several: list[Delta]) -> None:
+    merged = merge_deltas(several)
+    first, last = several[0], several[-1]
+    assert merged.token_ids == sum((delta.token_ids for delta in several), ())
+    assert (merged.index, merged.finish, merged.stop_reason) == (first.index, last.finish, last.stop_reason)
+    assert (merged.logprobs or ()) == sum((delta.logprobs or () for delta in several), ())
     for name in ("usage", "stages"):
-        assert getattr(merged, name) == (getattr(later, name) or getattr(first, name))
-    if first.cached_tokens is not None:
-        assert merged.cached_tokens == first.cached_tokens
-    else:
-        assert merged.cached_tokens == later.cached_tokens
+        known = [value for delta in several if (value := getattr(delta, name))]
+        assert getattr(merged, name) == (known[-1] if known else getattr(merged, name))
+    cached = [delta.cached_tokens for delta in several if delta.cached_tokens is not None]
+    assert merged.cached_tokens == (cached[0] if cached else None)
 
 
-def test_merge_changes_neither() -> None:
+def test_merge_changes_none() -> None:
     first, later = Delta((1,)), Delta((2,))
-    assert first.merge(later) == Delta((1, 2))
+    assert merge_deltas([first, later]) == Delta((1, 2))
     assert (first, later) == (Delta((1,)), Delta((2,)))
-
-
-def test_nothing_comes_after_a_finish() -> None:
-    assert Delta((1,), finish=FinishReason.STOP).merge(Delta((2,))) is None
-
-
-@pytest.mark.parametrize("index", [1, 5])
-def test_choices_do_not_mix(index: int) -> None:
-    assert Delta((1,)).merge(Delta((2,), index=index)) is None
 
 
 def test_plain_deltas_are_shared_and_right() -> None:

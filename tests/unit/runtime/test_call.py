@@ -24,6 +24,7 @@ class FakeStream:
         self.arrival: float | None = None
         self.num_consumed = self.num_cancels = 0
         self.ended = False
+        self.held = False
 
     @property
     def last_arrival(self) -> float | None:

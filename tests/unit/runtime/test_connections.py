@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvolt.core.errors import ConfigError, ConnectFailed, KvoltError, NetworkFault, WorkerLost
+from kvolt.core.errors import ConnectFailed, KvoltError, NetworkFault, WorkerLost
 from kvolt.runtime.connection import Connection, ConnectionOptions
 from kvolt.runtime.connections import Connections
 from kvolt.runtime.network import Listener, ProtocolFactory
@@ -191,7 +191,7 @@ async def test_a_listener_of_another_protocol(world: World) -> None:
 async def test_what_is_no_address(world: World) -> None:
     client = world.process("client")
     for _ in range(2):
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConnectFailed):
             await client.get("nonsense", 1.0)
 
 

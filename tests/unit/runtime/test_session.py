@@ -10,6 +10,7 @@ import pytest
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import (
+    Cancelled,
     ConnectFailed,
     EngineFailed,
     KvoltError,
@@ -48,7 +49,8 @@ class Side:
         self.stats = PlaneStats()
         self.session = Session(dialer=dialer, hello=greeting, limits=self.limits, host=self, stats=self.stats)
         self.streams: list[ServedStream] = []
-        self.num_wakes = self.num_goaways = 0
+        self.num_wakes = 0
+        self.faults: list[Exception] = []
         self.hellos: list[Hello] = []
 
     def wake(self) -> None:
@@ -60,8 +62,8 @@ class Side:
     def on_open(self, stream: ServedStream) -> None:
         self.streams.append(stream)
 
-    def on_goaway(self) -> None:
-        self.num_goaways += 1
+    def report(self, fault: Exception) -> None:
+        self.faults.append(fault)
 
 
 class Sink:
@@ -186,12 +188,12 @@ def test_the_order_of_kinds_in_one_go() -> None:
     streams[0].end()
     acceptor.session.ping()
     assert move(acceptor, dialer) == [
+        FrameKind.CANCEL,
         FrameKind.OPEN,
         FrameKind.PING,
         FrameKind.ITEMS,
         FrameKind.DELTAS,
         FrameKind.ENDS,
-        FrameKind.CANCEL,
         FrameKind.CREDIT,
     ]
 
@@ -369,7 +371,6 @@ def test_going_away_refuses_new_streams_only() -> None:
     move(dialer, acceptor)
     assert move(acceptor, dialer) == [FrameKind.GOAWAY, FrameKind.ENDS]
     assert dialer.session.peer_going_away
-    assert dialer.num_goaways == 1
     assert refused.ends[0] is not None
     assert refused.ends[0].fields["reason"] == "draining"
     stream.send(1)
@@ -502,3 +503,43 @@ def test_counts() -> None:
     assert acceptor.stats.frames_out == dialer.stats.frames_in
     assert dialer.stats.calls_ended == {"ok": 1, "not_found": 1}
     assert acceptor.stats.served_ended == {"ok": 1, "not_found": 1}
+
+
+def test_a_sink_that_raises_does_not_keep_the_end_from_others() -> None:
+    dialer, _, sinks, _ = opened(3)
+
+    def raises(error: KvoltError | None) -> None:
+        raise ZeroDivisionError
+
+    dialer.session._calls[1]._finish = raises
+    dialer.session.close(Cancelled("gone"))
+    assert [len(sink.ends) for sink in sinks] == [0, 1, 1]
+    assert [type(fault) for fault in dialer.faults] == [ZeroDivisionError]
+
+
+def test_a_delta_of_a_newer_version_ends_its_stream_only() -> None:
+    dialer, acceptor, sinks, streams = opened(2)
+    streams[0].send(Delta((1,)))
+    streams[1].send(Delta((2,)))
+    (data,) = acceptor.session.take_urgent()
+    newer = wire.encode([(1, {"t": [1], "f": "repetition"}), (3, {"t": [2]})])
+    dialer.session.receive(wire.frame(FrameKind.DELTAS, 0, newer))
+    assert [type(error) for error in sinks[0].ends] == [ProtocolError]
+    assert sinks[1].items == [Delta((2,))]
+    assert data
+
+
+def test_choices_merge_apart_for_a_slow_reader() -> None:
+    dialer, acceptor, (sink,), (stream,) = opened(1)
+    for number in range(3000):
+        stream.send(Delta((number,), index=number % 2))
+    stream.end()
+    for _ in range(20):
+        move(acceptor, dialer)
+        for call_ in list(dialer.session._calls.values()):
+            call_.consumed(8)
+        move(dialer, acceptor)
+    assert sink.ends == [None]
+    for index in (0, 1):
+        tokens = [token for delta in sink.items if delta.index == index for token in delta.token_ids]
+        assert tokens == list(range(index, 3000, 2))

@@ -86,14 +86,23 @@ def test_becomes_running_when_ready() -> None:
 def test_crash_is_reported_and_restarted_after_the_backoff() -> None:
     plan = make()
     play(plan, Spawned("a"), BecameReady("a"))
-    actions = plan.handle(Exited("a", -9, 3.2, "out of memory"), 3.2)
+    actions = plan.handle(Exited("a", 1, 3.2, "out of memory"), 3.2)
     assert actions == [
-        Report(Level.WARNING, "a was killed by SIGKILL after 3.2 s: out of memory; starting it again in 1 s"),
+        Report(
+            Level.WARNING, "a ended with exit code 1 after 3.2 s: out of memory; starting it again in 1 s"
+        ),
         StartTimer(1.0, BackoffElapsed("a")),
     ]
     assert plan.state("a") is ChildState.BACKOFF
     assert plan.handle(BackoffElapsed("a"), 4.2) == [Spawn("a")]
     assert plan.restarts("a") == 1
+
+
+def test_last_words_are_no_cause_of_a_death_by_signal() -> None:
+    plan = make()
+    play(plan, Spawned("a"), BecameReady("a"))
+    (report,) = reports(plan.handle(Exited("a", -9, 3.2, "cannot go on"), 3.2))
+    assert report.text == "a was killed by SIGKILL after 3.2 s; starting it again in 1 s"
 
 
 def crash_delay(plan: SupervisorPlan, ran_s: float, at: float, *, ready: bool = True) -> float:

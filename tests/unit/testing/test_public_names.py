@@ -18,6 +18,8 @@ PUBLIC = {
     "VirtualProcess",
     "discovery_suite",
     "events_suite",
+    "plane_faults_suite",
+    "plane_suite",
     "run_virtual",
 }
 
@@ -31,7 +33,7 @@ def test_the_package_exports_these_names_and_no_others() -> None:
 
 
 def test_a_suite_has_cases_and_says_what_it_needs() -> None:
-    for suite in (kvolt.testing.discovery_suite, kvolt.testing.events_suite):
+    for suite in (getattr(kvolt.testing, name) for name in PUBLIC if name.endswith("_suite")):
         assert vars(suite).keys() >= SUITE, suite.__name__
         names = [case.__name__ for case in suite.CASES]
         assert len(names) == len(set(names)), f"{suite.__name__} runs a case twice"

@@ -1,0 +1,86 @@
+"""Where a process listens, and which discovery directory it trusts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvolt.cli.process import check_directory, plane_host
+from kvolt.core.errors import ConfigError
+from kvolt.runtime.config import Override, load
+from kvolt.runtime.settings import Settings
+
+
+def settings(*given: str) -> Settings:
+    overrides = [Override(key, text, key) for key, _, text in (item.partition("=") for item in given)]
+    return load(environ=os.environ, cwd=Path("/"), overrides=overrides).settings
+
+
+@pytest.mark.parametrize(
+    ("given", "host"),
+    [
+        ([], "127.0.0.1"),
+        (["discovery.join_listen=127.0.0.1:7400"], "127.0.0.1"),
+        (["discovery.join_listen=10.0.0.5:7400"], "10.0.0.5"),
+        (["discovery.join_listen=[fd00::5]:7400"], "fd00::5"),
+        (["discovery.join_listen=0.0.0.0:7400", "runtime.advertise=a"], "0.0.0.0"),
+        (["discovery.join_listen=0.0.0.0:7400", "runtime.host=10.0.0.5"], "10.0.0.5"),
+        (["discovery.join=127.0.0.1:7400"], "127.0.0.1"),
+    ],
+)
+def test_others_must_reach_what_we_tell_them(given: list[str], host: str) -> None:
+    assert plane_host(settings(*given)) == host
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:7400", "[::]:7400"])
+def test_everywhere_is_no_address_to_tell(listen: str) -> None:
+    with pytest.raises(ConfigError, match="not told where this one is") as caught:
+        plane_host(settings(f"discovery.join_listen={listen}"))
+    assert "--runtime-advertise" in caught.value.fields["remedy"]
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The default state directory, not made yet."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path / f"kvolt-{os.getuid()}"
+
+
+async def test_the_default_directory_is_made_for_its_owner_alone(state: Path) -> None:
+    previous = os.umask(0)
+    try:
+        await check_directory(settings())
+    finally:
+        os.umask(previous)
+    assert state.stat().st_mode & 0o777 == 0o700
+    await check_directory(settings())
+
+
+async def test_a_default_directory_that_others_can_write_is_refused(state: Path) -> None:
+    state.mkdir()
+    state.chmod(0o777)
+    with pytest.raises(ConfigError, match="can be written by other users") as caught:
+        await check_directory(settings())
+    assert "chmod 700" in caught.value.fields["remedy"]
+    await check_directory(settings(f"discovery.path={state / 'mine'}"))
+    state.chmod(0o755)
+    await check_directory(settings())
+
+
+async def test_a_default_directory_of_another_user_is_refused(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state.mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        await check_directory(settings())
+
+
+async def test_a_link_in_place_of_the_default_directory_is_refused(state: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    state.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is not a directory"):
+        await check_directory(settings())

@@ -1,0 +1,65 @@
+"""What `kvolt serve` gives its processes, and what it refuses before any of them starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvolt.cli.serve import check_shared, child_specs, missing, with_workers, worker_settings
+from kvolt.core.errors import ConfigError
+from kvolt.runtime.config import Override, load
+from kvolt.runtime.config_toml import to_toml
+from kvolt.runtime.settings import Settings
+
+
+def settings(*given: str) -> Settings:
+    overrides = [Override(key, text, key) for key, _, text in (item.partition("=") for item in given)]
+    return load(environ={}, cwd=Path("/"), overrides=overrides).settings
+
+
+def test_only_the_frontend_serves_discovery(tmp_path: Path) -> None:
+    given = settings("discovery.join_listen=10.0.0.5:7400")
+    workers = worker_settings(given)
+    assert workers.discovery.join_listen is None
+    assert workers.runtime.host == "10.0.0.5", "other machines would not reach the workers"
+    (tmp_path / "w.toml").write_text(to_toml(workers))
+    assert load(environ={}, cwd=tmp_path, file="w.toml").settings == workers
+    specs = child_specs(given, Path("/f.toml"), Path("/w.toml"))
+    configs = {spec.name: spec.argv[spec.argv.index("--config") + 1] for spec in specs}
+    assert configs == {"frontend": "/f.toml", "worker-0": "/w.toml", "worker-1": "/w.toml"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("admin.port=9000", "admin.port is 9000, but 3 processes of one machine cannot share a port"),
+        ("runtime.port=9000", "runtime.port is 9000, but 3 processes"),
+        ("runtime.advertise=a:9000", "runtime.advertise is a:9000, but 3 processes have a port each"),
+        ("discovery.join_listen=0.0.0.0:7400", "other machines are not told where this one is"),
+    ],
+)
+def test_what_several_processes_cannot_share(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_shared(settings(given))
+    assert caught.value.fields["remedy"]
+
+
+def test_what_they_can() -> None:
+    check_shared(settings())
+    check_shared(settings("admin.port=9000", "admin.enabled=false"))
+    check_shared(settings("discovery.join_listen=0.0.0.0:7400", "runtime.advertise=a"))
+
+
+def test_what_is_missing(tmp_path: Path) -> None:
+    assert "frontend does not answer" in missing(settings(), frontend_answers=False)
+    assert "no worker has registered" in missing(settings(), frontend_answers=True)
+    (tmp_path / "kvolt.toml").write_text('[[workers]]\nrole = "prefill"\n')
+    only_prefill = load(environ={}, cwd=tmp_path).settings
+    assert "(only prefill)" in missing(only_prefill, frontend_answers=True)
+
+
+def test_number_of_workers() -> None:
+    assert [group.count for group in with_workers(settings(), 5).workers] == [5]
+    with pytest.raises(ConfigError, match="at least one worker"):
+        with_workers(settings(), 0)

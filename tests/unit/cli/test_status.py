@@ -1,0 +1,30 @@
+"""The table of `kvolt status` with names and addresses that look like markup."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from kvolt.cli.cluster import ProcessView
+from kvolt.cli.status import picture
+from kvolt.runtime.runtime import ProcessStatus
+
+
+def test_brackets_and_problems_are_shown_as_they_are() -> None:
+    status = ProcessStatus(
+        name="a", address="", uptime_s=1.0, connections=0, calls_open=0, endpoints=(), details={}
+    )
+    views = [
+        ProcessView("worker[/b]", "[fd00::2]:38593", None, status),
+        ProcessView("gone[red]", "[fd00::3]:1", None, None, "cannot connect to [fd00::3]:1: refused"),
+    ]
+    out = io.StringIO()
+    Console(file=out, width=160).print(picture(views))
+    lines = out.getvalue().splitlines()
+    assert "worker[/b]" in lines[1]
+    assert lines[1].rstrip().endswith("[fd00::2]:38593")
+    assert "unreachable" in lines[2]
+    assert lines[3].rstrip() == (
+        "gone[red] at [fd00::3]:1 does not answer: cannot connect to [fd00::3]:1: refused"
+    )
