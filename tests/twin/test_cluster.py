@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import logging
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvolt.core.delta import Delta
+from kvolt.core.ids import RequestId
+from kvolt.engines.sim import SimEngine
+from kvolt.engines.worker import Worker
+from kvolt.runtime.session import Session
+from kvolt.runtime.streams import ServedStream
 from kvolt.testing import faults
 from kvolt.testing.cluster import Violation
 
@@ -46,6 +56,104 @@ def test_lost_tokens_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Violation, match=r"seed \d+ at"):
         for seed in range(8):
             faults.run_seed(seed)
+
+
+def keep_served_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode_ends = Session._encode_ends
+
+    def keep(self: Session, out: list[bytes]) -> None:
+        before = dict(self._served)
+        encode_ends(self, out)
+        self._served.update(before)
+
+    monkeypatch.setattr(Session, "_encode_ends", keep)
+
+
+def keep_cancelled_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cancel = Session._on_cancel
+
+    def keep(self: Session, stream_id: int) -> None:
+        stream = self._served.get(stream_id)
+        on_cancel(self, stream_id)
+        if stream is not None:
+            self._served[stream_id] = stream
+
+    monkeypatch.setattr(Session, "_on_cancel", keep)
+
+
+def keep_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancel_call = Session.cancel_call
+
+    def keep(self: Session, stream_id: int) -> None:
+        call = self._calls.get(stream_id)
+        cancel_call(self, stream_id)
+        if call is not None:
+            self._calls[stream_id] = call
+
+    monkeypatch.setattr(Session, "cancel_call", keep)
+
+
+def keep_counting_cancelled_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_up = ServedStream.give_up
+
+    def keep(self: ServedStream, error: Any) -> None:
+        self.on_closed = None
+        give_up(self, error)
+
+    monkeypatch.setattr(ServedStream, "give_up", keep)
+
+
+def keep_requests_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worker, "_close", lambda self, request_id: self._open.get(request_id))
+
+
+def keep_blocks_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def abort(self: SimEngine, request_id: RequestId) -> None:
+        if self._running.pop(request_id, None) is None:
+            self._take_waiting(request_id)
+
+    monkeypatch.setattr(SimEngine, "abort", abort)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "found"),
+    [
+        (keep_served_streams, "served streams on its connections"),
+        (keep_cancelled_streams, "served streams on its connections"),
+        (keep_calls, "calls open"),
+        (keep_counting_cancelled_streams, "streams at its endpoints"),
+        (keep_requests_in_the_worker, "requests open in its worker"),
+        (keep_blocks_in_the_engine, "blocks used in its engine"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_left_of_a_request_is_noticed(
+    break_it: Any, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)
+    with pytest.raises(Violation, match=f"still has .*{found}"):
+        for seed in range(2):
+            faults.run_seed(seed)
+
+
+def test_a_run_that_dies_is_bad(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    assert faults.compare(range(2)) == 1
+    assert "1 FAILED the process died" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
+def test_an_interrupt_ends_both_runs() -> None:
+    command = [sys.executable, "-m", "kvolt.testing.faults", "--seeds", "100000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        children: list[str] = []
+        while len(children) < 2:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in error
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
 
 
 def test_different_seeds_differ() -> None:

@@ -41,6 +41,9 @@ class BulkSender:
     def __bool__(self) -> bool:
         return bool(self._active)
 
+    def __len__(self) -> int:
+        return len(self._active) + len(self._waiting)
+
     def add(self, stream_id: int, data: bytes, delta: bool = False) -> None:
         queue = self._active if len(self._active) < BULK_STREAMS else self._waiting
         queue.append(_Outgoing(stream_id, data, delta))

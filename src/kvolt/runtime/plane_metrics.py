@@ -41,6 +41,15 @@ class PlaneCollector(Collector):
             None,
             {"": sum(connection.send_buffer_bytes for connection in open_now)},
         )
+        yield _gauge(
+            "queue_depth",
+            "What waits to be sent: streams that keep items back, long messages in pieces",
+            "queue",
+            {
+                "streams_held_back": sum(connection.session.num_held for connection in open_now),
+                "bulk_messages": sum(connection.session.num_bulk for connection in open_now),
+            },
+        )
         yield _counter("connects", "Attempts to connect", "outcome", stats.connects)
         yield _counter("connection_losses", "Connections that were lost", "reason", stats.losses)
         yield _counter("bytes", "Bytes moved", "direction", {"in": stats.bytes_in, "out": stats.bytes_out})

@@ -118,6 +118,16 @@ class Session:
         return len(self._served)
 
     @property
+    def num_held(self) -> int:
+        """Served streams that keep something back for a slow reader or a full transport."""
+        return len(self._held)
+
+    @property
+    def num_bulk(self) -> int:
+        """Long messages that wait or are on their way."""
+        return len(self._bulk)
+
+    @property
     def exhausted(self) -> bool:
         """Every stream id has been used: new streams need a new connection."""
         return self._next_id > wire.MAX_STREAM_ID
