@@ -64,7 +64,7 @@ WRONG = {
         "frontend",
         "--discovery-join-listen",
         "0.0.0.0:0",
-        "other machines are not told where this one is (give --runtime-advertise",
+        "other machines are not told where this one is (give this machine's address by --runtime-host or",
     ),
     "no workers": ("serve", "--workers", "0", "serve needs at least one worker (give --workers 1 or more)"),
 }

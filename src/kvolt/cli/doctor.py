@@ -24,9 +24,10 @@ from kvolt.cli.health import base_url, served_models
 from kvolt.cli.process import plane_host
 from kvolt.cli.serve import check_shared, with_workers
 from kvolt.core.errors import ConfigError
-from kvolt.runtime.config import LoadedConfig
+from kvolt.runtime.config import LoadedConfig, default_discovery_path
 from kvolt.runtime.cores import usable_cores
 from kvolt.runtime.network import join_address, split_address
+from kvolt.runtime.private_directory import distrust
 from kvolt.runtime.settings import Settings
 
 HELP = """
@@ -92,7 +93,10 @@ def examine(settings: Settings) -> list[Finding]:
         *port_findings(settings),
     ]
     if discovery.kind == "file" and discovery.path is not None:
-        findings.append(directory_finding(Path(discovery.path), os.getuid()))
+        path = Path(discovery.path)
+        is_default = discovery.path == default_discovery_path(os.environ)
+        doubt = default_finding(path.parent) if is_default else None
+        findings.append(doubt or directory_finding(path, os.getuid()))
     if discovery.kind == "join" and discovery.join is not None:
         findings.append(join_finding(discovery.join))
     return findings
@@ -213,6 +217,13 @@ def directory_finding(path: Path, uid: int) -> Finding:
     if existing == path and path.stat().st_uid != uid:
         return Finding("discovery", "warn", f"{path} belongs to another user", remedy)
     return Finding("discovery", "ok", str(path) if existing == path else f"{path} (will be created)")
+
+
+def default_finding(path: Path) -> Finding | None:
+    """What keeps `kvolt serve` from trusting the default directory, if anything does."""
+    doubt = distrust(path) if os.path.lexists(path) else None
+    remedy = "remove it or `chmod 700` it, or choose another with --discovery-path"
+    return Finding("discovery", "missing", f"{path} {doubt}", remedy, blocks=True) if doubt else None
 
 
 def join_finding(address: str) -> Finding:

@@ -209,7 +209,7 @@ def plane_host(settings: Settings) -> str:
         raise ConfigError(
             f"discovery.join_listen is {listen}, but other machines are not told where this one is",
             key="runtime.advertise",
-            remedy="give --runtime-advertise ADDRESS_OF_THIS_MACHINE, or listen on that address only",
+            remedy="give this machine's address by --runtime-host or --runtime-advertise, or listen there only",
         )
     if shared_on not in _LOOPBACK:
         return shared_on

@@ -192,9 +192,9 @@ def compare(seeds: range, duration_s: float = DURATION_S) -> int:
     started = time.perf_counter()
     bad: list[str] = []
     totals = [0, 0, 0, 0]
-    progress = Progress(len(seeds))
     with ExitStack() as stack:
         runs = [_start_run(stack, seeds, duration_s, hash_seed) for hash_seed in ("1", "2")]
+        progress = Progress(len(seeds))
         # In step: whichever is ahead waits in its pipe, and what is wrong is seen as soon as it happens.
         for seed in seeds:
             first, second = (run.readline().strip() or f"{seed} FAILED the process died" for run in runs)
@@ -205,7 +205,7 @@ def compare(seeds: range, duration_s: float = DURATION_S) -> int:
             if first != second:
                 bad.append(f"{seed} differs between two runs")
             progress.show(seed - seeds.start + 1, len(bad))
-    progress.end()
+        progress.end()
     for line in bad:
         seed_again = line.split()[0]
         print(

@@ -53,8 +53,8 @@ def _served_leftovers(runtime: Runtime) -> Iterator[str]:
     num_served = sum(session.num_served for session in _sessions(runtime))
     if num_served != num_standing:
         yield f"{num_served} served streams on its connections, of which discovery keeps {num_standing}"
-    if any(session.has_bulk for session in _sessions(runtime)):
-        yield "pieces of a long message to send"
+    if num_waiting := sum(session.num_held + session.num_bulk for session in _sessions(runtime)):
+        yield f"{num_waiting} streams with something to send"
 
 
 async def _engine_leftovers(runtime: Runtime) -> Iterator[str]:

@@ -189,3 +189,7 @@ def test_the_verb(
     assert "choose another with --port" in text
     assert text.splitlines()[-1].startswith("not ready")
     assert main(["doctor", "--port", "0", "--workers", "0"]) == 2
+    (tmp_path / "kvolt").mkdir()
+    (tmp_path / "kvolt").chmod(0o777)
+    assert main(["doctor", "--port", "0"]) == 1
+    assert "can be written by other users" in capsys.readouterr().out

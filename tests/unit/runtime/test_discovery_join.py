@@ -9,9 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvolt.core.errors import Cancelled, DiscoveryLost
+from kvolt.core.errors import Cancelled, DiscoveryLost, InvalidRequest
+from kvolt.runtime.call import Deadlines
+from kvolt.runtime.client import Destination, open_stream
 from kvolt.runtime.clock import Clock, SystemClock
 from kvolt.runtime.connection import ConnectionOptions
 from kvolt.runtime.connections import Connections
@@ -19,7 +22,7 @@ from kvolt.runtime.discovery import Discovery
 from kvolt.runtime.discovery_file import FileDiscovery
 from kvolt.runtime.discovery_join import JoinDiscovery
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
-from kvolt.runtime.join_server import WATCH, JoinServer
+from kvolt.runtime.join_server import HOLD, WATCH, HoldRequest, JoinServer
 from kvolt.runtime.network import Network, SocketNetwork
 from kvolt.runtime.server import EndpointServer
 from kvolt.runtime.tasks import Scope
@@ -261,6 +264,34 @@ def test_a_server_that_is_no_join_server_is_named() -> None:
         await harness.close()
 
     run_virtual(main, until_s=100)
+
+
+@pytest.mark.parametrize(
+    "ttl_s", [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, 1e300, 86_401.0, "5", None]
+)
+def test_a_ttl_that_is_no_time_is_refused_and_harms_nobody(ttl_s: object) -> None:
+    async def main() -> None:
+        harness = VirtualHarness()
+        client = await harness.client()
+        connections = harness.clients[client].connections
+        within = Deadlines(connect_s=1.0, first_s=1.0, between_s=1.0, total_s=1.0)
+        request = {"lease": "odd", "ttl_s": ttl_s}
+        stream = await open_stream(
+            connections, Destination(harness.address, HOLD), request, within, msgspec.msgpack.decode
+        )
+        with pytest.raises(InvalidRequest, match="ttl_s"):
+            await anext(stream)
+        await client.put("a", b"1", await client.lease(USUAL.ttl_s))
+        assert await client.get_prefix("") == {"a": b"1"}
+        await harness.close()
+
+    run_virtual(main, until_s=100)
+
+
+@pytest.mark.parametrize("ttl_s", [0.05, 1, 86_400.0])
+def test_a_ttl_within_its_bounds_is_taken(ttl_s: float) -> None:
+    encoded = msgspec.msgpack.encode(HoldRequest("name", ttl_s))
+    assert msgspec.msgpack.decode(encoded, type=HoldRequest) == HoldRequest("name", ttl_s)
 
 
 @pytest.mark.parametrize("silent", [False, True])

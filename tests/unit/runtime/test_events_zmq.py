@@ -219,6 +219,8 @@ async def test_publisher_of_unknown_version_is_skipped_with_one_warning(harness,
     [
         (b"\xc1", "registration"),
         (msgspec.msgpack.encode({"address": 7, "version": 1}), "registration"),
+        (b"\x81\xa7address\xa1\xff", "registration"),  # bad UTF-8
+        (b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0", "registration"),  # nested too deep
         (msgspec.msgpack.encode(Registration("nonsense", 1)), "address"),
         (msgspec.msgpack.encode(Registration("tcp://nonsense", 1)), "address"),
         (msgspec.msgpack.encode(Registration("ipc:///tmp/elsewhere", 1)), "address"),
@@ -230,6 +232,30 @@ async def test_bad_registrations_are_counted_and_harm_nobody(harness, value, rea
     await harness.discovery.put(PREFIX + "bad", value, await harness.discovery.lease(1))
     await harness.connected(plane, "kv", stream)
     await until(lambda: harness.totals["rejected", reason] == 1)
+    later = await harness.plane()
+    await harness.connected(later, "kv", stream)
+    await later.close()
+    await plane.close()
+
+
+async def test_a_failure_over_one_publisher_is_said_and_the_others_are_followed(harness, monkeypatch, caplog):
+    plane = await harness.plane()
+    connect = events_zmq._Receiver._connect
+
+    def fail_once(self, address: str) -> bool:
+        if address == "tcp://127.0.0.1:1":
+            raise OSError("no descriptors left")
+        return connect(self, address)
+
+    monkeypatch.setattr(events_zmq._Receiver, "_connect", fail_once)
+    stream = plane.subscribe("kv")
+    value = msgspec.msgpack.encode(Registration("tcp://127.0.0.1:1", 1))
+    await harness.discovery.put(PREFIX + "unlucky", value, await harness.discovery.lease(1))
+    await until(lambda: harness.totals["rejected", "registration"] == 1)
+    await harness.connected(plane, "kv", stream)
+    assert [record.getMessage()[:38] for record in caplog.records] == [
+        "cannot follow a publisher of events: P"
+    ]
     await plane.close()
 
 

@@ -162,6 +162,17 @@ def test_connect_takes_a_round_trip_and_a_refusal_does_too() -> None:
     run_virtual(main)
 
 
+@pytest.mark.parametrize("address", ["", "b", "b:", ":7000", "b:seven", "b:65536"])
+def test_who_registered_nonsense_cannot_be_connected(address: str) -> None:
+    async def main() -> None:
+        network = VirtualNetwork(random.Random(1))
+        with pytest.raises(ConnectFailed, match="is not an address") as failed:
+            await network.host("a").connect(address, Recorder, 5.0)
+        assert failed.value.fields["address"] == address
+
+    run_virtual(main)
+
+
 def test_delivery_takes_serialisation_plus_latency() -> None:
     async def body(pair: Pair) -> None:
         begun = asyncio.get_running_loop().time()

@@ -1,0 +1,127 @@
+"""Engines by name: built in, from a package, and the ways to get it wrong."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import EntryPoint
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvolt.core.errors import ConfigError
+from kvolt.core.request import Role
+from kvolt.engines import registry
+from kvolt.engines.registry import (
+    EngineKind,
+    EngineSpec,
+    build_engine,
+    check_arguments,
+    engine_names,
+    find_engine,
+)
+from kvolt.engines.sim import SimArguments, SimEngine
+
+SPEC = EngineSpec(model="m", role=Role.AGGREGATED)
+
+
+class PluginArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    size: int = 3
+
+
+class PluginEngine(SimEngine):
+    def __init__(self, spec: EngineSpec, arguments: PluginArguments) -> None:
+        super().__init__(spec, SimArguments(block_size=arguments.size))
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("kvolt_test_plugin")
+    module.KIND = EngineKind(PluginArguments, PluginEngine)  # type: ignore[attr-defined]
+    module.NOT_A_KIND = PluginEngine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvolt_test_plugin", module)
+    points = [
+        EntryPoint("plugin", "kvolt_test_plugin:KIND", registry.GROUP),
+        EntryPoint("wrong", "kvolt_test_plugin:NOT_A_KIND", registry.GROUP),
+        EntryPoint("renamed", "kvolt_test_plugin:GONE", registry.GROUP),
+        EntryPoint("missing", "kvolt_no_such_module:KIND", registry.GROUP),
+    ]
+
+    def entry_points(*, group: str, name: str | None = None) -> list[EntryPoint]:
+        return [point for point in points if point.group == group and name in (None, point.name)]
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+
+
+def refused(name: str, arguments: dict[str, Any]) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        check_arguments(name, arguments)
+    return caught.value
+
+
+async def test_sim_is_built_with_its_arguments() -> None:
+    engine = build_engine("sim", SPEC, {"block_size": 32, "latency": {"base_s": 0.5}})
+    assert isinstance(engine, SimEngine)
+    assert engine.card.block_size == 32
+    assert (await engine.start()).model == "m"
+
+
+def test_every_argument_has_a_default() -> None:
+    assert check_arguments("sim", {}) == SimArguments()
+
+
+def test_an_unknown_engine_names_the_known_ones(plugins: None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_engine("vlmm")
+    assert caught.value.fields["key"] == "engine"
+    assert caught.value.fields["remedy"] == "known engines: missing, plugin, renamed, sim, wrong"
+
+
+def test_an_unknown_argument_names_the_nearest() -> None:
+    error = refused("sim", {"block_sise": 16})
+    assert error.fields == {"key": "args.block_sise", "remedy": "did you mean 'block_size'?"}
+
+
+def test_an_argument_like_no_other_lists_them_all() -> None:
+    remedy = str(refused("sim", {"zzz": 1}).fields["remedy"])
+    assert remedy.startswith("known: speed, block_size")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"block_size": 0},
+        {"block_size": "16"},
+        {"speed": 0},
+        {"latency": {"base_s": "slow"}},
+        {"kv_blocks": None},
+    ],
+)
+def test_a_wrong_value_is_a_config_error(arguments: dict[str, Any]) -> None:
+    error = refused("sim", arguments)
+    assert error.fields["key"] == "args"
+    assert error.message.startswith("engine 'sim': ")
+
+
+async def test_a_package_can_bring_an_engine(plugins: None) -> None:
+    assert "plugin" in engine_names()
+    engine = build_engine("plugin", SPEC, {"size": 7})
+    assert isinstance(engine, PluginEngine)
+    assert engine.card.block_size == 7
+    assert refused("plugin", {"sise": 7}).fields["remedy"] == "did you mean 'size'?"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("wrong", "not an EngineKind"), ("renamed", "cannot be loaded"), ("missing", "cannot be loaded")],
+)
+def test_a_broken_package_is_a_config_error(plugins: None, name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        find_engine(name)
+
+
+def test_a_package_does_not_take_a_built_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("sim", "kvolt_no_such_module:KIND", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda **kind: [point])
+    assert find_engine("sim").build is SimEngine
