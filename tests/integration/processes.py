@@ -30,10 +30,14 @@ import psutil
 
 from kvolt.cli.cluster import ProcessView, visit
 from kvolt.cli.process import running
+from kvolt.core.card import card_hash
 from kvolt.core.delta import Delta
 from kvolt.core.errors import DiscoveryLost
 from kvolt.core.ids import RequestId
-from kvolt.core.request import Request, Sampling, StopConditions
+from kvolt.core.request import Request, Role, Sampling, StopConditions
+from kvolt.engines.endpoints import component_name
+from kvolt.engines.registry import EngineSpec
+from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.sim_model import WORDS, next_token, word_token_ids
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.config import load
@@ -49,7 +53,8 @@ POLL_S = 0.1
 """How often the processes look at the discovery directory."""
 
 MODEL = "sim-tiny"
-GENERATE = EndpointAddress("default", MODEL, "generate")
+SIM_CARD = card_hash(SimEngine(EngineSpec(model=MODEL, role=Role.AGGREGATED), SimArguments()).card)
+GENERATE = EndpointAddress("default", component_name(MODEL, Role.AGGREGATED, SIM_CARD), "generate")
 
 _KVOLT = (sys.executable, "-m", "kvolt")
 _MARK = "INTEGRATION_TEST_BENCH"

@@ -305,6 +305,8 @@ def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -
             published=lambda topic, number: metrics.events_published[topic].inc(number),
             received=lambda topic, number: metrics.events_received[topic].inc(number),
             missed=lambda topic, number: metrics.events_missed[topic].inc(number),
+            dropped=lambda topic, number: metrics.events_dropped[topic].inc(number),
+            rejected=lambda reason, number: metrics.events_rejected[reason].inc(number),
         )
         publisher = new_id(rng)
         if settings.events.kind == "mem":

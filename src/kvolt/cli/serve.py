@@ -78,6 +78,12 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 def check_shared(settings: Settings) -> None:
     """ConfigError for what only one process can have when there are several."""
     process_options(settings, "serve")
+    if settings.discovery.kind == "mem":
+        raise ConfigError(
+            "discovery.kind is mem, which one process cannot share with another",
+            key="discovery.kind",
+            remedy="use file on one machine",
+        )
     num_processes = 1 + sum(group.count for group in settings.workers)
     if num_processes == 1:
         return

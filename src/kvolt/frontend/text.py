@@ -16,6 +16,17 @@ from kvolt.frontend.openai import ChatMessage
 _MARGIN = 4
 """For tokenizers that drop or fold characters before they cut the text."""
 
+_TEMPLATE_FAILURES = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""A template is the model's code run on the caller's values: it fails in any way that expressions can."""
+
 
 class Codec:
     """A card's tokenizer and chat template, built once."""
@@ -38,7 +49,7 @@ class Codec:
         plain = [{"role": message.role, "content": message.content} for message in messages]
         try:
             return self._template.render(messages=plain, add_generation_prompt=True)
-        except TemplateError as error:
+        except _TEMPLATE_FAILURES as error:
             raise InvalidRequest(
                 f"the chat template refused the messages: {error}", param="messages"
             ) from error

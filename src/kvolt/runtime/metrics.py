@@ -89,6 +89,10 @@ class Metrics:
         self.events_published: ByLabel[Counter] = ByLabel(published.labels)
         received = self._counter("events_received", "Events received", "topic")
         self.events_received: ByLabel[Counter] = ByLabel(received.labels)
+        dropped = self._counter("events_dropped", "Own events that could not be sent", "topic")
+        self.events_dropped: ByLabel[Counter] = ByLabel(dropped.labels)
+        rejected = self._counter("events_rejected", "Messages and publishers that were skipped", "reason")
+        self.events_rejected: ByLabel[Counter] = ByLabel(rejected.labels)
         missed = self._counter("events_missed", "Events lost between publisher and subscriber", "topic")
         self.events_missed: ByLabel[Counter] = ByLabel(missed.labels)
 

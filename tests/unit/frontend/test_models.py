@@ -1,0 +1,269 @@
+"""Which models a frontend serves: cards fetched and checked, rollouts, garbage in discovery."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from tests.unit.engines.lab import ARGUMENTS, MODEL, NAMESPACE, Frontend, Lab, ScriptedEngine, sim, until
+
+from kvolt.core.card import EngineInfo, ModelCard, card_hash
+from kvolt.core.errors import NotFound, Unavailable
+from kvolt.core.ids import InstanceId
+from kvolt.core.request import Role
+from kvolt.engines.endpoints import GENERATE, component_name
+from kvolt.engines.sim import SimArguments
+from kvolt.frontend.models import Models
+from kvolt.runtime.address import EndpointAddress, Instance, encode_instance
+from kvolt.runtime.runtime import Runtime
+from kvolt.testing import run_virtual
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+
+def names(models: Models) -> list[str]:
+    return [model.card.name for model in models.ready()]
+
+
+async def register(runtime: Runtime, component: str, info: bytes, address: str = "nowhere:1") -> str:
+    """An instance of whatever kind, under a lease of the runtime."""
+    instance = Instance(
+        id=InstanceId(f"x-{component}"),
+        endpoint=EndpointAddress(NAMESPACE, component, GENERATE),
+        address=address,
+        info=msgspec.Raw(info),
+    )
+    lease = await runtime.discovery.lease(5.0)
+    await runtime.discovery.put(instance.key, encode_instance(instance), lease)
+    return instance.key
+
+
+def test_a_model_is_ready_once_its_card_is_here() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            edge = await lab.frontend()
+            with pytest.raises(NotFound) as caught:
+                edge.models.get(MODEL)
+            assert caught.value.fields["param"] == "model"
+            running = await lab.worker("w0")
+            await edge.ready()
+            model = edge.models.get(MODEL)
+            assert model.card == running.engine.card
+            assert model.ready
+
+    run_virtual(scenario)
+
+
+def test_models_are_listed_by_name() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            for index, model in enumerate(("zeta", "alpha", "Mid/8B")):
+                await lab.worker(f"w{index}", sim(model=model))
+            edge = await lab.frontend()
+            await edge.ready("Mid/8B", "alpha", "zeta")
+            assert edge.models.get("Mid/8B").card.name == "Mid/8B"
+
+    run_virtual(scenario)
+
+
+def test_without_workers_a_known_model_is_unavailable_and_comes_back() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            first = await lab.worker("w0")
+            edge = await lab.frontend()
+            await edge.ready()
+            await first.runtime.close()
+            await until(lambda: names(edge.models) == [])
+            with pytest.raises(Unavailable):
+                edge.models.get(MODEL)
+            await lab.worker("w1")
+            await edge.ready()
+
+    run_virtual(scenario)
+
+
+def test_a_rollout_with_another_card_replaces_the_old_one() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            old = await lab.worker("w0")
+            edge = await lab.frontend()
+            await edge.ready()
+            assert edge.models.get(MODEL).card.block_size == 16
+            new = await lab.worker("w1", sim(replace(ARGUMENTS, block_size=32)))
+            await until(lambda: edge.models.get(MODEL).card.block_size == 32)
+            assert names(edge.models) == [MODEL]  # once, though both are there
+            await old.runtime.close()
+            third = await lab.worker("w2", sim(replace(ARGUMENTS, block_size=64)))
+            await until(lambda: edge.models.get(MODEL).card.block_size == 64)
+            assert len(edge.models._models[MODEL]) == 2  # the first one is forgotten
+            await third.runtime.close()
+            await until(lambda: edge.models.get(MODEL).card.block_size == 32)  # rolled back
+            await new.runtime.close()
+            await until(lambda: names(edge.models) == [])
+            await lab.worker("w3")  # the first card again, after it was forgotten
+            await until(lambda: names(edge.models) == [MODEL])
+            assert edge.models.get(MODEL).card.block_size == 16
+
+    run_virtual(scenario)
+
+
+class LateCard(ScriptedEngine):
+    """Says that it has a card and gives another one until it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = replace(self._inner.card, chat_template="not the one announced")
+        self.asked = 0
+
+    @property
+    def card(self) -> ModelCard:
+        self.asked += 1
+        return self.given
+
+
+def test_a_card_that_is_not_the_one_announced_is_not_used() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            engine = LateCard()
+            await lab.worker("w0", engine)
+            edge = await lab.frontend()
+            await asyncio.sleep(30)
+            assert names(edge.models) == []
+            assert 4 < engine.asked < 30  # again and again, ever more slowly
+            engine.given = engine._inner.card
+            await edge.ready()
+            assert edge.models.get(MODEL).card == engine._inner.card
+
+    run_virtual(scenario)
+
+
+def test_a_worker_that_is_gone_before_its_card_came_is_forgotten() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            edge = await lab.frontend()
+            ghost = await lab.runtime("ghost")
+            info = await sim().start()
+            component = component_name(info.model, info.role, info.card)
+            key = await register(ghost, component, msgspec.msgpack.encode(info), address="ghost:9")
+            await until(lambda: bool(edge.models._coming))
+            await asyncio.sleep(3)
+            assert names(edge.models) == []
+            await ghost.discovery.delete(key)
+            await until(lambda: not edge.models._coming)
+            assert edge.models._registered == {}
+            await lab.worker("w0")  # the same component, alive
+            await edge.ready()
+
+    run_virtual(scenario)
+
+
+def test_a_model_found_while_discovery_goes_away_is_not_lost() -> None:
+    """The watch has told of the worker once and will not tell again; the card's client has not synced yet."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            edge = await lab.frontend()
+            await lab.worker("w0")
+            while not edge.models._coming:
+                await asyncio.sleep(0)
+            lab.store.offline = True if hasattr(lab.store, "offline") else None  # replaced below
+            await edge.ready()
+
+    run_virtual(scenario)
+
+
+GARBAGE: list[bytes] = [
+    b"\xc0",
+    b"\x01",
+    msgspec.msgpack.encode({"engine": "x"}),
+    msgspec.msgpack.encode("text"),
+    b"\x81\xa6engine\xa2\xff\xfe",  # text that is no UTF-8
+    b"\x81\xa1x" + b"\x91" * 5000 + b"\xc0",  # deep
+    msgspec.msgpack.encode({"engine": "x", "role": "chef", "model": "m", "card": "1"}),
+]
+
+
+def test_garbage_in_discovery_is_skipped_and_the_watch_goes_on() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            edge = await lab.frontend()
+            vandal = await lab.runtime("vandal")
+            lease = await vandal.discovery.lease(5.0)
+            for number, value in enumerate((b"", b"\xff" * 10, b"\x91" * 5000, b"\xa2\xff\xfe")):
+                key = f"instances/{NAMESPACE}/a/generate/{number}"
+                await vandal.discovery.put(key, value, lease)
+            for number, info in enumerate(GARBAGE):
+                await register(vandal, f"garbage-{number}", info)
+            await lab.worker("w0")
+            await edge.ready()
+            await vandal.close()  # its keys go too
+            await lab.worker("w1", sim(model="another"))
+            await edge.ready("another", MODEL)
+
+    run_virtual(scenario)
+
+
+async def _announced(lab: Lab, edge: Frontend, **changes: Any) -> None:
+    running = await lab.runtime("odd")
+    info: EngineInfo = replace(await sim().start(), **changes)
+    component = component_name(info.model, info.role, info.card)
+    await register(running, component, msgspec.msgpack.encode(info))
+    await asyncio.sleep(1)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hash_scheme": "sha256"}, {"role": Role.PREFILL}, {"role": Role.DECODE}], ids=str
+)
+def test_who_cannot_serve_alone_is_no_model(changes: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            edge = await lab.frontend()
+            await _announced(lab, edge, **changes)
+            assert not edge.models._coming
+            with pytest.raises(NotFound):
+                edge.models.get(MODEL)
+
+    run_virtual(scenario)
+
+
+class BadTokenizer(ScriptedEngine):
+    @property
+    def card(self) -> ModelCard:
+        return replace(self._inner.card, name="bad", tokenizer_json=b"{}")
+
+    async def start(self) -> EngineInfo:
+        return replace(await self._inner.start(), model="bad", card=card_hash(self.card))
+
+
+def test_a_card_that_cannot_be_used_harms_no_other_model() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            edge = await lab.frontend()
+            await lab.worker("w0", BadTokenizer())
+            await asyncio.sleep(1)
+            with pytest.raises(NotFound):
+                edge.models.get("bad")
+            await lab.worker("w1")
+            await edge.ready()
+
+    run_virtual(scenario)
+
+
+def test_many_workers_of_one_component_are_one_model() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            edge = await lab.frontend()
+            for index in range(4):
+                await lab.worker(f"w{index}", sim(SimArguments()))
+            await edge.ready()
+            await until(lambda: len(edge.models.get(MODEL).client.candidates()) == 4)
+            assert len(edge.models._models[MODEL]) == 1
+
+    run_virtual(scenario)
