@@ -152,6 +152,10 @@ class EndpointClient:
         self._connections.forget(self._on_connection_closed)
         await self._crew.close()
 
+    @property
+    def closed(self) -> bool:
+        return self._crew.closed
+
     # --- instances
 
     def instances(self) -> list[Instance]:

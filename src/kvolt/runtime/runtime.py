@@ -239,7 +239,7 @@ class Runtime:
             deadlines=deadlines or self.options.deadlines,
         )
         await client.start()
-        self._clients.append(client)
+        self._clients = [known for known in self._clients if not known.closed] + [client]
         return client
 
     # --- admin.Controls

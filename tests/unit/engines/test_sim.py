@@ -155,6 +155,17 @@ def test_a_full_queue_is_overloaded_until_something_leaves_it() -> None:
     run_engine(SimArguments(max_waiting=2), body)
 
 
+def test_close_frees_everything() -> None:
+    async def body(engine: SimEngine, steps: list[tuple[float, StepOutput]]) -> None:
+        engine.submit(make_request(tokens=400))
+        await asyncio.sleep(0.1)
+        assert not is_empty(engine)
+        await engine.close()
+        assert is_empty(engine)
+
+    run_engine(SimArguments(), body)
+
+
 def test_without_a_seed_the_prompt_decides() -> None:
     async def body(engine: SimEngine, steps: list[tuple[float, StepOutput]]) -> None:
         for name, prompt in (("a", 20), ("b", 20), ("c", 21)):

@@ -243,6 +243,20 @@ def test_a_second_stream_with_the_same_id_is_refused_and_the_first_goes_on() -> 
     run_virtual(scenario)
 
 
+def test_a_second_stream_with_the_same_id_never_reaches_the_engine() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", engine := ScriptedEngine())
+            client = await lab.client(running)
+            async with await start_stream(client, make_request()):
+                await until(lambda: bool(engine.submitted))
+                assert isinstance(await refusal(client, make_request()), InvalidRequest)
+                assert len(engine.submitted) == 1
+                assert engine.aborted == []
+
+    run_virtual(scenario)
+
+
 def test_load_reports_are_rare_unless_membership_changes() -> None:
     async def scenario() -> None:
         async with Lab() as lab:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from kvolt.core.card import EngineInfo, ModelCard, card_hash
 from kvolt.core.errors import NotFound, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Role
-from kvolt.engines.endpoints import GENERATE, component_name
+from kvolt.engines.endpoints import CARD, GENERATE, component_name
 from kvolt.engines.sim import SimArguments
 from kvolt.frontend.models import Models
 from kvolt.runtime.address import EndpointAddress, Instance, encode_instance
@@ -144,6 +145,31 @@ def test_a_card_that_is_not_the_one_announced_is_not_used() -> None:
     run_virtual(scenario)
 
 
+def test_a_card_under_a_false_hash_is_not_used() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            liar = await lab.runtime("liar")
+            info = await sim().start()
+            component = component_name(info.model, info.role, info.card)
+            cards = [None, replace(sim().card, chat_template="another"), sim().card]
+            given: list[ModelCard | None] = []
+
+            async def give(wanted: str) -> AsyncIterator[ModelCard]:
+                assert wanted == info.card
+                given.append(cards[min(len(given), 2)])
+                if given[-1] is not None:
+                    yield given[-1]
+
+            await liar.serve(EndpointAddress(NAMESPACE, component, CARD), give, str)
+            await liar.serve(EndpointAddress(NAMESPACE, component, GENERATE), give, str, info=info)
+            edge = await lab.frontend()
+            await edge.ready()
+            assert given == cards  # nothing, the wrong one, and only then the right one
+            assert edge.models.get(MODEL).card == sim().card
+
+    run_virtual(scenario)
+
+
 def test_a_worker_that_is_gone_before_its_card_came_is_forgotten() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
@@ -173,7 +199,10 @@ def test_a_model_found_while_discovery_goes_away_is_not_lost() -> None:
             await lab.worker("w0")
             while not edge.models._coming:
                 await asyncio.sleep(0)
-            lab.store.offline = True if hasattr(lab.store, "offline") else None  # replaced below
+            lab.store.offline()
+            await asyncio.sleep(10)
+            assert names(edge.models) == []
+            lab.store.online()
             await edge.ready()
 
     run_virtual(scenario)
