@@ -3,6 +3,9 @@
 At most `BULK_STREAMS` messages are in pieces at once in one direction, and they take turns, so a
 receiver's memory is bounded by that many messages of the largest size.
 
+Only `BULK_WINDOW_BYTES` may be on their way unread: what lies in the buffers between the two processes
+cannot be overtaken by a delta. The reader gives credit for bytes of chunks under stream 0.
+
 A chunk frame's payload is one flag byte (bit 0: the last piece, bit 1: the message is a Delta) and the
 piece, which is never empty.
 """
@@ -17,6 +20,7 @@ from kvolt.core.errors import ProtocolError
 from kvolt.runtime.wire import CHUNK_BYTES, HEADER, FrameKind
 
 BULK_STREAMS = 4
+BULK_WINDOW_BYTES = 512 * 1024
 
 _LAST, _DELTA = 1, 2
 
@@ -32,11 +36,21 @@ class _Outgoing:
 class BulkSender:
     """Cuts messages; the order within a stream is the caller's to keep (one message per stream at a time)."""
 
-    __slots__ = ("_active", "_waiting")
+    __slots__ = ("_active", "_unread_bytes", "_waiting")
 
     def __init__(self) -> None:
         self._active: deque[_Outgoing] = deque()
         self._waiting: deque[_Outgoing] = deque()
+        self._unread_bytes = 0
+        """Sent, and not yet said to be read."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a chunk may leave now."""
+        return bool(self._active) and self._unread_bytes < BULK_WINDOW_BYTES
+
+    def was_read(self, num_bytes: int) -> None:
+        self._unread_bytes = max(self._unread_bytes - num_bytes, 0)
 
     def __bool__(self) -> bool:
         return bool(self._active)
@@ -53,6 +67,7 @@ class BulkSender:
         message = self._active.popleft()
         piece = message.data[message.position : message.position + CHUNK_BYTES]
         message.position += len(piece)
+        self._unread_bytes += len(piece) + 1
         last = message.position >= len(message.data)
         if not last:
             self._active.append(message)
@@ -79,19 +94,28 @@ class BulkSender:
 class Message(NamedTuple):
     """A message that is whole again."""
 
-    data: bytes
+    data: bytes | bytearray
     delta: bool
 
 
 class BulkReceiver:
     """Puts messages together; breaks the connection when the peer exceeds the bounds."""
 
-    __slots__ = ("_max_message_bytes", "_messages")
+    __slots__ = ("_max_message_bytes", "_messages", "_unacknowledged_bytes")
 
     def __init__(self, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
         self._messages: dict[int, bytearray] = {}
         """One buffer each, not a list of pieces: many tiny pieces must not cost more than their bytes."""
+        self._unacknowledged_bytes = 0
+
+    def credit(self, payload: bytes) -> int:
+        """A chunk was read, whosever it is: bytes to give credit for now, half a window at a time."""
+        self._unacknowledged_bytes += len(payload)
+        if self._unacknowledged_bytes * 2 < BULK_WINDOW_BYTES:
+            return 0
+        due, self._unacknowledged_bytes = self._unacknowledged_bytes, 0
+        return due
 
     @property
     def buffered_bytes(self) -> int:
@@ -110,11 +134,11 @@ class BulkReceiver:
             raise ProtocolError(
                 f"a message in pieces is over {self._max_message_bytes} bytes", rule="message_size"
             )
-        message += payload[1:]
+        message += memoryview(payload)[1:]
         if not payload[0] & _LAST:
             return None
         del self._messages[stream_id]
-        return Message(bytes(message), bool(payload[0] & _DELTA))
+        return Message(message, bool(payload[0] & _DELTA))
 
     def drop(self, stream_id: int) -> None:
         self._messages.pop(stream_id, None)

@@ -233,7 +233,7 @@ class Connection(asyncio.Protocol):
                 )
             elif unsent > _HOLD_ABOVE_BYTES:
                 session.paused = True
-        elif session.has_bulk:
+        elif session.bulk_ready:
             self.wake()  # the next piece gets a tick of its own, so that deltas go between
 
     # --- heartbeat

@@ -136,6 +136,11 @@ class Session:
     def has_bulk(self) -> bool:
         return bool(self._bulk)
 
+    @property
+    def bulk_ready(self) -> bool:
+        """A chunk may leave now."""
+        return self._bulk.ready
+
     # --- calling
 
     def open(
@@ -299,7 +304,7 @@ class Session:
 
     def take_chunk(self) -> bytes | None:
         """The next piece of a long message, or None when there is none to send."""
-        if not self._bulk or self.peer is None:
+        if not self._bulk.ready or self.peer is None:
             return None
         chunk, completed = self._bulk.take()
         self.stats.frames_out += 1
@@ -484,11 +489,14 @@ class Session:
         self._refused.append((stream_id, to_info(error)))
         self._host.wake()
 
-    def _serve(self, stream_id: int, opening: wire.Open, body: bytes | msgspec.Raw) -> None:
+    def _serve(self, stream_id: int, opening: wire.Open, body: bytes | bytearray | msgspec.Raw) -> None:
         stream = self._served[stream_id] = ServedStream(self, stream_id, opening, body)
         self._host.on_open(stream)
 
     def _on_chunk(self, stream_id: int, payload: bytes) -> None:
+        due_bytes = self._arriving.credit(payload)
+        if due_bytes:
+            self.grant(0, due_bytes)
         opening = self._opening.get(stream_id)
         call = self._calls.get(stream_id)
         if opening is None and call is None:
@@ -519,6 +527,10 @@ class Session:
         for stream_id, num_items in credits:
             if num_items < 1:
                 raise ProtocolError("credit must be positive", rule="credit")
+            if stream_id == 0:
+                self._bulk.was_read(num_items)
+                self._host.wake()
+                continue
             stream = self._served.get(stream_id)
             if stream is not None:
                 stream.add_credit(num_items)

@@ -20,7 +20,8 @@ from kvolt.runtime.wire import MALFORMED, Open
 BACKLOG_ITEMS = 1024
 """Items that do not merge which a stream without credit may keep back."""
 
-Decode = Callable[[bytes | msgspec.Raw], Any]
+Body = bytes | bytearray | msgspec.Raw
+Decode = Callable[[Body], Any]
 
 
 class Sink(Protocol):
@@ -173,7 +174,9 @@ class CallerStream:
             self.ended = True
             self._session.cancel_call(self.id)
 
-    def accept_raw(self, raw: bytes | msgspec.Raw, now: float, decode: Decode | None = None) -> None:
+    def accept_raw(
+        self, raw: Body, now: float, decode: Decode | None = None
+    ) -> None:
         """An item by itself. One that does not decode ends this stream, not the others' connection."""
         try:
             item = (decode or self._decode)(raw)
@@ -225,7 +228,9 @@ class ServedStream:
         "target",
     )
 
-    def __init__(self, session: ServerHost, stream_id: int, opening: Open, body: bytes | msgspec.Raw) -> None:
+    def __init__(
+        self, session: ServerHost, stream_id: int, opening: Open, body: bytes | bytearray | msgspec.Raw
+    ) -> None:
         self.session = session
         self.credit = opening.window
         self._backlog: Backlog | None = None
