@@ -47,7 +47,7 @@ lint: $(VENV)/.test ## ruff, mypy --strict, import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	$(BIN)/lint-imports
 
 format: $(VENV)/.test ## rewrite files as ruff formats them
 	$(BIN)/ruff check --fix .

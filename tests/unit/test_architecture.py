@@ -39,6 +39,7 @@ PURE = sorted(SOURCE.glob("core/*.py")) + [
     for name in (
         "wire",
         "bulk",
+        "backlog",
         "streams",
         "session",
         "outbox",

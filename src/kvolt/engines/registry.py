@@ -68,16 +68,24 @@ def find_engine(name: str) -> EngineKind:
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> msgspec.Struct:
     """An engine's arguments as its own class; ConfigError names the field and the nearest known one."""
     kind = find_engine(name).arguments
-    known = [field.name for field in msgspec.structs.fields(kind)]
-    for key in arguments:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"engine {name!r} has no argument {key!r}", key=f"args.{key}", remedy=hint)
+    _check_names(name, kind, arguments, "args")
     try:
         return msgspec.convert(dict(arguments), kind)
     except msgspec.ValidationError as error:
         raise ConfigError(f"engine {name!r}: {error}", key="args", remedy="correct the value") from error
+
+
+def _check_names(engine: str, kind: type[msgspec.Struct], arguments: Mapping[str, Any], where: str) -> None:
+    """Also inside nested structs that would ignore what they do not know, as wire types do."""
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in arguments.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(fields)}"
+            raise ConfigError(f"engine {engine!r} has no argument {key!r}", key=f"{where}.{key}", remedy=hint)
+        inner = fields[key]
+        if isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            _check_names(engine, inner, value, f"{where}.{key}")
 
 
 def build_engine(name: str, spec: EngineSpec, arguments: Mapping[str, Any]) -> Engine:

@@ -174,9 +174,7 @@ class CallerStream:
             self.ended = True
             self._session.cancel_call(self.id)
 
-    def accept_raw(
-        self, raw: Body, now: float, decode: Decode | None = None
-    ) -> None:
+    def accept_raw(self, raw: Body, now: float, decode: Decode | None = None) -> None:
         """An item by itself. One that does not decode ends this stream, not the others' connection."""
         try:
             item = (decode or self._decode)(raw)

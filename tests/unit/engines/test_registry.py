@@ -125,3 +125,10 @@ def test_a_package_does_not_take_a_built_in_name(monkeypatch: pytest.MonkeyPatch
     point = EntryPoint("sim", "kvolt_no_such_module:KIND", registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda **kind: [point])
     assert find_engine("sim").build is SimEngine
+
+
+def test_a_mistyped_name_inside_a_nested_argument_is_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_arguments("sim", {"latency": {"bas_s": 1}})
+    assert caught.value.fields["key"] == "args.latency.bas_s"
+    assert "base_s" in str(caught.value.fields["remedy"])
