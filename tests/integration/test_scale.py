@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.integration.processes import PATIENCE_S, Bench, until
+from tests.integration.processes import GENERATE, PATIENCE_S, Bench, until
 
 from kvolt.runtime.address import EndpointAddress
 
@@ -52,7 +52,7 @@ uvloop.run(main())
 
 READ_MANY = """
 async def run(runtime):
-    client = await runtime.client(EndpointAddress.parse("default.sim-tiny.generate"))
+    client = await runtime.client(EndpointAddress.parse(sys.argv[3]))
     while not client.candidates():
         await asyncio.sleep(0.05)
     num_streams, num_tokens = int(sys.argv[1]), int(sys.argv[2])
@@ -165,7 +165,7 @@ async def test_ten_thousand_streams_on_one_connection(bench: Bench) -> None:
         max_batch_tokens=8 * NUM_STREAMS,
         kv_blocks=4 * NUM_STREAMS,
     )
-    reader = bench.start_command(program(READ_MANY, "reader", NUM_STREAMS, NUM_TOKENS), "reader")
+    reader = bench.start_command(program(READ_MANY, "reader", NUM_STREAMS, NUM_TOKENS, GENERATE), "reader")
     await bench.until_computing(NUM_STREAMS)
     found = await reader.says(r'{"tokens".*}', 2 * PATIENCE_S)
     result = json.loads(found[0])
