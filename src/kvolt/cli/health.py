@@ -15,8 +15,11 @@ def base_url(host: str, port: int) -> str:
     return f"http://{join_address({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), port)}"
 
 
-def served_models(base: str, timeout_s: float) -> list[str] | None:
-    """The models ready there; None when nobody answers, or somebody who is no kvolt frontend."""
+def served_models(base: str, timeout_s: float) -> dict[str, int] | None:
+    """The models ready there, each with its number of workers that can be reached.
+
+    None when nobody answers, or somebody who is no kvolt frontend.
+    """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # what is here needs no proxy
     try:
         with opener.open(f"{base}/health", timeout=timeout_s) as response:
@@ -30,8 +33,8 @@ def served_models(base: str, timeout_s: float) -> list[str] | None:
         health = json.loads(body)
     except ValueError:
         return None
-    models = health.get("models") if isinstance(health, dict) and "status" in health else None
-    return [str(name) for name in models] if isinstance(models, list) else None
+    workers = health.get("workers") if isinstance(health, dict) and "status" in health else None
+    return {str(name): int(count) for name, count in workers.items()} if isinstance(workers, dict) else None
 
 
 def _read(answer: urllib.error.HTTPError) -> bytes:

@@ -216,35 +216,44 @@ class _Serve:
         return code
 
     async def _announce(self) -> None:
-        """Wait until a request would be answered, then say how to ask."""
+        """Wait until requests would be answered, by every worker if that does not take too long; say how to ask."""
         frontend = self._settings.frontend
         base = base_url(frontend.host, frontend.port)
         clock = SystemClock()
+        num_wanted = sum(
+            group.count for group in self._settings.workers if group.role == Role.AGGREGATED.value
+        )
         complain_at: float | None = clock.monotonic() + self._settings.runtime.start_timeout_s
         while True:
             models = await self._ready_models(base)
-            if models:
+            if models and (sum(models.values()) >= num_wanted or complain_at is None):
                 break
             if complain_at is not None and clock.monotonic() >= complain_at:
                 complain_at = None
+                if models:
+                    continue
                 what = missing(self._settings, frontend_answers=models is not None)
                 waited_s = self._settings.runtime.start_timeout_s
                 print(f"kvolt: not ready after {waited_s:g} s: {what}; still waiting", flush=True)
             await asyncio.sleep(_POLL_S)
         messages = [{"role": "user", "content": "Hello"}]
-        body = json.dumps({"model": models[0], "messages": messages, "stream": True})
+        body = json.dumps({"model": next(iter(models)), "messages": messages, "stream": True})
         print(
-            f"\nkvolt: ready at {base} with {', '.join(models)}. Try:\n\n"
+            f"\nkvolt: ready at {base} with {_in_words(models)}. Try:\n\n"
             f"  curl -N {base}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n\n"
             "Ctrl-C stops everything.\n",
             flush=True,
         )
 
-    async def _ready_models(self, base: str) -> list[str] | None:
+    async def _ready_models(self, base: str) -> dict[str, int] | None:
         try:
             return await self._blocking.run(lambda: served_models(base, 2.0), 5.0)
         except KvoltError:
             return None
+
+
+def _in_words(models: dict[str, int]) -> str:
+    return ", ".join(f"{name} ({count} worker{'s' * (count != 1)})" for name, count in models.items())
 
 
 def missing(settings: Settings, frontend_answers: bool) -> str:

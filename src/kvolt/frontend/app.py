@@ -102,9 +102,13 @@ class FrontendApp:
 
     async def _health(self, request: HttpRequest) -> Response:
         """Ready means routable: 503 until a model could be served now."""
-        names = [model.card.name for model in self._models.ready()]
-        status = {"status": "ready" if names else "no_models", "models": names}
-        return Response(200 if names else 503, _json(status))
+        ready = self._models.ready()
+        status = {
+            "status": "ready" if ready else "no_models",
+            "models": [model.card.name for model in ready],
+            "workers": {model.card.name: len(model.client.candidates()) for model in ready},
+        }
+        return Response(200 if ready else 503, _json(status))
 
     async def _live(self, request: HttpRequest) -> Response:
         return Response(200, b'{"status":"live"}')

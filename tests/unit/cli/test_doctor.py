@@ -138,8 +138,8 @@ def answering(body: bytes, status: int) -> HTTPServer:
 @pytest.mark.parametrize(
     ("body", "status", "is_kvolt"),
     [
-        (b'{"status": "ready", "models": ["m"]}', 200, True),
-        (b'{"status": "no_models", "models": []}', 503, True),
+        (b'{"status": "ready", "models": ["m"], "workers": {"m": 2}}', 200, True),
+        (b'{"status": "no_models", "models": [], "workers": {}}', 503, True),
         (b'{"status": "ok"}', 200, False),
         (b"", 200, False),
         (b"[]", 404, False),

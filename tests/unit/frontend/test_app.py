@@ -161,7 +161,11 @@ def test_what_else_is_served() -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         models = (await edge.ask("/v1/models")).json
         assert [model["id"] for model in models["data"]] == [MODEL]
-        assert (await edge.ask("/health")).json == {"status": "ready", "models": [MODEL]}
+        assert (await edge.ask("/health")).json == {
+            "status": "ready",
+            "models": [MODEL],
+            "workers": {MODEL: 1},
+        }
         assert (await edge.ask("/ready")).status == 200
         await running.runtime.close()
         await until(lambda: not edge.models.ready())
