@@ -129,9 +129,6 @@ async def a_call_back_needs_no_new_connection(harness: Harness) -> None:
 
 
 async def round_robin_takes_turns(harness: Harness) -> None:
-    async def say_who(who: str) -> AsyncIterator[str]:
-        yield who
-
     names = ["a", "b", "c"]
     for server_name in names:
         server = await harness.runtime(server_name)
