@@ -32,6 +32,7 @@ from kvolt.core.delta import Delta, plain_delta
 from kvolt.core.errors import KvoltError
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
+from kvolt.runtime.connections import tcp_plane
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.runtime.events_mem import MemBus, MemEvents
 from kvolt.runtime.network import Listener, ProtocolFactory, SocketNetwork
@@ -98,17 +99,18 @@ class KvoltSide:
             rng,
             self.network,
             self._blocking,
-            lambda connections: MemDiscovery(store, clock, rng),
+            tcp_plane(self.network),
+            lambda plane: MemDiscovery(store, clock, rng),
             lambda discovery: MemEvents(bus, new_id(rng)),
         )
         self.runtime = Runtime(ports, ProcessOptions(name))
 
     @property
     def address(self) -> str:
-        return self.runtime.connections.address or ""
+        return self.runtime.plane.address or ""
 
     def counters(self) -> dict[str, int]:
-        stats = self.runtime.connections.stats
+        stats = self.runtime.plane.stats
         return {
             "writes": self.network.writes,
             "bytes_out": stats.bytes_out,

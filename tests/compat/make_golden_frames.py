@@ -92,6 +92,8 @@ def frames() -> dict[str, tuple[FrameKind, int, Any]]:
         "last chunk": (FrameKind.CHUNK, 5, b"\x01" + b"piece"),
         "chunk of a delta": (FrameKind.CHUNK, 5, b"\x02" + b"piece"),
         "last chunk of a delta": (FrameKind.CHUNK, 5, b"\x03" + b"piece"),
+        "chunk of a byte string": (FrameKind.CHUNK, 5, b"\x04" + b"piece"),
+        "last chunk of a byte string": (FrameKind.CHUNK, 5, b"\x05" + b"piece"),
         "ends": (FrameKind.ENDS, 0, [(1, None), (3, to_info(FAILURE)), (5, to_info(ValueError("secret")))]),
         "cancel": (FrameKind.CANCEL, 7, b""),
         "credit": (FrameKind.CREDIT, 0, [(1, 128), (3, 1)]),

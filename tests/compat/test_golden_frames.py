@@ -122,7 +122,7 @@ class _Stranger:
             dialer=dialer,
             hello=hello,
             options=ConnectionOptions(),
-            on_open=lambda connection, stream: None,
+            on_open=lambda stream: None,
             on_ready=lambda connection: None,
             on_closed=lambda connection, reason: self.closed.set_result(reason),
             stats=self.stats,
@@ -130,9 +130,7 @@ class _Stranger:
 
 
 def _ours(network: VirtualNetwork) -> Connections:
-    return Connections(
-        network.host("us"), ConnectionOptions(), "us", on_open=lambda connection, stream: stream.end()
-    )
+    return Connections(network.host("us"), ConnectionOptions(), "us", on_open=lambda stream: stream.end())
 
 
 def test_a_stranger_who_dials_us_is_refused() -> None:

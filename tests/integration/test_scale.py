@@ -18,6 +18,7 @@ NUM_STREAMS = 10_000
 NUM_TOKENS = 30
 NUM_ENDPOINTS = 1_000
 BULK_BYTES = 10_000_000
+NUM_PAYLOADS = 10
 DELAY_S = 0.020
 GIB = 1024**3
 
@@ -68,7 +69,7 @@ async def run(runtime):
 
     started = time.monotonic()
     got = await asyncio.gather(*(read(number) for number in range(num_streams)))
-    result = {"tokens": sorted(set(got)), "connections": runtime.connections.num_open}
+    result = {"tokens": sorted(set(got)), "connections": runtime.plane.gauges().num_open}
     print(json.dumps({**result, "seconds": time.monotonic() - started}), flush=True)
     await asyncio.sleep(60)
 """
@@ -128,7 +129,7 @@ async def run(runtime):
     readers = [asyncio.ensure_future(read(probe=number == 0)) for number in range(8)]
     await asyncio.sleep(0.5)
     trials = []
-    while len(trials) < 3 or (len(trials) < 12 and min(trials) > float(sys.argv[2])):
+    for _ in range(int(sys.argv[2])):
         worst_s = 0.0
         await asyncio.sleep(0.3)
         quiet_s, worst_s = worst_s, 0.0
@@ -140,7 +141,7 @@ async def run(runtime):
     for reader in readers:
         reader.cancel()
     await asyncio.gather(*readers, return_exceptions=True)
-    print(json.dumps({"delays_s": trials, "connections": runtime.connections.num_open}), flush=True)
+    print(json.dumps({"delays_s": trials, "connections": runtime.plane.gauges().num_open}), flush=True)
 """
 
 
@@ -199,10 +200,9 @@ async def test_a_thousand_endpoints(bench: Bench) -> None:
 
 async def test_a_large_payload_does_not_delay_deltas(bench: Bench) -> None:
     server = bench.start_command(program(SERVE_BULK, "server"), "server")
-    reader = bench.start_command(program(READ_BULK, "reader", BULK_BYTES, DELAY_S, server.pid), "reader")
+    reader = bench.start_command(program(READ_BULK, "reader", BULK_BYTES, NUM_PAYLOADS, server.pid), "reader")
     found = await reader.says(r'{"delays_s".*}')
     result = json.loads(found[0])
     print(result)
     assert result["connections"] == 1
-    # The best of three, and of more on a busy machine.
-    assert min(result["delays_s"]) < DELAY_S
+    assert max(result["delays_s"]) < DELAY_S

@@ -366,7 +366,7 @@ def test_a_flood_of_nothing() -> None:
     """Pieces without a byte would never reach the size limit."""
     refused("chunk", open_frame(4, chunked=True), chunk(4, b"", 0))
     refused("chunk", open_frame(4, chunked=True), frame(FrameKind.CHUNK, 4))
-    refused("chunk", open_frame(4, chunked=True), chunk(4, b"x", 4))
+    refused("chunk", open_frame(4, chunked=True), chunk(4, b"x", 8))
 
 
 def test_chunks_of_unknown_streams_are_let_pass() -> None:

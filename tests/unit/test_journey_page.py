@@ -19,6 +19,7 @@ from kvolt.engines.worker import Worker
 from kvolt.frontend.app import FrontendApp
 from kvolt.frontend.models import Models
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
+from kvolt.runtime.connections import tcp_plane
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.runtime.events_mem import MemBus, MemEvents
 from kvolt.runtime.http import HttpServer
@@ -60,7 +61,8 @@ async def test_a_request_takes_the_way_that_the_page_tells() -> None:
             rng,
             network,
             blocking,
-            lambda connections: MemDiscovery(store, clock, rng),
+            tcp_plane(network),
+            lambda plane: MemDiscovery(store, clock, rng),
             lambda discovery: MemEvents(bus, new_id(rng)),
         )
         return Runtime(ports, ProcessOptions(name))

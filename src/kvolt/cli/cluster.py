@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from kvolt.cli.process import check_directory, connection_options, make_ports
+from kvolt.cli.process import check_directory, make_ports
 from kvolt.core.errors import KvoltError
 from kvolt.runtime.address import INSTANCES, Instance, decode_instance
 from kvolt.runtime.call import Deadlines
-from kvolt.runtime.client import Destination, open_stream
+from kvolt.runtime.client import open_stream
 from kvolt.runtime.clock import ThreadBlocking
-from kvolt.runtime.connections import Connections
 from kvolt.runtime.discovery import Discovery
 from kvolt.runtime.metrics import Metrics
+from kvolt.runtime.plane import Destination, RequestPlane
 from kvolt.runtime.runtime import STATUS_ENDPOINT, ProcessStatus
 from kvolt.runtime.server import EndpointServer
 from kvolt.runtime.settings import Settings
@@ -41,9 +41,9 @@ class ProcessView(msgspec.Struct, frozen=True):
 class Cluster:
     """A visitor: looks, and registers nothing."""
 
-    def __init__(self, discovery: Discovery, connections: Connections, namespace: str) -> None:
+    def __init__(self, discovery: Discovery, plane: RequestPlane, namespace: str) -> None:
         self._discovery = discovery
-        self._connections = connections
+        self._plane = plane
         self._namespace = namespace
 
     async def look(self) -> list[ProcessView]:
@@ -69,7 +69,7 @@ class Cluster:
     async def _ask(self, instance: Instance) -> ProcessView:
         try:
             to = Destination(instance.address, STATUS_ENDPOINT)
-            async with await open_stream(self._connections, to, None, _LIMITS, _decode_status) as stream:
+            async with await open_stream(self._plane, to, None, _LIMITS, _decode_status) as stream:
                 status = await anext(stream)
             return ProcessView(instance.process, instance.address, instance.admin, status)
         except KvoltError as error:
@@ -81,12 +81,11 @@ async def visit(settings: Settings) -> AsyncIterator[Cluster]:
     await check_directory(settings)
     blocking = ThreadBlocking()
     ports = make_ports(settings, Metrics(CollectorRegistry()), blocking)
-    server = EndpointServer()
-    connections = Connections(ports.network, connection_options(settings), "visitor", server.on_open)
-    discovery = ports.discovery(connections)
+    plane = ports.plane("visitor", EndpointServer().on_open)
+    discovery = ports.discovery(plane)
     try:
-        yield Cluster(discovery, connections, settings.namespace)
+        yield Cluster(discovery, plane, settings.namespace)
     finally:
         await discovery.close()
-        await connections.close()
+        await plane.close()
         blocking.close()

@@ -23,7 +23,7 @@ from kvolt.runtime.call import Deadlines
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
 from kvolt.runtime.config import default_discovery_path
 from kvolt.runtime.connection import ConnectionOptions
-from kvolt.runtime.connections import Connections
+from kvolt.runtime.connections import tcp_plane
 from kvolt.runtime.discovery import Discovery
 from kvolt.runtime.discovery_file import FileDiscovery
 from kvolt.runtime.discovery_join import JoinDiscovery
@@ -35,7 +35,15 @@ from kvolt.runtime.events_zmq import ZmqEvents, ZmqOptions
 from kvolt.runtime.join_server import JoinServer
 from kvolt.runtime.logs import setup_logs
 from kvolt.runtime.metrics import LoopLag, Metrics
-from kvolt.runtime.network import SocketNetwork, join_address, split_address
+from kvolt.runtime.network import (
+    SocketNetwork,
+    is_loopback,
+    is_wildcard,
+    join_address,
+    split_address,
+    split_host,
+)
+from kvolt.runtime.plane import RequestPlane
 from kvolt.runtime.plane_metrics import PlaneCollector
 from kvolt.runtime.private_directory import distrust, make_private
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
@@ -45,8 +53,6 @@ from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.tasks import Scope
 
 _LOOK_TIMEOUT_S = 1.0
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_ANY_ADDRESS = ("0.0.0.0", "::")
 
 Body = Callable[["Process"], Awaitable[None]]
 Stopper = Callable[[float], Awaitable[None]]
@@ -121,7 +127,7 @@ async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
     blocking = ThreadBlocking()
     runtime = Runtime(make_ports(settings, metrics, blocking), process_options(settings, name))
     process = Process(settings, runtime, metrics)
-    metrics.registry.register(PlaneCollector(runtime.connections))
+    metrics.registry.register(PlaneCollector(runtime.plane))
     admin = AdminServer(
         runtime.ports.network,
         runtime.ports.clock,
@@ -139,7 +145,7 @@ async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
             join.add_to(runtime.server)
         await runtime.start()
         if settings.discovery.join_listen is not None:
-            await runtime.connections.listen(settings.discovery.join_listen)
+            await runtime.plane.listen(settings.discovery.join_listen)
         yield process
     finally:
         await process.close(0.0)
@@ -152,7 +158,7 @@ async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
 def process_options(settings: Settings, name: str) -> ProcessOptions:
     plane = settings.plane
     host = plane_host(settings)
-    if host in _ANY_ADDRESS and settings.runtime.advertise is None:
+    if is_wildcard(host) and settings.runtime.advertise is None:
         raise ConfigError(
             f"runtime.host is {host}, which tells others nothing about where we are",
             key="runtime.advertise",
@@ -165,7 +171,6 @@ def process_options(settings: Settings, name: str) -> ProcessOptions:
         lease_ttl_s=settings.discovery.ttl_s,
         announce_s=2 * settings.discovery.poll_s,
         start_timeout_s=settings.runtime.start_timeout_s,
-        connection=connection_options(settings),
         deadlines=Deadlines(
             connect_s=plane.connect_timeout_s,
             first_s=plane.first_response_timeout_s,
@@ -189,29 +194,23 @@ def connection_options(settings: Settings) -> ConnectionOptions:
     )
 
 
-def advertise_host(advertise: str) -> str:
-    """The host of HOST or HOST:PORT."""
-    host, colon, port = advertise.rpartition(":")
-    return host.strip("[]") if colon and host and port.isdecimal() else advertise.strip("[]")
-
-
 def plane_host(settings: Settings) -> str:
     """The address to listen on: as set, or the one that the machines we share discovery with can reach.
 
     ConfigError when those cannot be told where we are.
     """
     host = settings.runtime.host
-    if host not in _LOOPBACK:
+    if not is_loopback(host):
         return host
     listen = settings.discovery.join_listen
     shared_on = split_address(listen)[0] if listen is not None else host
-    if shared_on in _ANY_ADDRESS and settings.runtime.advertise is None:
+    if is_wildcard(shared_on) and settings.runtime.advertise is None:
         raise ConfigError(
             f"discovery.join_listen is {listen}, but other machines are not told where this one is",
             key="runtime.advertise",
             remedy="give this machine's address by --runtime-host or --runtime-advertise, or listen there only",
         )
-    if shared_on not in _LOOPBACK:
+    if not is_loopback(shared_on):
         return shared_on
     join = settings.discovery.join
     if join is None:
@@ -272,7 +271,7 @@ def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -
     clock = SystemClock()
     rng = random.Random(secrets.randbits(128))
 
-    def discovery(connections: Connections) -> Discovery:
+    def discovery(plane: RequestPlane) -> Discovery:
         kind = settings.discovery.kind
 
         def on_state(connected: bool) -> None:
@@ -293,7 +292,7 @@ def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -
                     )
                 split_address(address)
                 return JoinDiscovery(
-                    connections, address, rng, min(5.0, settings.runtime.start_timeout_s), on_state=on_state
+                    plane, address, rng, min(5.0, settings.runtime.start_timeout_s), on_state=on_state
                 )
             case _:
                 path = settings.discovery.path
@@ -312,13 +311,15 @@ def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -
         if settings.events.kind == "mem":
             return MemEvents(MemBus(), publisher, counters)
         advertise = settings.runtime.advertise
-        local = settings.events.host in _LOOPBACK
+        local = is_loopback(settings.events.host)
         options = ZmqOptions(
             namespace=settings.namespace,
             host=plane_host(settings) if local else settings.events.host,
-            advertise_host=advertise_host(advertise) if advertise else None,
+            advertise_host=split_host(advertise)[0] if advertise else None,
             lease_ttl_s=settings.discovery.ttl_s,
         )
         return ZmqEvents(options, publisher, found, counters)
 
-    return Ports(clock, rng, SocketNetwork(), blocking, discovery, events)
+    network = SocketNetwork()
+    plane = tcp_plane(network, connection_options(settings))
+    return Ports(clock, rng, network, blocking, plane, discovery, events)

@@ -13,7 +13,7 @@ import msgspec
 
 from kvolt.cli.cluster import visit
 from kvolt.cli.health import base_url, served_models
-from kvolt.cli.process import advertise_host, check_directory, plane_host, process_options, run_loop
+from kvolt.cli.process import check_directory, plane_host, process_options, run_loop
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.request import Role
 from kvolt.engines.registry import check_arguments
@@ -21,7 +21,7 @@ from kvolt.runtime.clock import SystemClock, ThreadBlocking
 from kvolt.runtime.config import LoadedConfig, without_settings
 from kvolt.runtime.config_toml import to_toml
 from kvolt.runtime.cores import share_cores, thread_env, usable_cores
-from kvolt.runtime.network import SocketNetwork, join_address, split_address
+from kvolt.runtime.network import SocketNetwork, join_address, split_address, split_host
 from kvolt.runtime.settings import Settings
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.supervisor import ChildSpec, Supervisor, SupervisorConfig
@@ -98,11 +98,11 @@ def check_shared(settings: Settings) -> None:
                 remedy="leave it 0, and each takes a free one that `kvolt status --json` shows",
             )
     advertise = settings.runtime.advertise
-    if advertise is not None and advertise_host(advertise) != advertise.strip("[]"):
+    if advertise is not None and split_host(advertise)[1] is not None:
         raise ConfigError(
             f"runtime.advertise is {advertise}, but {num_processes} processes have a port each",
             key="runtime.advertise",
-            remedy=f"give the host alone, {advertise_host(advertise)}",
+            remedy=f"give the host alone, {split_host(advertise)[0]}",
         )
 
 

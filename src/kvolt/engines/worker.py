@@ -24,9 +24,9 @@ from kvolt.engines.contract import Engine
 from kvolt.engines.endpoints import CARD, GENERATE, LOAD_TOPIC, component_name
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.health import State
+from kvolt.runtime.plane import IncomingStream
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.steps import StepSender
-from kvolt.runtime.streams import ServedStream
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Open:
-    stream: ServedStream
+    stream: IncomingStream
     num_choices_left: int
     deadline: asyncio.TimerHandle | None = None
 
@@ -105,7 +105,7 @@ class Worker:
 
     # --- streams in
 
-    def _on_stream(self, stream: ServedStream) -> None:
+    def _on_stream(self, stream: IncomingStream) -> None:
         request: Request = stream.decode_body(_decode_request)
         request_id = request.request_id
         if self._over is not None:
@@ -166,7 +166,7 @@ class Worker:
         if step.load is not None:
             self._report(step.load)
 
-    def _stream_of(self, request_id: RequestId) -> ServedStream | None:
+    def _stream_of(self, request_id: RequestId) -> IncomingStream | None:
         entry = self._open.get(request_id)
         return entry.stream if entry is not None else None
 

@@ -20,8 +20,9 @@ from kvolt.frontend.text import Codec
 from kvolt.journey.journey import Journey
 from kvolt.router.port import RoundRobinRouter
 from kvolt.runtime.address import INSTANCES, EndpointAddress, decode_instance
-from kvolt.runtime.client import Destination, EndpointClient, open_stream
+from kvolt.runtime.client import EndpointClient, open_stream
 from kvolt.runtime.discovery import Delete, Put
+from kvolt.runtime.plane import Destination
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import Crew
 from kvolt.runtime.wire import MALFORMED
@@ -166,7 +167,7 @@ class Models:
         endpoint = EndpointAddress(self._namespace, client.endpoint.component, CARD)
         limits = self._runtime.options.deadlines
         to = Destination(address, str(endpoint))
-        async with await open_stream(self._runtime.connections, to, wanted, limits, _decode_card) as stream:
+        async with await open_stream(self._runtime.plane, to, wanted, limits, _decode_card) as stream:
             card: ModelCard | None = await anext(stream, None)
         if card is None:
             raise KvoltError(f"{address} answered without a card")

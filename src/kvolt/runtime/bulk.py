@@ -6,14 +6,19 @@ receiver's memory is bounded by that many messages of the largest size.
 Only `BULK_WINDOW_BYTES` may be on their way unread: what lies in the buffers between the two processes
 cannot be overtaken by a delta. The reader gives credit for bytes of chunks under stream 0.
 
-A chunk frame's payload is one flag byte (bit 0: the last piece, bit 1: the message is a Delta) and the
-piece, which is never empty.
+A chunk frame's payload is one flag byte (bit 0: the last piece, bit 1: the message is a Delta, bit 2: it
+is a byte string as it is, not its encoding) and the piece, which is never empty.
+
+No tick touches a whole byte string: it is cut where it lies and grows on arrival into the object that the
+reader gets. Encoding or copying 10 MB at once means 10 MB of new pages, milliseconds for every stream.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from enum import IntEnum
+from io import BytesIO
 from typing import NamedTuple
 
 from kvolt.core.errors import ProtocolError
@@ -22,14 +27,25 @@ from kvolt.runtime.wire import CHUNK_BYTES, HEADER, FrameKind
 BULK_STREAMS = 4
 BULK_WINDOW_BYTES = 512 * 1024
 
-_LAST, _DELTA = 1, 2
+_LAST = 1
+
+
+class MessageKind(IntEnum):
+    """What a message's bytes are; the value is its flag in each chunk."""
+
+    ENCODED = 0
+    DELTA = 2
+    BYTES = 4
+
+
+_KINDS = frozenset(MessageKind)
 
 
 @dataclass(slots=True)
 class _Outgoing:
     stream_id: int
     data: bytes
-    delta: bool
+    kind: MessageKind
     position: int = 0
 
 
@@ -58,14 +74,14 @@ class BulkSender:
     def __len__(self) -> int:
         return len(self._active) + len(self._waiting)
 
-    def add(self, stream_id: int, data: bytes, delta: bool = False) -> None:
+    def add(self, stream_id: int, data: bytes, kind: MessageKind = MessageKind.ENCODED) -> None:
         queue = self._active if len(self._active) < BULK_STREAMS else self._waiting
-        queue.append(_Outgoing(stream_id, data, delta))
+        queue.append(_Outgoing(stream_id, data, kind))
 
     def take(self) -> tuple[bytes, int | None]:
         """The next chunk frame, and the stream whose message it completes, if it does."""
         message = self._active.popleft()
-        piece = message.data[message.position : message.position + CHUNK_BYTES]
+        piece = memoryview(message.data)[message.position : message.position + CHUNK_BYTES]
         message.position += len(piece)
         self._unread_bytes += len(piece) + 1
         last = message.position >= len(message.data)
@@ -73,8 +89,8 @@ class BulkSender:
             self._active.append(message)
         self._refill()
         header = HEADER.pack(len(piece) + 1, FrameKind.CHUNK, message.stream_id)
-        flags = (_LAST if last else 0) | (_DELTA if message.delta else 0)
-        return header + bytes((flags,)) + piece, message.stream_id if last else None
+        flags = message.kind | (_LAST if last else 0)
+        return b"".join((header, bytes((flags,)), piece)), message.stream_id if last else None
 
     def drop(self, stream_id: int) -> None:
         """Forget a stream's message: its reader has given up."""
@@ -94,8 +110,8 @@ class BulkSender:
 class Message(NamedTuple):
     """A message that is whole again."""
 
-    data: bytes | bytearray
-    delta: bool
+    data: bytes
+    kind: MessageKind
 
 
 class BulkReceiver:
@@ -105,8 +121,9 @@ class BulkReceiver:
 
     def __init__(self, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
-        self._messages: dict[int, bytearray] = {}
-        """One buffer each, not a list of pieces: many tiny pieces must not cost more than their bytes."""
+        self._messages: dict[int, BytesIO] = {}
+        """One buffer each, not a list of pieces: many tiny pieces must not cost more than their bytes.
+        What it grows becomes the message without a copy."""
         self._unacknowledged_bytes = 0
 
     def credit(self, payload: bytes) -> int:
@@ -119,26 +136,27 @@ class BulkReceiver:
 
     @property
     def buffered_bytes(self) -> int:
-        return sum(len(message) for message in self._messages.values())
+        return sum(message.tell() for message in self._messages.values())
 
     def add(self, stream_id: int, payload: bytes) -> Message | None:
         """The whole message once its last piece is there."""
-        if len(payload) < 2 or payload[0] > _LAST | _DELTA:
+        kind = payload[0] & ~_LAST if len(payload) > 1 else -1
+        if kind not in _KINDS:
             raise ProtocolError("a chunk without its flags or without a piece", rule="chunk")
         message = self._messages.get(stream_id)
         if message is None:
             if len(self._messages) >= BULK_STREAMS:
                 raise ProtocolError(f"more than {BULK_STREAMS} messages in pieces at once", rule="bulk")
-            message = self._messages[stream_id] = bytearray()
-        if len(message) + len(payload) - 1 > self._max_message_bytes:
+            message = self._messages[stream_id] = BytesIO()
+        if message.tell() + len(payload) - 1 > self._max_message_bytes:
             raise ProtocolError(
                 f"a message in pieces is over {self._max_message_bytes} bytes", rule="message_size"
             )
-        message += memoryview(payload)[1:]
+        message.write(memoryview(payload)[1:])
         if not payload[0] & _LAST:
             return None
         del self._messages[stream_id]
-        return Message(message, bool(payload[0] & _DELTA))
+        return Message(message.getvalue(), MessageKind(kind))
 
     def drop(self, stream_id: int) -> None:
         self._messages.pop(stream_id, None)

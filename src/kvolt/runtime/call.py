@@ -11,7 +11,8 @@ from typing import Any, Self
 import msgspec
 
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError
-from kvolt.runtime.streams import CallerStream, Sink, StepSink
+from kvolt.runtime.plane import OutgoingStream
+from kvolt.runtime.streams import Sink, StepSink
 
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +50,7 @@ class Call:
         self.deadlines = deadlines
         self.automatic_credit = automatic_credit
         self._started = self._waiting_since = self._loop.time()
-        self._stream: CallerStream | None = None
+        self._stream: OutgoingStream | None = None
         self.ended = False
         self.on_item = sink.on_item
         self.steps: StepSink | None = getattr(sink, "steps", None)
@@ -61,10 +62,10 @@ class Call:
         return max(self._started + self.deadlines.total_s - self._loop.time(), 0.0)
 
     @property
-    def stream(self) -> CallerStream | None:
+    def stream(self) -> OutgoingStream | None:
         return self._stream
 
-    def attach(self, stream: CallerStream) -> None:
+    def attach(self, stream: OutgoingStream) -> None:
         """The stream is open: its deadlines run. If the call ended meanwhile, the stream is cancelled."""
         self._stream = stream
         if self.ended:

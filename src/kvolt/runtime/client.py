@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -26,9 +26,9 @@ from kvolt.core.errors import (
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.address import EndpointAddress, Instance, InstanceState, decode_instance
 from kvolt.runtime.call import Call, Deadlines, ResponseStream
-from kvolt.runtime.connections import Connections
 from kvolt.runtime.discovery import Delete, Discovery, Put
 from kvolt.runtime.logs import current_context
+from kvolt.runtime.plane import Destination, RequestPlane
 from kvolt.runtime.streams import Decode, Sink
 from kvolt.runtime.tasks import Crew
 
@@ -41,13 +41,6 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_any: Decode = msgspec.msgpack.Decoder().decode
 
 
-class Destination(NamedTuple):
-    """A place to call: the process, and what in it."""
-
-    address: str
-    target: str
-
-
 def _encode_request(request: Any) -> bytes:
     try:
         return _encode(request)
@@ -56,7 +49,7 @@ def _encode_request(request: Any) -> bytes:
 
 
 async def open_call(
-    connections: Connections,
+    plane: RequestPlane,
     to: Destination,
     request: Any,
     call: Call,
@@ -68,15 +61,14 @@ async def open_call(
     """
     try:
         body = _encode_request(request)
-        connection = connections.ready_to(to.address)
-        if connection is None:
-            connection = await connections.get(to.address, min(call.deadlines.connect_s, call.remaining_s))
-        stream = connection.session.open(
-            to.target,
+        remaining_s = call.remaining_s
+        stream = await plane.open(
+            to,
             body,
             call,
             decode,
-            deadline_s=call.remaining_s,
+            connect_s=min(call.deadlines.connect_s, remaining_s),
+            deadline_s=remaining_s,
             context=current_context(),
             automatic_credit=call.automatic_credit,
         )
@@ -92,11 +84,11 @@ async def open_call(
 
 
 async def open_stream(
-    connections: Connections, to: Destination, request: Any, limits: Deadlines, decode: Decode = _decode_any
+    plane: RequestPlane, to: Destination, request: Any, limits: Deadlines, decode: Decode = _decode_any
 ) -> ResponseStream:
     """Call a known process directly."""
     responses = ResponseStream(limits)
-    await open_call(connections, to, request, responses.call, decode)
+    await open_call(plane, to, request, responses.call, decode)
     return responses
 
 
@@ -109,14 +101,14 @@ class EndpointClient:
     def __init__(
         self,
         endpoint: EndpointAddress,
-        connections: Connections,
+        plane: RequestPlane,
         rng: random.Random,
         discovery: Discovery | None = None,
         static: Sequence[str] = (),
         deadlines: Deadlines | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self._connections = connections
+        self._plane = plane
         self._rng = rng
         self._discovery = discovery
         self._deadlines = deadlines or Deadlines()
@@ -132,7 +124,7 @@ class EndpointClient:
             instance_id = InstanceId(f"static-{address}")
             self._instances[instance_id] = Instance(id=instance_id, endpoint=endpoint, address=address)
         self._static = frozenset(self._instances)
-        connections.on_closed(self._on_connection_closed)
+        plane.on_closed(self._on_peer_lost)
 
     async def start(self) -> None:
         if self._discovery is not None:
@@ -149,7 +141,7 @@ class EndpointClient:
             log.warning("discovery has not answered within %g s; going on without", timeout_s)
 
     async def close(self) -> None:
-        self._connections.forget(self._on_connection_closed)
+        self._plane.forget(self._on_peer_lost)
         await self._crew.close()
 
     @property
@@ -246,14 +238,14 @@ class EndpointClient:
             raise
         target = str(self.endpoint) if chosen.id in self._static else chosen.target
         try:
-            await open_call(self._connections, Destination(chosen.address, target), request, call, decode)
+            await open_call(self._plane, Destination(chosen.address, target), request, call, decode)
         except NetworkFault as error:
             self._mark_unreachable(chosen.id, error)
             raise
 
     # --- reachability
 
-    def _on_connection_closed(self, address: str, reason: KvoltError) -> None:
+    def _on_peer_lost(self, address: str, reason: KvoltError) -> None:
         for instance in self.instances():
             if instance.address == address:
                 self._mark_unreachable(instance.id, reason)
@@ -271,7 +263,7 @@ class EndpointClient:
         while (instance := self._instances.get(instance_id)) is not None:
             await asyncio.sleep(pause_s * self._rng.uniform(0.75, 1.25))
             try:
-                await self._connections.get(instance.address, self._deadlines.connect_s)
+                await self._plane.reach(instance.address, self._deadlines.connect_s)
             except NetworkFault:
                 pause_s = min(pause_s * 2, _REDIAL_MAX_S)
                 continue

@@ -43,7 +43,7 @@ class Connection(asyncio.Protocol):
         dialer: bool,
         hello: Hello,
         options: ConnectionOptions,
-        on_open: Callable[[Connection, ServedStream], None],
+        on_open: Callable[[ServedStream], None],
         on_ready: Callable[[Connection], None],
         on_closed: Callable[[Connection, KvoltError], None],
         stats: PlaneStats,
@@ -148,7 +148,7 @@ class Connection(asyncio.Protocol):
         self._tell_ready(self)
 
     def on_open(self, stream: ServedStream) -> None:
-        self._serve(self, stream)
+        self._serve(stream)
 
     def report(self, fault: Exception) -> None:
         log.error("a stream's callback raised", exc_info=fault)

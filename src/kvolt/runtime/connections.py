@@ -1,4 +1,4 @@
-"""All connections of one process: one per peer, dialed when first needed, shared by all its calls.
+"""The `tcp` request plane: one connection per peer, dialed when first needed, shared by all its calls.
 
 A connection that a peer opened to us is used for our calls to that peer too (its hello says where it
 listens), so a pair of processes needs one connection and one open direction.
@@ -7,22 +7,26 @@ listens), so a pair of processes needs one connection and one open direction.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from kvolt import __version__
 from kvolt.core.errors import Cancelled, ConnectFailed, KvoltError, WorkerLost
 from kvolt.runtime.connection import Connection, ConnectionOptions
-from kvolt.runtime.network import Listener, Network, join_address, split_address
-from kvolt.runtime.plane_stats import PlaneStats
-from kvolt.runtime.streams import ServedStream
+from kvolt.runtime.network import (
+    Listener,
+    Network,
+    is_loopback,
+    is_wildcard,
+    join_address,
+    split_address,
+    split_host,
+)
+from kvolt.runtime.plane import ClosedListener, Destination, OutgoingStream, PlaneFactory, ServeStream
+from kvolt.runtime.plane_stats import PlaneGauges, PlaneStats
+from kvolt.runtime.streams import Decode, Sink
 from kvolt.runtime.tasks import Crew
 from kvolt.runtime.wire import VERSIONS, Hello
 
 _DIAL_S = 5.0
-
-ServeStream = Callable[[Connection, ServedStream], None]
-ClosedListener = Callable[[str, KvoltError], None]
-
 
 MAX_CONNECTIONS = 8192
 """Of one process; more are closed as they come."""
@@ -34,7 +38,7 @@ class _Refused(asyncio.Protocol):
 
 
 class Connections:
-    """Dials, accepts and keeps connections. `on_open` gets every stream that a peer opens."""
+    """The RequestPlane over byte streams. `on_open` gets every stream that a peer opens."""
 
     def __init__(
         self,
@@ -72,8 +76,21 @@ class Connections:
     def all(self) -> list[Connection]:
         return list(self._all)
 
+    def gauges(self) -> PlaneGauges:
+        connections = self.all()
+        sessions = [connection.session for connection in connections]
+        num_dialed = sum(connection.dialer for connection in connections)
+        return PlaneGauges(
+            num_accepted=len(connections) - num_dialed,
+            num_dialed=num_dialed,
+            num_calls=sum(session.num_calls for session in sessions),
+            num_served=sum(session.num_served for session in sessions),
+            num_held=sum(session.num_held for session in sessions),
+            num_bulk=sum(session.num_bulk for session in sessions),
+            send_buffer_bytes=sum(connection.send_buffer_bytes for connection in connections),
+        )
+
     def on_closed(self, listener: ClosedListener) -> None:
-        """Be told (peer address, reason) when a connection that calls could use is lost."""
         self._listeners.append(listener)
 
     def forget(self, listener: ClosedListener) -> None:
@@ -81,23 +98,43 @@ class Connections:
             self._listeners.remove(listener)
 
     async def listen(self, address: str, advertise: str | None = None) -> str:
-        """Accept connections; returns the real address. The first one is what others are told.
-
-        `advertise` is told in its place: HOST:PORT, or HOST alone when the port is the system's choice.
-        """
         listener = await self._network.listen(address, self._accept)
         self._listeners_open.append(listener)
         if self._advertised is None:
             self._advertised = _with_port(advertise, listener.address) if advertise else listener.address
         return listener.address
 
+    async def open(
+        self,
+        to: Destination,
+        body: bytes,
+        sink: Sink,
+        decode: Decode,
+        *,
+        connect_s: float,
+        deadline_s: float | None = None,
+        context: dict[str, str] | None = None,
+        automatic_credit: bool = False,
+    ) -> OutgoingStream:
+        connection = self._by_address.get(to.address)
+        if connection is None or not connection.ready:
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            connection = await self.get(to.address, connect_s)
+            if deadline_s is not None:
+                deadline_s = max(deadline_s - (loop.time() - began), 0.0)
+        return connection.session.open(to.target, body, sink, decode, deadline_s, context, automatic_credit)
+
+    async def reach(self, address: str, timeout_s: float) -> None:
+        await self.get(address, timeout_s)
+
     async def get(self, address: str, timeout_s: float) -> Connection:
         """A ready connection to the address: an open one, or a new one.
 
         Callers that want the same address share one dial. ConnectFailed when there is none in time.
         """
-        connection = self._by_address.get(address)
-        if connection is not None and connection.ready:
+        connection = self.ready_to(address)
+        if connection is not None:
             return connection
         if self._closed:
             raise ConnectFailed("this process is stopping", address=address)
@@ -119,7 +156,6 @@ class Connections:
         return connection if connection is not None and connection.ready else None
 
     def go_away(self) -> None:
-        """Refuse new streams on every connection, those to come included."""
         self._going_away = True
         for connection in self.all():
             connection.session.go_away()
@@ -129,7 +165,6 @@ class Connections:
             await self._listeners_open.pop().close()
 
     async def close(self) -> None:
-        """Close everything. Streams still open end on both sides."""
         self._closed = True
         await self.stop_listening()
         await self._crew.close()
@@ -140,7 +175,7 @@ class Connections:
     # ---
 
     def _accept(self) -> asyncio.Protocol:
-        if len(self._all) < MAX_CONNECTIONS:
+        if self.num_open < MAX_CONNECTIONS:
             return self._make(dialer=False)
         self.stats.losses["too_many"] += 1
         return _Refused()
@@ -246,12 +281,15 @@ class Connections:
 
 
 def _with_port(advertise: str, listening: str) -> str:
-    host, colon, port = advertise.rpartition(":")
-    if colon and host and port.isdecimal():
-        return advertise
-    return join_address(advertise.strip("[]"), split_address(listening)[1])
+    host, port = split_host(advertise)
+    return advertise if port is not None else join_address(host, split_address(listening)[1])
 
 
 def _is_local(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    return host.startswith("127.") or host in ("localhost", "::1", "0.0.0.0", "::", "")
+    host, _ = split_host(address)
+    return is_loopback(host) or is_wildcard(host)
+
+
+def tcp_plane(network: Network, options: ConnectionOptions | None = None) -> PlaneFactory:
+    """How a process gets this plane."""
+    return lambda process, on_open: Connections(network, options or ConnectionOptions(), process, on_open)

@@ -23,12 +23,12 @@ import msgspec
 from kvolt.core.errors import DiscoveryLost, InvalidRequest, KvoltError, NotFound
 from kvolt.runtime import join_server as join
 from kvolt.runtime.call import Deadlines, ResponseStream
-from kvolt.runtime.client import Destination, open_stream
+from kvolt.runtime.client import open_stream
 from kvolt.runtime.clock import new_id
-from kvolt.runtime.connections import Connections
 from kvolt.runtime.discovery import LeaseId, WatchEvent, check_key
 from kvolt.runtime.join_mirror import Mirror
 from kvolt.runtime.join_state import Backoff, ServerState
+from kvolt.runtime.plane import Destination, RequestPlane
 from kvolt.runtime.streams import Decode
 from kvolt.runtime.tasks import Crew
 
@@ -60,7 +60,7 @@ class JoinDiscovery:
 
     def __init__(
         self,
-        connections: Connections,
+        plane: RequestPlane,
         address: str,
         rng: random.Random,
         timeout_s: float = 5.0,
@@ -70,7 +70,7 @@ class JoinDiscovery:
         grace_s: float = 5.0,
     ) -> None:
         """`grace_s`: after a loss owners come back one by one, each after at most `retry_max_s` and a dial."""
-        self._connections = connections
+        self._plane = plane
         self._address = address
         self._rng = rng
         self._timeout_s = timeout_s
@@ -297,7 +297,7 @@ class JoinDiscovery:
     async def _open(self, endpoint: str, request: Any, limits: Deadlines, decode: Decode) -> ResponseStream:
         to = Destination(self._address, endpoint)
         try:
-            return await open_stream(self._connections, to, request, limits, decode)
+            return await open_stream(self._plane, to, request, limits, decode)
         except KvoltError as error:
             raise self._translated(error) from error
 

@@ -28,6 +28,7 @@ from kvolt.core.errors import ConfigError, DiscoveryLost, PayloadTooLarge, Unava
 from kvolt.runtime.discovery import Delete, Discovery, LeaseId, Put
 from kvolt.runtime.events import Event
 from kvolt.runtime.events_queue import NO_COUNTERS, EventCounters, Numbering, Subscription, Subscriptions
+from kvolt.runtime.network import is_wildcard
 from kvolt.runtime.tasks import Crew
 from kvolt.runtime.wire import MALFORMED
 
@@ -42,7 +43,6 @@ _MESSAGES_PER_TURN = 256
 _HEARTBEAT_MS = 5_000
 _HEARTBEAT_TIMEOUT_MS = 15_000
 _RECONNECT_MAX_MS = 5_000
-_WILDCARD_HOSTS = ("0.0.0.0", "::", "*")
 
 
 class ZmqOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -382,7 +382,7 @@ def _tune(socket: zmq.Socket[bytes]) -> None:
 
 def _bind(socket: zmq.Socket[bytes], options: ZmqOptions) -> str:
     """Bind to a port of the system's choice; returns the address that others connect to."""
-    if options.host in _WILDCARD_HOSTS and options.advertise_host is None:
+    if is_wildcard(options.host) and options.advertise_host is None:
         raise ConfigError(
             f"others cannot connect to {options.host}",
             key="advertise_host",

@@ -49,8 +49,27 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def split_host(text: str) -> tuple[str, int | None]:
+    """`host` or `v6` alone, or with a port as `host:port` or `[v6]:port`."""
+    host, colon, port = text.rpartition(":")
+    bare_v6 = ":" in host and not host.endswith("]")
+    if not colon or not host or bare_v6 or not port.isdecimal():
+        return text.strip("[]"), None
+    return host.strip("[]"), int(port)
+
+
 def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Reached from this machine only."""
+    return host.startswith("127.") or host in ("localhost", "::1")
+
+
+def is_wildcard(host: str) -> bool:
+    """Every address of this machine: good to listen on, not to be told to others."""
+    return host in ("0.0.0.0", "::", "*", "")
 
 
 class _SocketListener:

@@ -15,7 +15,7 @@ import msgspec
 from kvolt.core.delta import Delta, plain_delta
 from kvolt.core.errors import KvoltError, PayloadTooLarge
 from kvolt.runtime import wire
-from kvolt.runtime.bulk import BulkSender
+from kvolt.runtime.bulk import BulkSender, MessageKind
 from kvolt.runtime.plane_stats import PlaneStats
 from kvolt.runtime.steps import unpack_u32
 from kvolt.runtime.streams import ServedStream
@@ -107,9 +107,7 @@ class Outbox:
         behind: Behind,
     ) -> None:
         """One frame for all, as a rule. `behind` gets what must not leave now, by stream."""
-        if not behind and (
-            len(items) > 1 or kind is FrameKind.DELTAS
-        ):  # one item may be long: encode it once
+        if not behind and not (kind is FrameKind.ITEMS and (len(items) == 1 or _has_long_bytes(items))):
             try:
                 payload = wire.encode(items)
             except _UNENCODABLE:
@@ -137,8 +135,9 @@ class Outbox:
             if stream_id in behind:
                 behind[stream_id].append(item)
                 continue
+            whole = _is_long_bytes(item)
             try:
-                encoded = wire.encode(item)
+                encoded = item if whole else wire.encode(item)
                 self._check_size("an item", len(encoded))
             except _UNENCODABLE as error:
                 stream.break_off(KvoltError(f"the handler yielded what cannot be encoded: {error}"))
@@ -151,7 +150,7 @@ class Outbox:
             if len(encoded) > wire.CHUNK_BYTES:
                 self._settle_step()  # its batch has to see that this stream is not writable
                 stream.bulk = True
-                self._bulk.add(stream_id, encoded, kind is FrameKind.DELTAS)
+                self._bulk.add(stream_id, encoded, _message_kind(kind, whole))
                 behind[stream_id] = []
                 continue
             if batch_bytes + len(encoded) > wire.CHUNK_BYTES:
@@ -167,6 +166,21 @@ class Outbox:
         self._stats.items_out -= len(late)
         if late and stream.bulk:
             stream.put_back(late)
+
+
+def _is_long_bytes(item: Any) -> bool:
+    """Leaves as it is. Of this type only: a bytearray could change while it is being sent."""
+    return type(item) is bytes and len(item) > wire.CHUNK_BYTES
+
+
+def _has_long_bytes(items: Sequence[tuple[int, Any]]) -> bool:
+    return any(_is_long_bytes(item) for _, item in items)
+
+
+def _message_kind(kind: FrameKind, whole: bool) -> MessageKind:
+    if whole:
+        return MessageKind.BYTES
+    return MessageKind.DELTA if kind is FrameKind.DELTAS else MessageKind.ENCODED
 
 
 def step_deltas(payload: bytes) -> list[tuple[int, Delta]]:

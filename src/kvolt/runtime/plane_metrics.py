@@ -7,48 +7,40 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvolt.runtime.connections import Connections
+from kvolt.runtime.plane import RequestPlane
 
 
 class PlaneCollector(Collector):
-    """Exports a process's Connections and their PlaneStats."""
+    """Exports a plane's PlaneStats and PlaneGauges."""
 
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
+    def __init__(self, plane: RequestPlane) -> None:
+        self._plane = plane
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._connections.stats
-        open_now = self._connections.all()
-        dialed = sum(connection.dialer for connection in open_now)
+        stats, now = self._plane.stats, self._plane.gauges()
         yield _gauge(
             "connections",
             "Open request plane connections",
             "direction",
-            {"in": len(open_now) - dialed, "out": dialed},
+            {"in": now.num_accepted, "out": now.num_dialed},
         )
         yield _gauge(
             "streams_active",
             "Streams open now",
             "side",
-            {
-                "client": sum(connection.session.num_calls for connection in open_now),
-                "server": sum(connection.session.num_served for connection in open_now),
-            },
+            {"client": now.num_calls, "server": now.num_served},
         )
         yield _gauge(
             "send_buffer_bytes",
             "Bytes that wait in connections for their peer to read",
             None,
-            {"": sum(connection.send_buffer_bytes for connection in open_now)},
+            {"": now.send_buffer_bytes},
         )
         yield _gauge(
             "queue_depth",
             "What waits to be sent: streams that keep items back, long messages in pieces",
             "queue",
-            {
-                "streams_held_back": sum(connection.session.num_held for connection in open_now),
-                "bulk_messages": sum(connection.session.num_bulk for connection in open_now),
-            },
+            {"streams_held_back": now.num_held, "bulk_messages": now.num_bulk},
         )
         yield _counter("connects", "Attempts to connect", "outcome", stats.connects)
         yield _counter("connection_losses", "Connections that were lost", "reason", stats.losses)

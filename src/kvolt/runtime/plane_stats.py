@@ -1,4 +1,4 @@
-"""What the request plane of one process counts: plain numbers, read when metrics are scraped.
+"""What the request plane of one process counts and holds: plain numbers, read when metrics are scraped.
 
 A counter on the path of every tick must cost an addition, not a lock and a method call.
 """
@@ -31,6 +31,30 @@ class PlaneStats:
     """Streams that we opened, by outcome."""
     served_ended: Counter[str] = field(default_factory=Counter)
     """Streams that peers opened, by outcome."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneGauges:
+    """How things stand at one moment."""
+
+    num_accepted: int = 0
+    """Open connections that peers made."""
+    num_dialed: int = 0
+    """Open connections that we made."""
+    num_calls: int = 0
+    """Streams that we opened."""
+    num_served: int = 0
+    """Streams that peers opened."""
+    num_held: int = 0
+    """Served streams that keep something back for a slow reader or a full transport."""
+    num_bulk: int = 0
+    """Long messages that wait or are on their way."""
+    send_buffer_bytes: int = 0
+
+    @property
+    def num_open(self) -> int:
+        """Connections, whoever made them."""
+        return self.num_accepted + self.num_dialed
 
 
 def outcome(error: KvoltError | None) -> str:

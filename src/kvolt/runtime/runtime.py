@@ -20,12 +20,11 @@ from kvolt.runtime.address import EndpointAddress, Instance, InstanceState, enco
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.clock import Blocking, Clock, new_id
-from kvolt.runtime.connection import ConnectionOptions
-from kvolt.runtime.connections import Connections
 from kvolt.runtime.discovery import Discovery, LeaseId
 from kvolt.runtime.events import EventPlane
 from kvolt.runtime.health import Health, State
 from kvolt.runtime.network import Network
+from kvolt.runtime.plane import PlaneFactory, RequestPlane
 from kvolt.runtime.server import EndpointServer, Handler, StreamHandler, decoder
 from kvolt.runtime.stop import graceful_stop
 from kvolt.runtime.tasks import Crew
@@ -49,7 +48,8 @@ class Ports:
     rng: random.Random
     network: Network
     blocking: Blocking
-    discovery: Callable[[Connections], Discovery]
+    plane: PlaneFactory
+    discovery: Callable[[RequestPlane], Discovery]
     events: Callable[[Discovery], EventPlane]
 
 
@@ -62,7 +62,6 @@ class ProcessOptions:
     announce_s: float = 0.1
     """Between telling that no new streams are wanted and refusing them: the time the news takes."""
     start_timeout_s: float = 30.0
-    connection: ConnectionOptions = field(default_factory=ConnectionOptions)
     deadlines: Deadlines = field(default_factory=Deadlines)
 
 
@@ -105,10 +104,8 @@ class Runtime:
         self.options = options
         self.health = Health()
         self.server = EndpointServer()
-        self.connections = Connections(
-            ports.network, options.connection, new_id(ports.rng), self.server.on_open
-        )
-        self.discovery = ports.discovery(self.connections)
+        self.plane = ports.plane(new_id(ports.rng), self.server.on_open)
+        self.discovery = ports.discovery(self.plane)
         self.events = ports.events(self.discovery)
         self.admin_address: str | None = None
         self._lease: LeaseId | None = None
@@ -122,7 +119,7 @@ class Runtime:
 
     async def start(self) -> None:
         """Listen, and wait for discovery up to the start time-out."""
-        await self.connections.listen(self.options.listen, self.options.advertise)
+        await self.plane.listen(self.options.listen, self.options.advertise)
         for endpoint, handler, kind in (
             (STATUS_ENDPOINT, self._serve_status, Any),
             (CONTROL_ENDPOINT, self._serve_control, ControlRequest),
@@ -168,8 +165,8 @@ class Runtime:
 
     async def abort(self) -> None:
         """Stop at once: whatever runs is cancelled. Safe to repeat."""
-        await self.connections.stop_listening()
-        self.connections.go_away()
+        await self.plane.stop_listening()
+        self.plane.go_away()
         await self.server.close()
         for client in self._clients:
             await client.close()
@@ -180,7 +177,7 @@ class Runtime:
             except TimeoutError:
                 log.warning("discovery does not answer; leaving without a word")
         await self._crew.close()
-        await self.connections.close()
+        await self.plane.close()
 
     # --- serving
 
@@ -194,11 +191,11 @@ class Runtime:
         self, endpoint: EndpointAddress, handler: StreamHandler, info: Any = None
     ) -> Instance:
         """Serve an endpoint with a handler that gets the streams themselves; registers it."""
-        assert self.connections.address is not None, "start() first"
+        assert self.plane.address is not None, "start() first"
         instance = Instance(
             id=InstanceId(new_id(self.ports.rng)),
             endpoint=endpoint,
-            address=self.connections.address,
+            address=self.plane.address,
             process=self.options.name,
             admin=self.admin_address,
             info=msgspec.Raw(msgspec.msgpack.encode(info)),
@@ -232,7 +229,7 @@ class Runtime:
         """A live view of an endpoint. With static addresses discovery is not asked."""
         client = EndpointClient(
             endpoint,
-            self.connections,
+            self.plane,
             self.ports.rng,
             discovery=None if static else self.discovery,
             static=static,
@@ -261,12 +258,13 @@ class Runtime:
         await self._set_state(InstanceState.READY)
 
     async def status(self) -> ProcessStatus:
+        plane = self.plane.gauges()
         return ProcessStatus(
             name=self.options.name,
-            address=self.connections.address or "",
+            address=self.plane.address or "",
             uptime_s=self.ports.clock.monotonic() - self._started_at,
-            connections=self.connections.num_open,
-            calls_open=sum(connection.session.num_calls for connection in self.connections.all()),
+            connections=plane.num_open,
+            calls_open=plane.num_calls,
             endpoints=tuple(
                 EndpointStatus(
                     endpoint, served.instance.id, served.instance.state, self.server.active(endpoint)

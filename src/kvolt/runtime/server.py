@@ -2,7 +2,7 @@
 
 Two kinds of handler:
 
-* a `StreamHandler` gets the ServedStream itself and answers by `send` / `end` whenever it likes; the
+* a `StreamHandler` gets the stream itself and answers by `send` / `end` whenever it likes; the
   worker shell uses it, since an engine's step answers hundreds of streams at once;
 * a `Handler` is an async generator over one decoded request; each runs in a task of its own, paused
   while its reader is slow, cancelled when its caller gives up.
@@ -19,9 +19,9 @@ import msgspec
 
 from kvolt.core.errors import DeadlineExceeded, KvoltError, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
-from kvolt.runtime.connection import Connection
 from kvolt.runtime.logs import bind_context
-from kvolt.runtime.streams import Decode, ServedStream
+from kvolt.runtime.plane import IncomingStream
+from kvolt.runtime.streams import Decode
 from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 OWN_ENDPOINTS = "kvolt."
 """Prefix of what every process serves for other processes; never counted as work."""
 
-StreamHandler = Callable[[ServedStream], None]
+StreamHandler = Callable[[IncomingStream], None]
 Handler = Callable[[Any], AsyncIterator[Any]]
 
 
@@ -73,12 +73,12 @@ class EndpointServer:
     def generator(self, handler: Handler, decode: Decode) -> StreamHandler:
         """A Handler as a StreamHandler."""
 
-        def serve(stream: ServedStream) -> None:
+        def serve(stream: IncomingStream) -> None:
             _GeneratorRun(stream, handler, decode).start(self._crew)
 
         return serve
 
-    def on_open(self, connection: Connection, stream: ServedStream) -> None:
+    def on_open(self, stream: IncomingStream) -> None:
         """A peer opened a stream."""
         endpoint, _, wanted = stream.target.partition("#")
         known = self._handlers.get(endpoint)
@@ -114,7 +114,7 @@ class EndpointServer:
         """Cancel every running handler and wait for it."""
         await self._crew.close()
 
-    def _track(self, endpoint: str, stream: ServedStream) -> None:
+    def _track(self, endpoint: str, stream: IncomingStream) -> None:
         self._active[endpoint] = self._active.get(endpoint, 0) + 1
         stream.on_closed = lambda: self._untrack(endpoint)
 
@@ -128,7 +128,7 @@ class EndpointServer:
 class _GeneratorRun:
     """One run of an async generator handler: pulls from it while the stream can take more."""
 
-    def __init__(self, stream: ServedStream, handler: Handler, decode: Decode) -> None:
+    def __init__(self, stream: IncomingStream, handler: Handler, decode: Decode) -> None:
         self._stream = stream
         self._handler = handler
         self._decode = decode

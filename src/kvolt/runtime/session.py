@@ -31,7 +31,7 @@ from kvolt.core.errors import (
     to_info,
 )
 from kvolt.runtime import wire
-from kvolt.runtime.bulk import BulkReceiver, BulkSender
+from kvolt.runtime.bulk import BulkReceiver, BulkSender, MessageKind
 from kvolt.runtime.outbox import Outbox, step_deltas
 from kvolt.runtime.plane_stats import PlaneStats, outcome
 from kvolt.runtime.steps import StepBatch, StepReader, resolve_step
@@ -489,7 +489,7 @@ class Session:
         self._refused.append((stream_id, to_info(error)))
         self._host.wake()
 
-    def _serve(self, stream_id: int, opening: wire.Open, body: bytes | bytearray | msgspec.Raw) -> None:
+    def _serve(self, stream_id: int, opening: wire.Open, body: bytes | msgspec.Raw) -> None:
         stream = self._served[stream_id] = ServedStream(self, stream_id, opening, body)
         self._host.on_open(stream)
 
@@ -509,10 +509,13 @@ class Session:
             self._serve(stream_id, opening, message.data)
         elif call is not None:
             self.stats.items_in += 1
-            if message.delta:
-                call.accept(wire.decode_delta(message.data), self._now)
-            else:
-                call.accept_raw(message.data, self._now)
+            match message.kind:
+                case MessageKind.DELTA:
+                    call.accept(wire.decode_delta(message.data), self._now)
+                case MessageKind.BYTES:
+                    call.accept_bytes(message.data, self._now)
+                case MessageKind.ENCODED:
+                    call.accept_raw(message.data, self._now)
 
     def _on_cancel(self, stream_id: int) -> None:
         if stream_id % 2 != self._peer_parity:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from kvolt.core.delta import Delta, plain_delta
 from kvolt.core.errors import ProtocolError
+from kvolt.runtime.plane import IncomingStream
 from kvolt.runtime.streams import CallerStream, ServedStream
 from kvolt.runtime.wire import CHUNK_BYTES, HEADER, FrameKind
 
@@ -26,6 +27,9 @@ _SWAP = sys.byteorder == "big"
 
 _MAX_MEMBERS = CHUNK_BYTES // 8
 """A STEP frame is no longer than a chunk; larger batches take the ordinary path."""
+
+
+_Picker = Callable[[Sequence[int]], Sequence[int]]
 
 
 def pack_u32(values: Sequence[int]) -> bytes:
@@ -98,23 +102,43 @@ class StepBatch:
                 stream.credit -= pending
 
 
+class _Singly:
+    """Streams that know no steps, of a plane that is not this one."""
+
+    __slots__ = ("_streams",)
+
+    def __init__(self, streams: list[IncomingStream]) -> None:
+        self._streams = streams
+
+    def send(self, token_ids: Sequence[int]) -> None:
+        for stream, token_id in zip(self._streams, token_ids, strict=True):
+            stream.send(plain_delta(token_id))
+
+
 class StepSender:
-    """The streams of a batch, whatever connections they are on. None stands for one that is gone."""
+    """The streams of a batch, whatever connections or planes they are on. None stands for one that is gone."""
 
     __slots__ = ("_parts",)
 
-    def __init__(self, streams: Sequence[ServedStream | None]) -> None:
+    def __init__(self, streams: Sequence[IncomingStream | None]) -> None:
         by_session: dict[int, tuple[Any, list[ServedStream], list[int]]] = {}
+        others: list[IncomingStream] = []
+        others_at: list[int] = []
         for position, stream in enumerate(streams):
-            if stream is not None:
+            if isinstance(stream, ServedStream):
                 session = stream.session
                 _, members, positions = by_session.setdefault(id(session), (session, [], []))
                 members.append(stream)
                 positions.append(position)
-        self._parts = [
+            elif stream is not None:
+                others.append(stream)
+                others_at.append(position)
+        self._parts: list[tuple[StepBatch | _Singly, _Picker | None]] = [
             (StepBatch(session, members), _picker(positions, len(streams)))
             for session, members, positions in by_session.values()
         ]
+        if others:
+            self._parts.append((_Singly(others), _picker(others_at, len(streams))))
 
     def send(self, token_ids: Sequence[int]) -> None:
         """One token for each stream, in the order given to the constructor."""
@@ -122,7 +146,7 @@ class StepSender:
             batch.send(token_ids if pick is None else pick(token_ids))
 
 
-def _picker(positions: list[int], total: int) -> Callable[[Sequence[int]], Sequence[int]] | None:
+def _picker(positions: list[int], total: int) -> _Picker | None:
     if len(positions) == total:
         return None
     if len(positions) == 1:

@@ -20,8 +20,10 @@ from kvolt.runtime.wire import MALFORMED, Open
 BACKLOG_ITEMS = 1024
 """Items that do not merge which a stream without credit may keep back."""
 
-Body = bytes | bytearray | msgspec.Raw
+Body = bytes | msgspec.Raw
 Decode = Callable[[Body], Any]
+
+_SOME_BYTES = msgspec.msgpack.encode(b"")
 
 
 class Sink(Protocol):
@@ -44,6 +46,12 @@ class StepSink(Protocol):
     def on_step(self, sinks: Sequence[Sink], token_ids: Sequence[int]) -> None:
         """One token for each sink, in order. The same list of sinks comes again while the batch stays."""
         ...
+
+
+def _innermost(sink: Sink) -> Sink:
+    while (inner := getattr(sink, "sink", None)) is not None:
+        sink = inner
+    return sink
 
 
 class CallerHost(Protocol):
@@ -128,8 +136,8 @@ class CallerStream:
         self.ended = False
         self.deliver = sink.on_item
         self.steps: StepSink | None = getattr(sink, "steps", None)
-        self.sink: Sink = getattr(sink, "sink", sink)
-        """The caller's own, behind whatever watches the call."""
+        self.sink = _innermost(sink)
+        """The caller's own, behind whatever watches the call: what a StepSink is given."""
         self.window_left = window
         """Items that the peer may still send."""
         self.low_water = (window + 1) // 2 if automatic else 0
@@ -179,10 +187,22 @@ class CallerStream:
         try:
             item = (decode or self._decode)(raw)
         except (*MALFORMED, KvoltError) as error:
-            self.cancel()
-            self._finish(ProtocolError(f"stream {self.id}: an item does not decode: {error}", rule="item"))
-            return
-        self.accept(item, now)
+            self._break_off(error)
+        else:
+            self.accept(item, now)
+
+    def accept_bytes(self, item: bytes, now: float) -> None:
+        """A byte string that came unencoded, to a decoder that would have let a short one through."""
+        try:
+            self._decode(_SOME_BYTES)
+        except (*MALFORMED, KvoltError) as error:
+            self._break_off(error)
+        else:
+            self.accept(item, now)
+
+    def _break_off(self, error: Exception) -> None:
+        self.cancel()
+        self._finish(ProtocolError(f"stream {self.id}: an item does not decode: {error}", rule="item"))
 
     def accept(self, item: Any, now: float) -> None:
         self.last_arrival = now
@@ -226,9 +246,7 @@ class ServedStream:
         "target",
     )
 
-    def __init__(
-        self, session: ServerHost, stream_id: int, opening: Open, body: bytes | bytearray | msgspec.Raw
-    ) -> None:
+    def __init__(self, session: ServerHost, stream_id: int, opening: Open, body: Body) -> None:
         self.session = session
         self.credit = opening.window
         self._backlog: Backlog | None = None

@@ -34,13 +34,14 @@ from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.connection import ConnectionOptions
-from kvolt.runtime.connections import Connections
+from kvolt.runtime.connections import tcp_plane
 from kvolt.runtime.discovery import Discovery
 from kvolt.runtime.discovery_join import JoinDiscovery
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.runtime.events import EventPlane
 from kvolt.runtime.events_mem import MemBus, MemEvents
 from kvolt.runtime.join_server import JoinServer
+from kvolt.runtime.plane import RequestPlane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.session import SessionLimits
 from kvolt.runtime.tasks import Crew
@@ -119,7 +120,6 @@ class ClusterProcess:
             lease_ttl_s=_TTL_S,
             start_timeout_s=600.0,
             deadlines=_LIMITS,
-            connection=_CONNECTION,
         )
         self._runtime = Runtime(ports, options)
         self._crew = Crew(self.name, on_error=self._on_error)
@@ -230,15 +230,16 @@ class Cluster:
         process = VirtualProcess.on(self.network, name, self.seed)
         rng = random.Random(f"{self.seed}/{name}/{life}")
 
-        def discovery(connections: Connections) -> Discovery:
+        def discovery(plane: RequestPlane) -> Discovery:
             if name == DISCOVERY_HOST:
                 return MemDiscovery(MemStore(), process.clock, rng)
-            return JoinDiscovery(connections, f"{DISCOVERY_HOST}:{JOIN_PORT}", rng)
+            return JoinDiscovery(plane, f"{DISCOVERY_HOST}:{JOIN_PORT}", rng)
 
         def events(found: Discovery) -> EventPlane:
             return MemEvents(self._bus, new_id(rng))
 
-        return Ports(process.clock, rng, process.network, process.blocking, discovery, events)
+        plane = tcp_plane(process.network, _CONNECTION)
+        return Ports(process.clock, rng, process.network, process.blocking, plane, discovery, events)
 
     async def _serve_join(self, runtime: Runtime) -> None:
         join = JoinServer(runtime.discovery, runtime.ports.clock, settle_s=2 * _TTL_S)

@@ -1,8 +1,8 @@
 """What must be gone once nobody asks anything any more: every stream but those that discovery keeps.
 
 Counts at each place that remembers a stream (the caller's session, the server's session, the endpoint
-server, the worker, its engine), since a defect may leave it in one of them only. Must not know how the
-requests were made, nor what the faults were.
+server, the worker, its engine), since a defect may leave it in one of them only; so it knows the tcp plane
+from inside. Must not know how the requests were made, nor what the faults were.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from kvolt.core.load import WorkerLoad
+from kvolt.runtime.connections import Connections
 from kvolt.runtime.join_server import HOLD, WATCH
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.session import Session
@@ -32,7 +33,7 @@ async def leftovers(processes: Mapping[str, Runtime]) -> list[str]:
         found += [f"{name} still has {what}" for what in _served_leftovers(runtime)]
         found += [f"{name} still has {what}" for what in await _engine_leftovers(runtime)]
     for name, runtime in processes.items():
-        num_kept = served_to.pop(runtime.connections.address or "", 0)
+        num_kept = served_to.pop(runtime.plane.address or "", 0)
         num_calls = sum(session.num_calls for session in _sessions(runtime))
         if num_calls != num_kept:
             found.append(f"{name} still has {num_calls} calls open, of which {num_kept} are served")
@@ -43,7 +44,9 @@ async def leftovers(processes: Mapping[str, Runtime]) -> list[str]:
 
 
 def _sessions(runtime: Runtime) -> list[Session]:
-    return [connection.session for connection in runtime.connections.all()]
+    plane = runtime.plane
+    assert isinstance(plane, Connections)
+    return [connection.session for connection in plane.all()]
 
 
 def _served_leftovers(runtime: Runtime) -> Iterator[str]:

@@ -122,9 +122,9 @@ async def a_call_back_needs_no_new_connection(harness: Harness) -> None:
         back = EndpointAddress("ns", "caller", "count")
         await caller.serve(back, count_to, int)
         await answers(client, 3)
-        before = harness.num_connections(caller), harness.num_connections(server)
+        before = caller.plane.gauges().num_open, server.plane.gauges().num_open
         expect(await answers(await client_of(server, endpoint=back), 3) == [0, 1, 2], "the call back works")
-        after = harness.num_connections(caller), harness.num_connections(server)
+        after = caller.plane.gauges().num_open, server.plane.gauges().num_open
         expect(before == after, f"connections: {before} before, {after} after")
 
 

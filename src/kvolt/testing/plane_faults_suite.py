@@ -41,8 +41,8 @@ def _now() -> float:
 
 async def connect_deadline(harness: Harness) -> None:
     """Nothing was sent, so the call may go elsewhere: ConnectFailed, and the instance is out."""
-    async with served(harness, count_to) as (server, _, client):
-        await harness.isolate(server)
+    async with served(harness, count_to) as (_, _, client):
+        await harness.isolate("server")
         began = _now()
         error = await fails(ConnectFailed, client.stream(1, deadlines=Deadlines(connect_s=_SHORT_S)))
         expect(error.retryable, "another instance may take it")
@@ -52,8 +52,8 @@ async def connect_deadline(harness: Harness) -> None:
 
 async def total_deadline_while_connecting(harness: Harness) -> None:
     """A call whose own time is over says nothing of the instance."""
-    async with served(harness, count_to) as (server, _, client):
-        await harness.isolate(server)
+    async with served(harness, count_to) as (_, _, client):
+        await harness.isolate("server")
         error = await fails(DeadlineExceeded, client.stream(1, deadlines=Deadlines(total_s=_SHORT_S)))
         expect(error.fields.get("stage") == "total", f"{error!r}")
         expect(len(client.candidates()) == 1, "the instance stays a candidate")
@@ -107,12 +107,12 @@ async def a_slow_reader_is_no_silent_sender(harness: Harness) -> None:
 async def the_server_keeps_the_deadline_too(harness: Harness) -> None:
     """Its caller cannot tell it any more, and is not known to be lost yet."""
     probe = Probe()
-    async with served(harness, probe.forever) as (_, caller, client):
+    async with served(harness, probe.forever) as (_, _, client):
         total_s = harness.dead_after_s / 4
         began = _now()
         stream = await client.stream(1, deadlines=Deadlines(total_s=total_s))
         expect(await anext(stream) == 0, "it runs")
-        await harness.isolate(caller)
+        await harness.isolate("caller")
         await until(lambda: probe.num_closed == 1, "the end of the handler")
         expect(probe.closed_at[0] - began < harness.dead_after_s, "by its deadline, not by the loss")
         await stream.aclose()
@@ -123,12 +123,12 @@ async def the_server_keeps_the_deadline_too(harness: Harness) -> None:
 
 async def a_killed_peer_is_lost_at_once(harness: Harness) -> None:
     probe = Probe()
-    async with served(harness, probe.forever) as (server, _, client):
+    async with served(harness, probe.forever) as (_, _, client):
         streams = [await client.stream(1) for _ in range(50)]
         for stream in streams:
             expect(await anext(stream) == 0, "it runs")
         began = _now()
-        await harness.cut(server)
+        await harness.cut("server")
         for stream in streams:
             error = await fails(WorkerLost, anext(stream))
             expect(error.retryable, "it may be tried elsewhere")
@@ -138,21 +138,21 @@ async def a_killed_peer_is_lost_at_once(harness: Harness) -> None:
 
 async def what_came_before_the_loss_is_delivered(harness: Harness) -> None:
     probe = Probe()
-    async with served(harness, probe.forever) as (server, _, client):
+    async with served(harness, probe.forever) as (_, _, client):
         stream = await client.stream(5)
         await until(lambda: stream.num_queued == 5, "five items")
-        await harness.cut(server)
+        await harness.cut("server")
         expect([await anext(stream) for _ in range(5)] == list(range(5)), "what has arrived can be read")
         await fails(WorkerLost, anext(stream))
 
 
 async def a_silent_peer_is_lost_after_a_while(harness: Harness) -> None:
     probe = Probe()
-    async with served(harness, probe.forever) as (server, _, client):
+    async with served(harness, probe.forever) as (_, _, client):
         stream = await client.stream(1)
         expect(await anext(stream) == 0, "it runs")
         began = _now()
-        await harness.isolate(server)
+        await harness.isolate("server")
         await fails(WorkerLost, anext(stream))
         waited_s = _now() - began
         expect(waited_s > harness.dead_after_s / 2, f"a short silence is no loss: {waited_s:g} s")
@@ -165,23 +165,23 @@ async def an_idle_connection_stays(harness: Harness) -> None:
     async with served(harness, probe.forever) as (_, caller, client):
         stream = await client.stream(1)
         expect(await anext(stream) == 0, "it runs")
-        before = harness.num_connections(caller)
+        before = caller.plane.gauges().num_open
         await asyncio.sleep(1.6 * harness.dead_after_s)
         expect(probe.num_closed == 0, "silence of a stream is not silence of its peer")
-        expect(harness.num_connections(caller) == before, "the connection is the same")
+        expect(caller.plane.gauges().num_open == before, "the connection is the same")
         await stream.aclose()
 
 
 async def a_lost_instance_leaves_and_comes_back(harness: Harness) -> None:
-    async with served(harness, count_to) as (server, _, client):
+    async with served(harness, count_to) as (_, _, client):
         expect(await answers(client, 2) == [0, 1], "it answers")
         seen: list[int] = []
         client.on_change(lambda: seen.append(len(client.candidates())))
-        await harness.isolate(server)
+        await harness.isolate("server")
         await until(lambda: client.candidates() == [], "the instance leaves the candidates")
         expect(len(client.instances()) == 1, "though discovery still knows it")
         await fails(Unavailable, client.stream(1))
-        await harness.rejoin(server)
+        await harness.rejoin("server")
         await until(lambda: len(client.candidates()) == 1, "it comes back without a request being spent")
         expect(await answers(client, 2) == [0, 1], "and answers")
         expect(seen[0] == 0 and seen[-1] == 1, f"whoever listens is told: {seen}")
@@ -199,10 +199,10 @@ async def a_lost_instance_is_out_before_its_streams_end(harness: Harness) -> Non
             expect(isinstance(error, WorkerLost), f"{error!r}")
             seen.append(len(client.candidates()))
 
-    async with served(harness, probe.forever) as (server, _, client):
+    async with served(harness, probe.forever) as (_, _, client):
         await client.call(0, Retry())
         await until(lambda: probe.num_started == 1, "the handler's start")
-        await harness.cut(server)
+        await harness.cut("server")
         await until(lambda: len(seen) == 1, "the end of the call")
         expect(seen == [0], "the instance is out already")
 
@@ -214,7 +214,7 @@ async def one_lost_instance_of_two(harness: Harness) -> None:
     client = await client_of(await harness.runtime("caller"), num_instances=2)
     for _ in range(4):
         await answers(client, 1)
-    await harness.isolate(first)
+    await harness.isolate("first")
     await until(lambda: len(client.candidates()) == 1, "one is lost")
     for _ in range(6):
         expect(await answers(client, 2) == [0, 1], "every call goes to the other")
@@ -326,7 +326,7 @@ async def a_closed_caller_ends_its_calls(harness: Harness) -> None:
         await caller.close()
         await until(lambda: probe.num_closed == 1, "the end of the handler")
         await fails(WorkerLost, anext(stream))
-        await until(lambda: harness.num_connections(server) == 0, "no connection is left")
+        await until(lambda: server.plane.gauges().num_open == 0, "no connection is left")
         await fails(ConnectFailed, client.stream(1))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from kvolt.core.delta import Delta, FinishReason, Usage
 from kvolt.core.errors import KvoltError, Overloaded, PayloadTooLarge
 from kvolt.runtime.address import EndpointAddress
-from kvolt.runtime.streams import ServedStream
+from kvolt.runtime.plane import IncomingStream
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.discovery_observer import SOON_S, expect
 from kvolt.testing.plane_harness import (
@@ -137,7 +137,7 @@ async def a_slow_reader_slows_no_other(harness: Harness) -> None:
 async def deltas_merge_for_a_slow_reader(harness: Harness) -> None:
     usage = Usage(prompt_tokens=1, completion_tokens=5000)
 
-    def push(stream: ServedStream) -> None:
+    def push(stream: IncomingStream) -> None:
         for token in range(5000):
             stream.send(Delta((token,)))
         stream.send(Delta((), finish=FinishReason.LENGTH, usage=usage))
@@ -159,7 +159,7 @@ async def too_many_items_for_a_slow_reader(harness: Harness) -> None:
     """What does not merge and is pushed without asking has a bound, and the reader is told."""
     told: list[KvoltError] = []
 
-    def push(stream: ServedStream) -> None:
+    def push(stream: IncomingStream) -> None:
         stream.on_cancel = told.append
         for value in range(20_000):
             stream.send(value)

@@ -1,19 +1,27 @@
-"""What every case of the request plane's suite needs: the harness port, the runner, and what cases are made of.
+"""What every case of the request plane's suite needs: the harness, the runner, and what cases are made of.
 
-Must not know any plane: cases see only Runtime, EndpointClient and what the handlers see.
+Must not know any plane: cases see only RequestPlane, Runtime, EndpointClient and what the handlers see.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.call import ResponseStream
 from kvolt.runtime.client import EndpointClient
-from kvolt.runtime.runtime import Runtime
+from kvolt.runtime.clock import Blocking, Clock, new_id
+from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
+from kvolt.runtime.events_mem import MemBus, MemEvents
+from kvolt.runtime.network import Network
+from kvolt.runtime.plane import PlaneFactory, RequestPlane, ServeStream
+from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.testing.discovery_observer import SOON_S, expect
 
 _POLL_S = 0.005
@@ -21,8 +29,21 @@ _POLL_S = 0.005
 E = TypeVar("E", bound=BaseException)
 
 
-class Harness(Protocol):
-    """What the suite needs of a plane. Time passes with `asyncio.sleep`."""
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a process stands on, and the plane under test."""
+
+    clock: Clock
+    network: Network
+    blocking: Blocking
+    plane: PlaneFactory
+
+
+class Harness(ABC):
+    """Makes the processes of one case, and knows how to break the way between them.
+
+    A process is known by its name, which is used once. Time passes with `asyncio.sleep`.
+    """
 
     dead_after_s: float
     """How long a peer may be silent: long against the machine's hiccups, at most 5 s."""
@@ -31,29 +52,61 @@ class Harness(Protocol):
     max_message_bytes: int
     """Between 11 and 64 MB."""
 
+    def __init__(self) -> None:
+        self._store, self._bus = MemStore(), MemBus()
+        self._runtimes: list[Runtime] = []
+        self._planes: list[RequestPlane] = []
+
+    @abstractmethod
+    def ground(self, name: str) -> Ground:
+        """For a process of this name."""
+
+    @abstractmethod
+    def address(self, name: str) -> str:
+        """Where it should listen, on a port of the system's choice."""
+
+    @abstractmethod
+    async def cut(self, name: str) -> None:
+        """End every connection of a process; both ends are told. New ones can be opened."""
+
+    @abstractmethod
+    async def isolate(self, name: str) -> None:
+        """From now on nothing reaches a process or leaves it, and nobody is told."""
+
+    @abstractmethod
+    async def rejoin(self, name: str) -> None:
+        """A process that was isolated can be reached again."""
+
     async def runtime(self, name: str) -> Runtime:
         """A started process that finds all others of this harness."""
-        ...
+        ground, rng = self.ground(name), random.Random(name)
+        ports = Ports(
+            ground.clock,
+            rng,
+            ground.network,
+            ground.blocking,
+            ground.plane,
+            lambda plane: MemDiscovery(self._store, ground.clock, rng),
+            lambda discovery: MemEvents(self._bus, new_id(rng)),
+        )
+        runtime = Runtime(ports, ProcessOptions(name, listen=self.address(name)))
+        self._runtimes.append(runtime)
+        await runtime.start()
+        return runtime
 
-    async def cut(self, runtime: Runtime) -> None:
-        """End every connection of a process; both ends are told. New ones can be opened."""
-        ...
-
-    async def isolate(self, runtime: Runtime) -> None:
-        """From now on nothing reaches a process or leaves it, and nobody is told."""
-        ...
-
-    async def rejoin(self, runtime: Runtime) -> None:
-        """A process that was isolated can be reached again."""
-        ...
-
-    def num_connections(self, runtime: Runtime) -> int:
-        """Connections that a process has open."""
-        ...
+    async def plane(self, name: str, on_open: ServeStream) -> RequestPlane:
+        """A plane that listens, with no process around it."""
+        plane = self.ground(name).plane(name, on_open)
+        self._planes.append(plane)
+        await plane.listen(self.address(name))
+        return plane
 
     async def close(self) -> None:
-        """Close every process made, then what they stood on."""
-        ...
+        """Close every process and plane made; then, in a subclass, what they stood on."""
+        for runtime in self._runtimes:
+            await runtime.close()
+        for plane in self._planes:
+            await plane.close()
 
 
 Case = Callable[[Harness], Awaitable[None]]

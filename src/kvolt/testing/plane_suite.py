@@ -1,7 +1,7 @@
 """Conformance suite of a request plane: what a call must do, on any transport and any loop.
 
-A case is an async function of a `Harness`, which makes processes (a `Runtime` each) that find each other
-and knows how to break the way between them. With pytest, on a real loop:
+A case is an async function of a `Harness`, a class that a plane's author completes: what makes a `RequestPlane`,
+and how to break the way between processes. With pytest, on a real loop:
 
     @pytest.mark.parametrize("case", plane_suite.CASES, ids=plane_suite.name)
     async def test_plane(case):
@@ -20,6 +20,7 @@ from kvolt.testing.plane_flow_cases import FLOW_CASES
 from kvolt.testing.plane_harness import (
     ENDPOINT,
     Case,
+    Ground,
     Harness,
     Probe,
     answers,
@@ -32,11 +33,13 @@ from kvolt.testing.plane_harness import (
     served,
     until,
 )
+from kvolt.testing.plane_port_cases import PORT_CASES
 
 __all__ = [
     "CASES",
     "ENDPOINT",
     "Case",
+    "Ground",
     "Harness",
     "Probe",
     "answers",
@@ -50,4 +53,4 @@ __all__ = [
     "until",
 ]
 
-CASES: tuple[Case, ...] = (*CALL_CASES, *ERROR_CASES, *FLOW_CASES, *CANCEL_CASES)
+CASES: tuple[Case, ...] = (*PORT_CASES, *CALL_CASES, *ERROR_CASES, *FLOW_CASES, *CANCEL_CASES)

@@ -30,6 +30,7 @@ from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.call import Deadlines, ResponseStream
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.clock import new_id
+from kvolt.runtime.connections import tcp_plane
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.runtime.events_mem import MemBus, MemEvents
 from kvolt.runtime.http import HttpServer
@@ -150,7 +151,8 @@ class Lab:
             process.rng,
             process.network,
             process.blocking,
-            lambda connections: MemDiscovery(self.store, process.clock, process.rng),
+            tcp_plane(process.network),
+            lambda plane: MemDiscovery(self.store, process.clock, process.rng),
             lambda discovery: MemEvents(self.bus, new_id(process.rng)),
         )
         runtime = Runtime(ports, ProcessOptions(name, listen=f"{name}:0", deadlines=deadlines))

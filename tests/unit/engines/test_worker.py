@@ -37,7 +37,8 @@ from kvolt.engines.sim_model import next_token
 from kvolt.engines.worker import LoadReport
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.call import Deadlines, ResponseStream
-from kvolt.runtime.client import Destination, open_stream
+from kvolt.runtime.client import open_stream
+from kvolt.runtime.plane import Destination
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import run_virtual
 
@@ -285,13 +286,13 @@ def test_the_card_is_served_by_its_hash() -> None:
             caller = await lab.runtime("caller")
             card = running.engine.card
             endpoint = EndpointAddress(NAMESPACE, running.endpoint.component, CARD)
-            address = running.runtime.connections.address
+            address = running.runtime.plane.address
             assert address is not None
             decode = msgspec.msgpack.Decoder(ModelCard).decode
 
             async def ask(wanted: str) -> Any:
                 to = Destination(address, str(endpoint))
-                stream = await open_stream(caller.connections, to, wanted, LIMITS, decode)
+                stream = await open_stream(caller.plane, to, wanted, LIMITS, decode)
                 return await read(stream)
 
             assert await ask(card_hash(card)) == [card]

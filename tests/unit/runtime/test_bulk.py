@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvolt.core.errors import ProtocolError
-from kvolt.runtime.bulk import BULK_STREAMS, BulkReceiver, BulkSender, Message
+from kvolt.runtime.bulk import BULK_STREAMS, BulkReceiver, BulkSender, Message, MessageKind
 from kvolt.runtime.wire import CHUNK_BYTES, HEADER, FrameDecoder, FrameKind
 
 
@@ -23,13 +23,13 @@ def pieces(sender: BulkSender) -> list[tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize("size", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES, 200_001])
-@pytest.mark.parametrize("delta", [False, True])
-def test_round_trip(size: int, delta: bool) -> None:
+@pytest.mark.parametrize("kind", MessageKind)
+def test_round_trip(size: int, kind: MessageKind) -> None:
     sender, receiver = BulkSender(), BulkReceiver(size)
     data = bytes(range(251)) * (size // 251 + 1)
-    sender.add(5, data[:size], delta)
+    sender.add(5, data[:size], kind)
     got = [receiver.add(stream_id, payload) for stream_id, payload in pieces(sender)]
-    assert got[-1] == Message(data[:size], delta)
+    assert got[-1] == Message(data[:size], kind)
     assert got[:-1] == [None] * ((size - 1) // CHUNK_BYTES)
     assert receiver.buffered_bytes == 0
     assert not sender
@@ -92,13 +92,13 @@ def test_one_too_many() -> None:
         receiver.add(99, b"\x00x")
     assert caught.value.fields["rule"] == "bulk"
     receiver.drop(0)
-    assert receiver.add(99, b"\x01x") == Message(b"x", False)
+    assert receiver.add(99, b"\x01x") == Message(b"x", MessageKind.ENCODED)
 
 
 def test_the_size_limit_itself_is_allowed() -> None:
     receiver = BulkReceiver(4)
     receiver.add(1, b"\x00ab")
-    assert receiver.add(1, b"\x01cd") == Message(b"abcd", False)
+    assert receiver.add(1, b"\x01cd") == Message(b"abcd", MessageKind.ENCODED)
     receiver.add(1, b"\x00ab")
     with pytest.raises(ProtocolError) as caught:
         receiver.add(1, b"\x01cde")
@@ -106,7 +106,7 @@ def test_the_size_limit_itself_is_allowed() -> None:
     assert receiver.buffered_bytes <= 4
 
 
-@pytest.mark.parametrize("payload", [b"", b"\x00", b"\x01", b"\x04x", b"\xffx"])
+@pytest.mark.parametrize("payload", [b"", b"\x00", b"\x01", b"\x06x", b"\x08x", b"\xffx"])
 def test_not_a_chunk(payload: bytes) -> None:
     with pytest.raises(ProtocolError) as caught:
         BulkReceiver(100).add(1, payload)

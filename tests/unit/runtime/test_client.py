@@ -13,13 +13,13 @@ from kvolt.core.errors import ConnectFailed, InvalidRequest, KvoltError, Unavail
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.address import EndpointAddress, Instance, InstanceState, encode_instance
 from kvolt.runtime.call import Deadlines
-from kvolt.runtime.client import Destination, EndpointClient, open_stream
+from kvolt.runtime.client import EndpointClient, open_stream
 from kvolt.runtime.connection import Connection, ConnectionOptions
 from kvolt.runtime.connections import Connections
 from kvolt.runtime.discovery import LeaseId
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
+from kvolt.runtime.plane import Destination, IncomingStream
 from kvolt.runtime.session import SessionLimits
-from kvolt.runtime.streams import ServedStream
 from kvolt.testing.loop import VirtualClock, run_virtual
 from kvolt.testing.network import VirtualNetwork
 
@@ -42,7 +42,7 @@ class World:
         self._clients: list[EndpointClient] = []
 
     def _process(self, name: str) -> Connections:
-        def serve(connection: Connection, stream: ServedStream) -> None:
+        def serve(stream: IncomingStream) -> None:
             self.targets.append(stream.target)
             for item in (name, 1, 2):
                 stream.send(item)

@@ -84,7 +84,7 @@ class World:
             dialer=False,
             hello=HELLO,
             options=options or ConnectionOptions(limits=SessionLimits(window_items=8)),
-            on_open=lambda connection, stream: self.streams.append(stream),
+            on_open=self.streams.append,
             on_ready=lambda connection: self._ready(),
             on_closed=lambda connection, reason: self.closed.append(reason),
             stats=self.stats,

@@ -10,13 +10,20 @@ from typing import Any
 import pytest
 
 from kvolt.core.errors import ConnectFailed, KvoltError, NetworkFault, WorkerLost
-from kvolt.runtime.connection import Connection, ConnectionOptions
+from kvolt.runtime.connection import ConnectionOptions
 from kvolt.runtime.connections import Connections
 from kvolt.runtime.network import Listener, ProtocolFactory
-from kvolt.runtime.streams import ServedStream
+from kvolt.runtime.plane import Destination, IncomingStream
+from kvolt.runtime.plane_stats import PlaneGauges
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.loop import run_virtual
 from kvolt.testing.network import VirtualNetwork
+
+
+class Ignore:
+    def on_item(self, item: Any) -> None: ...
+
+    def on_end(self, error: KvoltError | None) -> None: ...
 
 
 class World:
@@ -25,7 +32,7 @@ class World:
         self.made: list[Connections] = []
 
     def process(self, name: str) -> Connections:
-        def serve(connection: Connection, stream: ServedStream) -> None:
+        def serve(stream: IncomingStream) -> None:
             stream.end()
 
         made = Connections(self.network.host(name), ConnectionOptions(), name, serve)
@@ -206,7 +213,7 @@ async def test_a_name_that_no_resolver_takes(world: World) -> None:
         async def connect(self, address: str, factory: ProtocolFactory, timeout_s: float) -> asyncio.Protocol:
             raise UnicodeError("label too long")
 
-    client = Connections(Odd(), ConnectionOptions(), "odd", lambda connection, stream: None)
+    client = Connections(Odd(), ConnectionOptions(), "odd", lambda stream: None)
     world.made.append(client)
     for _ in range(2):
         with pytest.raises(ConnectFailed, match="label too long"):
@@ -296,3 +303,51 @@ async def test_the_first_address_is_what_others_are_told(world: World) -> None:
     other = world.process("other")
     await other.listen("other:0", advertise="public:1")
     assert other.address == "public:1"
+
+
+@in_world
+async def test_open_dials_and_tells_what_is_left_of_the_deadline(world: World) -> None:
+    told: list[float | None] = []
+
+    def serve(stream: IncomingStream) -> None:
+        told.append(stream.deadline_s)
+        stream.end()
+
+    server = Connections(world.network.host("server"), ConnectionOptions(), "server", serve)
+    world.made.append(server)
+    await server.listen("server:7000")
+    client = world.process("client")
+    world.network.slow("client", "server", latency_s=0.5, bytes_per_s=None)
+    for _ in range(2):
+        await client.open(
+            Destination("server:7000", "ns.c.e"), b"\xc0", Ignore(), bytes, connect_s=5.0, deadline_s=30.0
+        )
+    await asyncio.sleep(2)
+    first, second = told
+    assert first is not None
+    assert 27.0 < first < 29.1, "a dial and two hellos at half a second each way"
+    assert second == 30.0
+    assert client.num_open == 1
+
+
+@in_world
+async def test_gauges(world: World) -> None:
+    server, client = await world.listening("server"), world.process("client")
+    assert client.gauges() == PlaneGauges()
+    await client.reach("server:7000", 5.0)
+    assert client.gauges() == PlaneGauges(num_dialed=1)
+    assert server.gauges() == PlaneGauges(num_accepted=1)
+    assert client.gauges().num_open == server.gauges().num_open == 1
+
+
+@in_world
+async def test_advertise_a_host_alone(world: World) -> None:
+    for advertise, told in (
+        ("public", "public:49152"),
+        ("fe80::1", "[fe80::1]:49152"),
+        ("[::1]:5", "[::1]:5"),
+    ):
+        name = advertise.strip("[]").replace(":", "")
+        server = world.process(name)
+        await server.listen(f"{name}:0", advertise)
+        assert server.address == told

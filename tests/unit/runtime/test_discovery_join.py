@@ -15,7 +15,7 @@ import pytest
 
 from kvolt.core.errors import Cancelled, DiscoveryLost, InvalidRequest
 from kvolt.runtime.call import Deadlines
-from kvolt.runtime.client import Destination, open_stream
+from kvolt.runtime.client import open_stream
 from kvolt.runtime.clock import Clock, SystemClock
 from kvolt.runtime.connection import ConnectionOptions
 from kvolt.runtime.connections import Connections
@@ -25,6 +25,7 @@ from kvolt.runtime.discovery_join import JoinDiscovery
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.runtime.join_server import HOLD, WATCH, HoldRequest, JoinServer
 from kvolt.runtime.network import Network, SocketNetwork
+from kvolt.runtime.plane import Destination
 from kvolt.runtime.server import EndpointServer
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import discovery_suite
@@ -47,8 +48,8 @@ QUICK = Times(ttl_s=0.2, settle_s=0.8, grace_s=0.5, timeout_s=2.0, retry_max_s=0
 USUAL = Times(ttl_s=5.0, settle_s=10.0, grace_s=5.0, timeout_s=5.0, retry_max_s=2.0)
 
 
-def abort(connections: Connections) -> None:
-    for connection in connections.all():
+def abort(plane: Connections) -> None:
+    for connection in plane.all():
         connection.abort(Cancelled("crashed"))
 
 
@@ -59,31 +60,31 @@ class Server:
         self, network: Network, store: MemDiscovery | FileDiscovery, clock: Clock, settle_s: float
     ) -> None:
         self.endpoints = EndpointServer()
-        self.connections = Connections(network, ConnectionOptions(), "server", self.endpoints.on_open)
+        self.plane = Connections(network, ConnectionOptions(), "server", self.endpoints.on_open)
         self.store = store
         self.join = JoinServer(self.store, clock, settle_s)
         self.join.add_to(self.endpoints)
 
     async def kill(self) -> None:
         """Gone without a goodbye."""
-        await self.connections.stop_listening()
-        abort(self.connections)
+        await self.plane.stop_listening()
+        abort(self.plane)
         await self.endpoints.close()
         await self.join.close()
         abandoning = self.store.abandon()
         if abandoning is not None:
             await abandoning
-        await self.connections.close()
+        await self.plane.close()
 
 
 class Client:
     """A process with a join client."""
 
     def __init__(self, network: Network, address: str, name: str, times: Times) -> None:
-        self.connections = Connections(network, ConnectionOptions(), name, EndpointServer().on_open)
+        self.plane = Connections(network, ConnectionOptions(), name, EndpointServer().on_open)
         self.states: list[bool] = []
         self.discovery = JoinDiscovery(
-            self.connections,
+            self.plane,
             address,
             random.Random(name),
             times.timeout_s,
@@ -94,12 +95,12 @@ class Client:
 
     async def close(self) -> None:
         await self.discovery.close()
-        await self.connections.close()
+        await self.plane.close()
 
     async def kill(self) -> None:
-        abort(self.connections)
+        abort(self.plane)
         await self.discovery.abandon()
-        await self.connections.close()
+        await self.plane.close()
 
 
 class Harness:
@@ -124,7 +125,7 @@ class Harness:
 
     async def start_server(self) -> None:
         self.server = Server(self.network("server"), self.store(), self.clock, self.times.settle_s)
-        self.address = await self.server.connections.listen(self.address)
+        self.address = await self.server.plane.listen(self.address)
 
     async def stop_server(self) -> None:
         if self.server is not None:
@@ -274,11 +275,11 @@ def test_a_ttl_that_is_no_time_is_refused_and_harms_nobody(ttl_s: object) -> Non
     async def main() -> None:
         harness = VirtualHarness()
         client = await harness.client()
-        connections = harness.clients[client].connections
+        plane = harness.clients[client].plane
         within = Deadlines(connect_s=1.0, first_s=1.0, between_s=1.0, total_s=1.0)
         request = {"lease": "odd", "ttl_s": ttl_s}
         stream = await open_stream(
-            connections, Destination(harness.address, HOLD), request, within, msgspec.msgpack.decode
+            plane, Destination(harness.address, HOLD), request, within, msgspec.msgpack.decode
         )
         with pytest.raises(InvalidRequest, match="ttl_s"):
             await anext(stream)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import uvloop
 
-from kvolt.runtime.clock import Blocking, Clock, SystemClock, ThreadBlocking, new_id
+from kvolt.runtime.clock import SystemClock, ThreadBlocking
 from kvolt.runtime.connection import ConnectionOptions
-from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
-from kvolt.runtime.events_mem import MemBus, MemEvents
-from kvolt.runtime.network import Listener, Network, ProtocolFactory, SocketNetwork
-from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
+from kvolt.runtime.connections import tcp_plane
+from kvolt.runtime.network import Listener, ProtocolFactory, SocketNetwork
+from kvolt.runtime.plane import IncomingStream, OutgoingStream, RequestPlane
 from kvolt.runtime.session import SessionLimits
 from kvolt.testing import plane_faults_suite, plane_suite
 from kvolt.testing.link import LinkProfile
 from kvolt.testing.loop import InlineBlocking, VirtualClock, run_virtual
 from kvolt.testing.network import VirtualNetwork
-from kvolt.testing.plane_suite import Case, run_case
+from kvolt.testing.plane_suite import Case, Ground, Harness, run_case
 
 CASES = (*plane_suite.CASES, *plane_faults_suite.CASES)
 LIMITS = SessionLimits(window_items=32, max_message_bytes=16 << 20)
@@ -104,67 +104,32 @@ class GatedNetwork:
             self.cut()
 
 
-class _Harness:
-    """What both harnesses share: processes on one in-memory discovery and event bus."""
-
+class SocketHarness(Harness):
+    dead_after_s = 0.8
     window_items = LIMITS.window_items
     max_message_bytes = LIMITS.max_message_bytes
 
-    def __init__(self, dead_after_s: float, heartbeat_s: float) -> None:
-        self.dead_after_s = dead_after_s
-        self._options = ConnectionOptions(heartbeat_s, dead_after_s, LIMITS)
-        self._store, self._bus = MemStore(), MemBus()
-        self._runtimes: list[Runtime] = []
-
-    async def _start(self, name: str, clock: Clock, network: Network, blocking: Blocking) -> Runtime:
-        rng = random.Random(name)
-        ports = Ports(
-            clock,
-            rng,
-            network,
-            blocking,
-            lambda connections: MemDiscovery(self._store, clock, rng),
-            lambda discovery: MemEvents(self._bus, new_id(rng)),
-        )
-        runtime = Runtime(
-            ports, ProcessOptions(name, listen=f"{self._host(name)}:0", connection=self._options)
-        )
-        self._runtimes.append(runtime)
-        await runtime.start()
-        return runtime
-
-    def _host(self, name: str) -> str:
-        raise NotImplementedError
-
-    def num_connections(self, runtime: Runtime) -> int:
-        return runtime.connections.num_open
-
-    async def close(self) -> None:
-        for runtime in self._runtimes:
-            await runtime.close()
-
-
-class SocketHarness(_Harness):
     def __init__(self) -> None:
-        super().__init__(dead_after_s=0.8, heartbeat_s=0.2)
+        super().__init__()
+        self._options = ConnectionOptions(0.2, self.dead_after_s, LIMITS)
         self._networks: dict[str, GatedNetwork] = {}
         self._blocking = ThreadBlocking(1)
 
-    def _host(self, name: str) -> str:
-        return "127.0.0.1"
-
-    async def runtime(self, name: str) -> Runtime:
+    def ground(self, name: str) -> Ground:
         network = self._networks[name] = GatedNetwork()
-        return await self._start(name, SystemClock(), network, self._blocking)
+        return Ground(SystemClock(), network, self._blocking, tcp_plane(network, self._options))
 
-    async def cut(self, runtime: Runtime) -> None:
-        self._networks[runtime.options.name].cut()
+    def address(self, name: str) -> str:
+        return "127.0.0.1:0"
 
-    async def isolate(self, runtime: Runtime) -> None:
-        self._networks[runtime.options.name].set_silent(True)
+    async def cut(self, name: str) -> None:
+        self._networks[name].cut()
 
-    async def rejoin(self, runtime: Runtime) -> None:
-        self._networks[runtime.options.name].set_silent(False)
+    async def isolate(self, name: str) -> None:
+        self._networks[name].set_silent(True)
+
+    async def rejoin(self, name: str) -> None:
+        self._networks[name].set_silent(False)
 
     async def close(self) -> None:
         await super().close()
@@ -174,36 +139,80 @@ class SocketHarness(_Harness):
         await asyncio.sleep(0.01)  # the transports' last callbacks
 
 
-class VirtualHarness(_Harness):
+class VirtualHarness(Harness):
+    dead_after_s = 3.0
+    window_items = LIMITS.window_items
+    max_message_bytes = LIMITS.max_message_bytes
+
     def __init__(self) -> None:
-        super().__init__(dead_after_s=3.0, heartbeat_s=1.0)
+        super().__init__()
+        self._options = ConnectionOptions(1.0, self.dead_after_s, LIMITS)
+        self._names: list[str] = []
         profile = LinkProfile(jitter_s=0.0002, bytes_per_s=1e9, rechunk=True)
         self._network = VirtualNetwork(random.Random(7), profile=profile)
 
-    def _host(self, name: str) -> str:
-        return name
+    def ground(self, name: str) -> Ground:
+        self._names.append(name)
+        host = self._network.host(name)
+        return Ground(VirtualClock(), host, InlineBlocking(), tcp_plane(host, self._options))
 
-    async def runtime(self, name: str) -> Runtime:
-        return await self._start(name, VirtualClock(), self._network.host(name), InlineBlocking())
+    def address(self, name: str) -> str:
+        return f"{name}:0"
 
-    def _others(self, runtime: Runtime) -> list[str]:
-        return [each.options.name for each in self._runtimes if each is not runtime]
+    def _others(self, name: str) -> list[str]:
+        return [other for other in self._names if other != name]
 
-    async def cut(self, runtime: Runtime) -> None:
-        for other in self._others(runtime):
-            self._network.cut(runtime.options.name, other, silent=False)
+    async def cut(self, name: str) -> None:
+        for other in self._others(name):
+            self._network.cut(name, other, silent=False)
 
-    async def isolate(self, runtime: Runtime) -> None:
-        for other in self._others(runtime):
-            self._network.partition(runtime.options.name, other)
+    async def isolate(self, name: str) -> None:
+        for other in self._others(name):
+            self._network.partition(name, other)
 
-    async def rejoin(self, runtime: Runtime) -> None:
-        for other in self._others(runtime):
-            self._network.heal(runtime.options.name, other)
+    async def rejoin(self, name: str) -> None:
+        for other in self._others(name):
+            self._network.heal(name, other)
 
     async def close(self) -> None:
         await super().close()
         self._network.close()
+
+
+class _Behind:
+    """Shows what a port names and nothing else, and is no instance of what it stands for."""
+
+    def __init__(self, inner: Any, port: type) -> None:
+        names = {name for name in (*vars(port), *port.__annotations__) if not name.startswith("_")}
+        self.__dict__.update(_inner=inner, _names=names)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._names:
+            raise AttributeError(f"the port has no {name}")
+        return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._names:
+            raise AttributeError(f"the port has no {name}")
+        setattr(self._inner, name, value)
+
+
+class _PlaneBehind(_Behind):
+    async def open(self, *arguments: Any, **options: Any) -> Any:
+        return _Behind(await self._inner.open(*arguments, **options), OutgoingStream)
+
+
+class PortOnlyHarness(VirtualHarness):
+    """The same plane, of which nobody sees more than RequestPlane and its streams."""
+
+    def ground(self, name: str) -> Ground:
+        ground = super().ground(name)
+
+        def plane(process: str, on_open: Callable[[Any], None]) -> Any:
+            inner = ground.plane(process, lambda stream: on_open(_Behind(stream, IncomingStream)))
+            return _PlaneBehind(inner, RequestPlane)
+
+        return replace(ground, plane=plane)
 
 
 def on_real_loop(case: Case, make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
@@ -231,3 +240,8 @@ def test_sockets_on_uvloop(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=plane_suite.name)
 def test_virtual(case: Case) -> None:
     run_virtual(lambda: run_case(case, VirtualHarness), until_s=600)
+
+
+@pytest.mark.parametrize("case", CASES, ids=plane_suite.name)
+def test_nobody_needs_more_than_the_port(case: Case) -> None:
+    run_virtual(lambda: run_case(case, PortOnlyHarness), until_s=600)

@@ -10,18 +10,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError, NotFound, WorkerLost
-from kvolt.runtime.connection import Connection, ConnectionOptions
+from kvolt.runtime.connection import ConnectionOptions
 from kvolt.runtime.connections import Connections
+from kvolt.runtime.plane import Destination, IncomingStream, RequestPlane
 from kvolt.runtime.plane_metrics import PlaneCollector
 from kvolt.runtime.plane_stats import outcome
-from kvolt.runtime.streams import ServedStream
 from kvolt.testing.loop import run_virtual
 from kvolt.testing.network import VirtualNetwork
 
 
-def scrape(connections: Connections) -> dict[tuple[str, ...], float]:
+def scrape(plane: RequestPlane) -> dict[tuple[str, ...], float]:
     registry = CollectorRegistry()
-    registry.register(PlaneCollector(connections))
+    registry.register(PlaneCollector(plane))
     return {
         (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(generate_latest(registry).decode())
@@ -37,17 +37,13 @@ class _Sink:
 
 def test_a_fresh_process_exports_zeros() -> None:
     async def main() -> None:
-        connections = Connections(
-            VirtualNetwork(random.Random(1)).host("a"),
-            ConnectionOptions(),
-            "a",
-            lambda connection, stream: None,
-        )
-        samples = scrape(connections)
+        host = VirtualNetwork(random.Random(1)).host("a")
+        plane = Connections(host, ConnectionOptions(), "a", lambda stream: None)
+        samples = scrape(plane)
         assert samples["kvolt_connections", "in"] == samples["kvolt_connections", "out"] == 0
         assert samples["kvolt_bytes_total", "in"] == samples["kvolt_refused_versions_total",] == 0
         assert all(value == 0 for value in samples.values())
-        await connections.close()
+        await plane.close()
 
     run_virtual(main)
 
@@ -55,16 +51,16 @@ def test_a_fresh_process_exports_zeros() -> None:
 def test_what_happens_is_counted() -> None:
     async def main() -> None:
         network = VirtualNetwork(random.Random(1))
-        streams: list[ServedStream] = []
+        streams: list[IncomingStream] = []
 
-        def serve(connection: Connection, stream: ServedStream) -> None:
+        def serve(stream: IncomingStream) -> None:
             streams.append(stream)
 
         server = Connections(network.host("server"), ConnectionOptions(), "server", serve)
         client = Connections(network.host("client"), ConnectionOptions(), "client", serve)
         await server.listen("server:7000")
-        connection = await client.get("server:7000", 5.0)
-        calls = [connection.session.open("ns.c.e", b"\xc0", _Sink(), lambda data: data) for _ in range(4)]
+        to = Destination("server:7000", "ns.c.e")
+        calls = [await client.open(to, b"\xc0", _Sink(), lambda data: data, connect_s=5.0) for _ in range(4)]
         await asyncio.sleep(0.1)
         for stream in streams:
             stream.send(Delta((1,)))
@@ -89,8 +85,8 @@ def test_what_happens_is_counted() -> None:
         assert ours["kvolt_connections", "out"] == ours["kvolt_streams_active", "client"] == 0
         assert ours["kvolt_connection_losses_total", "closed"] == 1
         assert ours["kvolt_streams_total", "worker_lost", "client"] == 1
-        for connections in (client, server):
-            await connections.close()
+        for plane in (client, server):
+            await plane.close()
         network.close()
 
     run_virtual(main)

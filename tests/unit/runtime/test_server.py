@@ -52,7 +52,7 @@ def opened(
     session = FakeSession()
     opening = Open(target, window, deadline_s, {"request_id": "r"}, False, msgspec.Raw(b"\xc0"))
     stream = ServedStream(session, 1, opening, msgspec.msgpack.encode(body))
-    server.on_open(None, stream)  # type: ignore[arg-type]
+    server.on_open(stream)
     return stream, session
 
 

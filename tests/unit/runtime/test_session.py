@@ -227,7 +227,7 @@ def test_credit_frames_are_cut() -> None:
 
 def test_chunks_take_turns_with_deltas() -> None:
     dialer, acceptor, sinks, (long, short) = opened(2)
-    long.send(b"x" * (4 * CHUNK_BYTES))
+    long.send(b"x" * (5 * CHUNK_BYTES))
     for token in range(4):
         short.send(Delta((token,)))
         dialer.session.receive(b"".join(acceptor.session.take_urgent()))
@@ -239,7 +239,38 @@ def test_chunks_take_turns_with_deltas() -> None:
     chunk = acceptor.session.take_chunk()
     assert chunk is not None
     dialer.session.receive(chunk)
-    assert sinks[0].items == [b"x" * (4 * CHUNK_BYTES)]
+    assert sinks[0].items == [b"x" * (5 * CHUNK_BYTES)]
+
+
+def test_a_long_byte_string_is_sent_as_it_is() -> None:
+    """Nothing of its length is encoded, copied or decoded in one go."""
+    dialer, acceptor, sinks, streams = opened(2)
+    long = bytes(range(256)) * (CHUNK_BYTES // 256) * 3
+    streams[0].send(long)
+    streams[1].send({"bytes": long})
+    assert acceptor.session.take_urgent() == []
+    chunks = []
+    while (chunk := acceptor.session.take_chunk()) is not None:
+        chunks.append(chunk)
+        dialer.session.receive(chunk)
+    own = [chunk for chunk in chunks if wire.HEADER.unpack_from(chunk)[2] == streams[0].id]
+    assert b"".join(chunk[wire.HEADER.size + 1 :] for chunk in own) == long
+    assert [type(sink.items[0]) for sink in sinks] == [bytes, dict]
+    assert [sink.items for sink in sinks] == [[long], [{"bytes": long}]]
+
+
+def test_a_long_byte_string_where_something_else_is_wanted() -> None:
+    dialer, acceptor = pair()
+    sinks = Sink(), Sink()
+    dialer.session.open("t", encode(None), sinks[0], msgspec.msgpack.Decoder(dict[str, int]).decode)
+    dialer.session.open("t", encode(None), sinks[1], decode)
+    move(dialer, acceptor)
+    streams = acceptor.streams
+    streams[0].send(b"x" * (2 * CHUNK_BYTES))
+    streams[1].send(1)
+    move(acceptor, dialer)
+    assert [type(error) for error in sinks[0].ends] == [ProtocolError]
+    assert sinks[1].items == [1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+"""Addresses as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvolt.core.errors import ConfigError
+from kvolt.runtime.network import is_loopback, is_wildcard, join_address, split_address, split_host
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("a", "a", None),
+        ("a:7400", "a", 7400),
+        ("10.0.0.5:0", "10.0.0.5", 0),
+        ("fe80::1", "fe80::1", None),
+        ("[fe80::1]", "fe80::1", None),
+        ("[fe80::1]:7400", "fe80::1", 7400),
+        ("::1", "::1", None),
+        ("a:", "a:", None),
+        (":80", ":80", None),
+        ("a:http", "a:http", None),
+        ("", "", None),
+    ],
+)
+def test_a_host_with_or_without_a_port(text: str, host: str, port: int | None) -> None:
+    assert split_host(text) == (host, port)
+
+
+@pytest.mark.parametrize(("host", "port"), [("a", 1), ("127.0.0.1", 0), ("fe80::1", 65535)])
+def test_an_address_comes_apart_as_it_was_joined(host: str, port: int) -> None:
+    assert split_address(join_address(host, port)) == split_host(join_address(host, port)) == (host, port)
+
+
+@pytest.mark.parametrize("text", ["", "a", ":1", "a:", "a:b", "a:65536", "a:-1"])
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not an address"):
+        split_address(text)
+
+
+def test_hosts_of_this_machine_only() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.0.1", "localhost", "::1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.5", "", "1270.a")))
+    assert all(map(is_wildcard, ("0.0.0.0", "::", "*", "")))
+    assert not any(map(is_wildcard, ("127.0.0.1", "::1", "a")))
