@@ -4,6 +4,29 @@ Engines own their scheduling. `submit` only hands a request over; everything tha
 through `steps`, one StepOutput for all sequences of a step. Each submitted request ends exactly once:
 with a delta that has a finish reason for each of its choices, or in `StepOutput.failed`; an aborted or
 withdrawn one just stops.
+
+How a choice ends. Each choice ends by itself, at its own step; the request ends with the last of them.
+
+- EOS, one of the card's `eos_token_ids`: finish STOP, no `stop_reason`. Not with `ignore_eos`.
+- One of `stop_token_ids`: finish STOP, and the id is the `stop_reason`. An EOS among them counts as EOS, unless
+  EOS is ignored.
+- `max_tokens`: finish LENGTH, but STOP when that token is also one of the above.
+
+The token that ends a choice is the last of its `token_ids`. Its text is no part of the answer: to leave it
+out is up to the edge, which also knows stop strings. Neither EOS nor a stop token ends a choice with fewer than
+`min_tokens` tokens before it; whether such a token is said and passed over or another one is taken in its place
+is the engine's affair.
+
+What is told. The delta with a choice's finish reason carries the `Usage` of that choice, and no other does:
+`completion_tokens` counts all its tokens, the last and those of `resume` included; `prompt_tokens` is the same for
+every choice, and is counted once by who adds them up. `reasoning_tokens` stays 0: only the edge sees text.
+
+With `sampling.logprobs` every delta has one TokenLogprobs per token. `top` has as many as were asked for, the
+most likely first; the chosen token need not be among them, and has the same figure if it is. Such a request has no
+plain tokens. `prompt_logprobs` come with the first delta of choice 0, one per token of the prompt, None for the
+first; not for a request that resumes, whose client has them.
+
+The same request with the same seed has the same tokens, wherever and with whatever else it runs.
 """
 
 from __future__ import annotations

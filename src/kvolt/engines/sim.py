@@ -1,7 +1,12 @@
 """The simulated engine: real scheduling and streaming, time from a step model, no computing.
 
 Continuous batching with chunked prefill under a token budget; a request is admitted when all the
-blocks it can ever need are free, so that it never has to be preempted.
+blocks it can ever need are free, so that it never has to be preempted. What an answer says is in
+`sim_script`.
+
+Of the sampling parameters `seed`, `n`, `allowed_token_ids`, `logprobs` and `prompt_logprobs` are honoured, the
+last two with figures that are made up. Temperature, top_p, top_k, min_p, penalties and logit_bias are taken
+and change nothing: there are no logits. There are no grammars either; those are refused.
 """
 
 from __future__ import annotations
@@ -13,19 +18,18 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
-import xxhash
 from msgspec import Meta
 
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
-from kvolt.core.delta import Delta, FinishReason, StepOutput, Usage
+from kvolt.core.delta import Delta, StepOutput, Usage
 from kvolt.core.errors import InvalidRequest, Overloaded, Unsupported
-from kvolt.core.hashing import token_bytes
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Request
 from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim_model import next_token, sim_card
+from kvolt.engines.sim_model import SimModel, foreign_model, generated_model, read_template, sim_card
+from kvolt.engines.sim_script import Choice, Speaker
 
 _AtLeastOne = Annotated[int, Meta(ge=1)]
 
@@ -48,15 +52,44 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         batch_s=0.00005,
         context_token_s=2e-8,
     )
+    say: str | None = None
+    """The text of every answer; None for words until max_tokens."""
+    say_from_prompt: bool = False
+    """Let a prompt say what its answer is: `<say>one text<or/>another for the next choice</say>`, the last
+    such span. Other prompts are answered as ever."""
+    chat_template: str | None = None
+    """A Jinja template, or the path of one, in place of the sim model's own."""
+    tool_parser: str | None = None
+    """Goes into the card; None lets the frontend find it by the template. So does the next."""
+    reasoning_parser: str | None = None
+    model_tokenizer: str | None = None
+    """Path of a tokenizer.json in place of the generated one. Answers are then made of its first words."""
+    eos_token: str | None = None
+    """The token of `model_tokenizer` that ends an answer. It has to be told: a tokenizer.json does not say."""
+    bos_token: str | None = None
+    """The token of `model_tokenizer` that chat templates know as `bos_token`."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, str) and not _is_unicode(value):
+                raise ValueError(f"{name} is not valid Unicode")
+        if self.model_tokenizer is None and (self.eos_token is not None or self.bos_token is not None):
+            raise ValueError("eos_token and bos_token are those of a model_tokenizer: name one")
+        if self.model_tokenizer is not None and self.eos_token is None:
+            raise ValueError("a model_tokenizer needs its eos_token, for example eos_token = '<|im_end|>'")
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """A request on its way through the engine; all its choices advance together."""
+    """A request on its way through the engine; its choices advance together and end apart."""
 
     request: Request
     num_blocks: int
-    seeds: tuple[int, ...]
+    choices: list[Choice]
+    """Those that have not ended."""
+    is_plain: bool
+    """Whether its tokens, but for the first and the last, are all that there is to tell."""
     num_prefilled: int = 0
     num_generated: int = 0
 
@@ -72,7 +105,9 @@ class SimEngine:
     def __init__(self, spec: EngineSpec, arguments: SimArguments) -> None:
         self._spec = spec
         self._arguments = arguments
-        self._card = sim_card(spec.model, arguments.context_length, arguments.block_size)
+        model = _model(spec.model, arguments)
+        self._card = model.card
+        self._speaker = Speaker(model, arguments.say, arguments.say_from_prompt)
         self._waiting: OrderedDict[RequestId, _Sequence] = OrderedDict()
         self._running: dict[RequestId, _Sequence] = {}
         self._free_blocks = arguments.kv_blocks
@@ -118,7 +153,10 @@ class SimEngine:
             raise InvalidRequest(f"the request needs {num_blocks} blocks, more than there are", param="n")
         if len(self._waiting) >= self._arguments.max_waiting:
             raise Overloaded("the engine's queue is full", queue="engine", limit=self._arguments.max_waiting)
-        self._waiting[request.request_id] = _Sequence(request, num_blocks, _seeds(request))
+        is_plain = request.sampling.num_choices == 1 and request.sampling.logprobs is None
+        self._waiting[request.request_id] = _Sequence(
+            request, num_blocks, self._speaker.choices(request), is_plain
+        )
         self._work.set()
 
     def abort(self, request_id: RequestId) -> None:
@@ -170,8 +208,8 @@ class SimEngine:
         for request_id, sequence in self._running.items():
             if sequence.num_prefilled >= sequence.num_prompt:
                 decoding.append(request_id)
-                batch += len(sequence.seeds)
-                context_tokens += (sequence.num_prompt + sequence.num_generated) * len(sequence.seeds)
+                batch += len(sequence.choices)
+                context_tokens += (sequence.num_prompt + sequence.num_generated) * len(sequence.choices)
         budget -= batch
         for request_id, sequence in self._running.items():
             chunk = min(sequence.num_prompt - sequence.num_prefilled, budget)
@@ -204,12 +242,15 @@ class SimEngine:
             if sequence is None:
                 continue
             position = len(sequence.request.resume) + sequence.num_generated
-            if len(sequence.seeds) == 1 and position + 1 < sequence.request.stop.max_tokens:
-                sequence.num_generated += 1
-                plain.append(request_id)
-                tokens.append(next_token(sequence.seeds[0], position))
-            else:
-                self._generate(sequence, deltas)
+            if sequence.is_plain and position + 1 < sequence.request.stop.max_tokens:
+                choice = sequence.choices[0]
+                token = choice.token(position)
+                if token not in choice.enders:
+                    sequence.num_generated += 1
+                    plain.append(request_id)
+                    tokens.append(token)
+                    continue
+            self._generate(sequence, deltas)
         plain_ids = tuple(plain)
         if plain_ids == self._plain_ids:
             plain_ids = self._plain_ids  # the same object: the worker need not look up its members again
@@ -223,20 +264,28 @@ class SimEngine:
         request = sequence.request
         position = len(request.resume) + sequence.num_generated
         sequence.num_generated += 1
-        last = position + 1 >= request.stop.max_tokens
-        usage = None
-        if last:
-            usage = Usage(prompt_tokens=len(request.token_ids), completion_tokens=position + 1)
-        for index, seed in enumerate(sequence.seeds):
+        first = sequence.num_generated == 1
+        going_on: list[Choice] = []
+        for choice in sequence.choices:
+            token = choice.token(position)
+            end = choice.end(position, token)
             delta = Delta(
-                token_ids=(next_token(seed, position),),
-                index=index,
-                finish=FinishReason.LENGTH if last else None,
-                usage=usage,
-                cached_tokens=0 if sequence.num_generated == 1 else None,
+                token_ids=(token,),
+                index=choice.index,
+                finish=end.finish if end else None,
+                logprobs=choice.logprobs(position, token),
+                prompt_logprobs=self._speaker.prompt_logprobs(request)
+                if first and not choice.index
+                else None,
+                cached_tokens=0 if first else None,
+                usage=Usage(len(request.token_ids), position + 1) if end else None,
+                stop_reason=end.stop_reason if end else None,
             )
             deltas.append((request.request_id, delta))
-        if last:
+            if end is None:
+                going_on.append(choice)
+        sequence.choices = going_on
+        if not going_on:
             del self._running[request.request_id]
             self._free_blocks += sequence.num_blocks
 
@@ -262,9 +311,22 @@ def _check(request: Request) -> None:
         raise InvalidRequest("all tokens asked for have been generated already", param="resume")
 
 
-def _seeds(request: Request) -> tuple[int, ...]:
-    """One stream of randomness per choice, from the request's seed or else from its prompt."""
-    base = request.sampling.seed
-    if base is None:
-        base = xxhash.xxh3_64_intdigest(token_bytes(request.token_ids))
-    return tuple((base + index * 0x9E3779B97F4A7C15) % 2**64 for index in range(request.sampling.num_choices))
+def _model(name: str, arguments: SimArguments) -> SimModel:
+    card = msgspec.structs.replace(
+        sim_card(name, arguments.context_length, arguments.block_size),
+        tool_parser=arguments.tool_parser,
+        reasoning_parser=arguments.reasoning_parser,
+    )
+    if arguments.chat_template is not None:
+        card = msgspec.structs.replace(card, chat_template=read_template(arguments.chat_template))
+    if arguments.model_tokenizer is None or arguments.eos_token is None:
+        return generated_model(card)
+    return foreign_model(card, arguments.model_tokenizer, arguments.eos_token, arguments.bos_token)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -2,25 +2,76 @@
 
 The tokenizer is byte-level BPE over a fixed word list. Every merge starts at a word's leading space, so
 merges never compete and the file is the same on every machine: equal cards, equal hash. Any text
-round-trips, since single bytes are tokens.
+round-trips, since single bytes are tokens. Another model's tokenizer can stand in for it.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
+import msgspec
 import xxhash
 
 from kvolt.core.card import ModelCard
+from kvolt.core.errors import ConfigError
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS = 2
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHAT_TEMPLATE = r"""
+{%- set has_system = messages and messages[0]['role'] == 'system' %}
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if has_system %}
+        {{- messages[0]['content'] }}{{ '\n\n' }}
+    {%- endif %}
+    {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\n' }}{{ tool | tojson }}
+    {%- endfor %}
+    {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments ' }}
+    {{- 'within <tool_call></tool_call> XML tags:\n<tool_call>\n' }}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message['role'] == 'tool' %}
+        {%- if loop.first or loop.previtem['role'] != 'tool' %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\n<tool_response>\n' }}{{ message['content'] }}{{ '\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem['role'] != 'tool' %}
+            {{- '<|im_end|>\n' }}
+        {%- endif %}
+    {%- elif not (tools and has_system and loop.first) %}
+        {{- '<|im_start|>' }}{{ message['role'] }}
+        {%- if message['content'] or not message['tool_calls'] %}
+            {{- '\n' }}{{ message['content'] or '' }}
+        {%- endif %}
+        {%- for call in message['tool_calls'] or [] %}
+            {%- set function = call['function'] or call %}
+            {{- '\n<tool_call>\n{"name": ' }}{{ function['name'] | tojson }}{{ ', "arguments": ' }}
+            {%- if function['arguments'] is string %}
+                {{- function['arguments'] }}
+            {%- else %}
+                {{- function['arguments'] | tojson }}
+            {%- endif %}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}"""
+"""As Qwen's: tools and their calls in the hermes format, an empty thought where thinking is turned off."""
 
 _WORD_LIST = """
 the of and to in is that it for on with as are this be by from at have or one had not but what all
@@ -130,7 +181,90 @@ def sim_card(name: str, context_length: int, block_size: int) -> ModelCard:
     )
 
 
-def next_token(seed: int, position: int) -> int:
-    """A word that depends on nothing but its arguments, so that a resumed answer goes on unchanged."""
-    words = word_token_ids()
+class SimModel(msgspec.Struct, frozen=True):
+    """A card, and what an answer can be made of."""
+
+    card: ModelCard
+    words: tuple[int, ...]
+    vocabulary_size: int
+
+
+def generated_model(card: ModelCard) -> SimModel:
+    """With the tokenizer of `sim_card`."""
+    return SimModel(card, word_token_ids(), len(_vocabulary()[0]))
+
+
+def foreign_model(card: ModelCard, path: str, eos_token: str, bos_token: str | None) -> SimModel:
+    """With the tokenizer of another model: a tokenizer.json, which does not say what its EOS is."""
+    from tokenizers import Tokenizer
+
+    raw = _read(path, "model_tokenizer")
+    try:
+        tokenizer = Tokenizer.from_buffer(raw)
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is no tokenizer: {error}", key="args.model_tokenizer", remedy="name a tokenizer.json"
+        ) from error
+    vocabulary = tokenizer.get_vocab()
+    words = _plain_words(vocabulary)
+    if not words:
+        raise ConfigError(
+            f"{path} has no words to make answers of", key="args.model_tokenizer", remedy="take another one"
+        )
+    card = msgspec.structs.replace(
+        card,
+        tokenizer_json=raw,
+        eos_token_ids=(_find(vocabulary, eos_token, "eos_token"),),
+        bos_token_id=None if bos_token is None else _find(vocabulary, bos_token, "bos_token"),
+    )
+    return SimModel(card, words, max(vocabulary.values()) + 1)
+
+
+def read_template(template: str) -> str:
+    """A chat template as it stands or, without a brace in it, the path of one."""
+    if "{" in template:
+        return template
+    try:
+        return _read(template, "chat_template").decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{template} is not UTF-8", key="args.chat_template") from error
+
+
+def _read(path: str, argument: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path!r} cannot be read: {error}", key=f"args.{argument}", remedy="name a file that is there"
+        ) from error
+
+
+def _find(vocabulary: dict[str, int], token: str, argument: str) -> int:
+    try:
+        return vocabulary[token]
+    except KeyError:
+        raise ConfigError(
+            f"the vocabulary has no token {token!r}",
+            key=f"args.{argument}",
+            remedy="name a token of model_tokenizer",
+        ) from None
+
+
+def _plain_words(vocabulary: dict[str, int]) -> tuple[int, ...]:
+    """The first whole words, by id: with the mark of a space before them if the tokenizer has one."""
+    for pattern in ("[\u0120\u2581][A-Za-z]{2,}", "[A-Za-z]{2,}"):
+        matches = re.compile(pattern).fullmatch
+        words = sorted(token_id for text, token_id in vocabulary.items() if matches(text))
+        if words:
+            return tuple(words[: len(WORDS)])
+    return ()
+
+
+def draw(words: Sequence[int], seed: int, position: int) -> int:
+    """A word that depends on nothing but the arguments, so that a resumed answer goes on unchanged."""
     return words[xxhash.xxh3_64_intdigest(position.to_bytes(8, "little"), seed) % len(words)]
+
+
+def next_token(seed: int, position: int) -> int:
+    """What an unscripted answer of the generated model says there."""
+    return draw(word_token_ids(), seed, position)

@@ -6,14 +6,27 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
+from tokenizers import Tokenizer
 
-from kvolt.core.delta import Delta, StepOutput
+from kvolt.core.delta import Delta, FinishReason, StepOutput
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
-from kvolt.core.request import Role
+from kvolt.core.request import Request, Role, StopConditions
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
+from kvolt.engines.sim_model import EOS, tokenizer_json
 from kvolt.testing import run_virtual
+from kvolt.testing.engine_answer_cases import (
+    choices_end_apart,
+    ends_at_eos,
+    eos_as_a_stop_token,
+    ignores_eos_when_told,
+    logprobs_as_many_as_asked,
+    nothing_stops_it_below_min_tokens,
+    prompt_logprobs_come_once,
+    stops_at_a_stop_token,
+)
 from kvolt.testing.engine_suite import (
     CASES,
     abort_frees_everything,
@@ -24,8 +37,13 @@ from kvolt.testing.engine_suite import (
 )
 
 SPEC = EngineSpec(model="sim-tiny", role=Role.AGGREGATED)
-SMALL = SimArguments(context_length=256, kv_blocks=400, max_num_seqs=48, max_batch_tokens=64)
-FAST = SimArguments(context_length=256, max_num_seqs=48, latency=LatencyModel(base_s=0.0001))
+SMALL = SimArguments(
+    context_length=256, kv_blocks=400, max_num_seqs=48, max_batch_tokens=64, say_from_prompt=True
+)
+FAST = SimArguments(
+    context_length=256, max_num_seqs=48, latency=LatencyModel(base_s=0.0001), say_from_prompt=True
+)
+ENDING = tuple(Tokenizer.from_buffer(tokenizer_json()).encode("<say> good day<or/> good night é</say>").ids)
 
 
 class SimHarness:
@@ -38,6 +56,9 @@ class SimHarness:
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:
         return tuple(range(3, 3 + num_tokens))
+
+    def ending_prompt(self) -> tuple[int, ...]:
+        return ENDING
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -101,6 +122,93 @@ class _RandomTokens(_Changed):
         return StepOutput(step.deltas, load=step.load, plain_ids=step.plain_ids, plain_tokens=changed)
 
 
+class _ChangedDeltas(_Changed):
+    """With a fault in its deltas."""
+
+    def change(self, step: StepOutput) -> StepOutput:
+        changed = tuple((request_id, self.change_delta(delta)) for request_id, delta in step.deltas)
+        return replace(step, deltas=changed)
+
+    def change_delta(self, delta: Delta) -> Delta:
+        raise NotImplementedError
+
+
+class _KeepsEosToItself(_ChangedDeltas):
+    def change_delta(self, delta: Delta) -> Delta:
+        if delta.token_ids != (EOS,) or delta.usage is None:
+            return delta
+        usage = replace(delta.usage, completion_tokens=delta.usage.completion_tokens - 1)
+        return replace(delta, token_ids=(), usage=usage)
+
+
+class _CallsEveryEndALength(_ChangedDeltas):
+    def change_delta(self, delta: Delta) -> Delta:
+        return replace(delta, finish=delta.finish and FinishReason.LENGTH)
+
+
+class _GivesNoReason(_ChangedDeltas):
+    def change_delta(self, delta: Delta) -> Delta:
+        return replace(delta, stop_reason=None)
+
+
+class _GivesEosAsAReason(_ChangedDeltas):
+    def change_delta(self, delta: Delta) -> Delta:
+        return replace(delta, stop_reason=EOS if delta.token_ids == (EOS,) else delta.stop_reason)
+
+
+class _AddsUsageUp(_ChangedDeltas):
+    def change_delta(self, delta: Delta) -> Delta:
+        if delta.usage is None:
+            return delta
+        return replace(delta, usage=replace(delta.usage, completion_tokens=99))
+
+
+class _LeastLikelyFirst(_ChangedDeltas):
+    def change_delta(self, delta: Delta) -> Delta:
+        turned = [replace(entry, top=entry.top[::-1]) for entry in delta.logprobs or ()]
+        return replace(delta, logprobs=tuple(turned) or None)
+
+
+class _ForgetsLogprobs(_ChangedDeltas):
+    def change_delta(self, delta: Delta) -> Delta:
+        return replace(delta, logprobs=None)
+
+
+class _RepeatsPromptLogprobs(_ChangedDeltas):
+    def change_delta(self, delta: Delta) -> Delta:
+        return replace(delta, prompt_logprobs=delta.prompt_logprobs or (None,))
+
+
+class _OtherStops(SimEngine):
+    """Does not look at one of the stop conditions."""
+
+    def seen(self, stop: StopConditions) -> StopConditions:
+        raise NotImplementedError
+
+    def submit(self, request: Request) -> None:
+        super().submit(replace(request, stop=self.seen(request.stop)))
+
+
+class _NoMinimum(_OtherStops):
+    def seen(self, stop: StopConditions) -> StopConditions:
+        return replace(stop, min_tokens=0)
+
+
+class _NoStopTokens(_OtherStops):
+    def seen(self, stop: StopConditions) -> StopConditions:
+        return replace(stop, stop_token_ids=())
+
+
+class _AlwaysEos(_OtherStops):
+    def seen(self, stop: StopConditions) -> StopConditions:
+        return replace(stop, ignore_eos=False)
+
+
+class _NeverEos(_OtherStops):
+    def seen(self, stop: StopConditions) -> StopConditions:
+        return replace(stop, ignore_eos=True)
+
+
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
@@ -111,6 +219,18 @@ class _RandomTokens(_Changed):
         (_GoesOnAfterAbort, abort_frees_everything),
         (_TakesEverything, refuses_bad_requests),
         (_RandomTokens, same_seed_same_tokens),
+        (_KeepsEosToItself, ends_at_eos),
+        (_CallsEveryEndALength, ends_at_eos),
+        (_GivesNoReason, stops_at_a_stop_token),
+        (_GivesEosAsAReason, eos_as_a_stop_token),
+        (_AddsUsageUp, choices_end_apart),
+        (_LeastLikelyFirst, logprobs_as_many_as_asked),
+        (_ForgetsLogprobs, logprobs_as_many_as_asked),
+        (_RepeatsPromptLogprobs, prompt_logprobs_come_once),
+        (_NoMinimum, nothing_stops_it_below_min_tokens),
+        (_NoStopTokens, stops_at_a_stop_token),
+        (_AlwaysEos, ignores_eos_when_told),
+        (_NeverEos, ends_at_eos),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

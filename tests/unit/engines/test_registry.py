@@ -96,6 +96,12 @@ def test_an_argument_like_no_other_lists_them_all() -> None:
         {"speed": 0},
         {"latency": {"base_s": "slow"}},
         {"kv_blocks": None},
+        {"say": 42},
+        {"say": "\udcff"},
+        {"say_from_prompt": "yes"},
+        {"eos_token": "</s>"},
+        {"bos_token": "<s>"},
+        {"model_tokenizer": "tokenizer.json"},
     ],
 )
 def test_a_wrong_value_is_a_config_error(arguments: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from tests.unit.engines.lab import is_empty, make_request, sim
+from tokenizers import Tokenizer
 
 from kvolt.core.card import card_hash
 from kvolt.core.delta import StepOutput
@@ -95,6 +96,25 @@ def test_a_batch_that_stays_the_same_is_the_same_object() -> None:
         assert all(ids is plain[0] for ids in plain)
 
     run_engine(SimArguments(latency=LatencyModel(base_s=1.0)), body)
+
+
+def test_a_choice_that_has_ended_costs_nothing_and_its_blocks_go_with_the_last() -> None:
+    async def body(engine: SimEngine, steps: list[tuple[float, StepOutput]]) -> None:
+        request = make_request(tokens=10, choices=2)
+        prompt = Tokenizer.from_buffer(engine.card.tokenizer_json).encode("<say>a<or/>four</say>").ids
+        engine.submit(replace(request, token_ids=tuple(prompt)))
+        await asyncio.sleep(60)
+        loads = [step.load for _, step in steps if step.load is not None]
+        stats = [load.step for load in loads if load.step is not None]
+        assert [part.batch for part in stats] == [0, 2, 1, 1, 1]
+        assert [part.context_tokens for part in stats][1:4] == [
+            2 * len(prompt) + 2,
+            *(len(prompt) + n for n in (2, 3)),
+        ]
+        assert len({load.kv_used_blocks for load in loads[:-1]}) == 1
+        assert is_empty(engine)
+
+    run_engine(SimArguments(say_from_prompt=True, latency=LatencyModel(base_s=1.0)), body)
 
 
 def test_first_come_first_served_when_blocks_are_short() -> None:

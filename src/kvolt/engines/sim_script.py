@@ -1,0 +1,209 @@
+"""What a simulated answer says: a scripted text or words without end, and when it stops.
+
+A token is a function of (request, seed, position) and of nothing else, so that a resumed answer goes on
+unchanged. Knows no scheduling: the engine asks for one token after the other.
+
+A script is a text that is said exactly, cut into tokens by the model's own tokenizer, then EOS. The names
+of special tokens in it are spelled out and not said as tokens: they would be taken out of the text again,
+and EOS would end it. Where EOS may not be said (`ignore_eos`, fewer than `min_tokens` so far) words follow.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+from kvolt.core.delta import FinishReason, TokenLogprobs
+from kvolt.core.errors import InvalidRequest
+from kvolt.core.hashing import token_bytes
+from kvolt.core.request import Request
+from kvolt.engines.sim_model import SimModel, draw
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+OPEN, OR, CLOSE = "<say>", "<or/>", "</say>"
+MAX_LOGPROBS = 20
+"""Alternatives per token that may be asked for, as of most engines: an answer's size stays bounded."""
+
+_NEVER = sys.maxsize
+_CHOICE_STEP = 0x9E3779B97F4A7C15
+_LOGPROBS_SALT = 0xA5A5A5A5A5A5A5A5
+
+_Script = tuple[int, ...]
+
+
+class End(NamedTuple):
+    """Why a choice is over."""
+
+    finish: FinishReason
+    stop_reason: int | None = None
+
+
+class Choice:
+    """One answer to a request, by position."""
+
+    __slots__ = (
+        "_alternatives",
+        "_eos",
+        "_eos_at",
+        "_eos_ids",
+        "_num_logprobs",
+        "_script",
+        "_stop",
+        "_stop_ids",
+        "_words",
+        "enders",
+        "index",
+        "seed",
+    )
+
+    def __init__(
+        self, model: SimModel, request: Request, index: int, seed: int, script: _Script | None
+    ) -> None:
+        stop, sampling = request.stop, request.sampling
+        self.index = index
+        self.seed = seed
+        self._stop = stop
+        self._stop_ids = frozenset(stop.stop_token_ids)
+        self._eos_ids = frozenset() if stop.ignore_eos else frozenset(model.card.eos_token_ids)
+        self.enders = self._stop_ids | self._eos_ids
+        """Tokens after which this choice may be over; after any other it is not, but for its length."""
+        self._alternatives = model.words
+        self._words = model.words if sampling.allowed_token_ids is None else sampling.allowed_token_ids
+        self._num_logprobs = sampling.logprobs
+        self._script = script or ()
+        self._eos = model.card.eos_token_ids[0]
+        says_eos = script is not None and self._eos in self.enders
+        self._eos_at = max(len(self._script), stop.min_tokens) if says_eos else _NEVER
+
+    def token(self, position: int) -> int:
+        if position < len(self._script):
+            return self._script[position]
+        if position >= self._eos_at:
+            return self._eos
+        return draw(self._words, self.seed, position)
+
+    def end(self, position: int, token: int) -> End | None:
+        """Whether `token` at `position` is the last one."""
+        if position >= self._stop.min_tokens:
+            if token in self._eos_ids:
+                return End(FinishReason.STOP)
+            if token in self._stop_ids:
+                return End(FinishReason.STOP, token)
+        return End(FinishReason.LENGTH) if position + 1 >= self._stop.max_tokens else None
+
+    def logprobs(self, position: int, token: int) -> tuple[TokenLogprobs, ...] | None:
+        if self._num_logprobs is None:
+            return None
+        digest = xxhash.xxh3_64_intdigest(position.to_bytes(8, "little"), self.seed ^ _LOGPROBS_SALT)
+        return (_made_up(token, self._num_logprobs, self._alternatives, digest),)
+
+
+class Speaker:
+    """Finds what is to be said in answer to a request. One per engine."""
+
+    def __init__(self, model: SimModel, say: str | None, from_prompt: bool) -> None:
+        self._model = model
+        self._tokenizer = _tokenizer(model) if say is not None or from_prompt else None
+        self._from_prompt = from_prompt
+        self._said = None if say is None else (self._encode(say),)
+
+    def choices(self, request: Request) -> list[Choice]:
+        """InvalidRequest for what no answer could keep to."""
+        self._check(request)
+        prompt = token_bytes(request.token_ids)
+        base = request.sampling.seed
+        if base is None:
+            base = xxhash.xxh3_64_intdigest(prompt)
+        scripts = self._scripts(request)
+        return [
+            Choice(
+                self._model,
+                request,
+                index,
+                (base + index * _CHOICE_STEP) % 2**64,
+                scripts[index % len(scripts)] if scripts is not None else None,
+            )
+            for index in range(request.sampling.num_choices)
+        ]
+
+    def prompt_logprobs(self, request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+        """One for each token of the prompt; nothing comes before the first, so it has none."""
+        num_top = request.sampling.prompt_logprobs
+        if num_top is None or request.resume:
+            return None
+        found: list[TokenLogprobs | None] = [None]
+        for position, token in enumerate(request.token_ids[1:], 1):
+            digest = xxhash.xxh3_64_intdigest(position.to_bytes(8, "little"), token)
+            found.append(_made_up(token, num_top, self._model.words, digest))
+        return tuple(found)
+
+    def _check(self, request: Request) -> None:
+        stop, sampling = request.stop, request.sampling
+        if not 0 <= stop.min_tokens <= stop.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {stop.min_tokens}; it must be from 0 to max_tokens, which is {stop.max_tokens}",
+                param="min_tokens",
+            )
+        for param, number in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+            if number is not None and not 0 <= number <= MAX_LOGPROBS:
+                raise InvalidRequest(f"{param} is {number}; it must be from 0 to {MAX_LOGPROBS}", param=param)
+        allowed, size = sampling.allowed_token_ids, self._model.vocabulary_size
+        if allowed is not None and not (allowed and min(allowed) >= 0 and max(allowed) < size):
+            raise InvalidRequest(
+                f"allowed_token_ids must be one or more ids under {size}, the size of the vocabulary",
+                param="allowed_token_ids",
+            )
+
+    def _scripts(self, request: Request) -> tuple[_Script, ...] | None:
+        if request.sampling.allowed_token_ids is not None:
+            return None
+        if self._from_prompt:
+            assert self._tokenizer is not None
+            texts = scripted_texts(self._tokenizer.decode(request.token_ids, skip_special_tokens=False))
+            if texts is not None:
+                return tuple(self._encode(text) for text in texts)
+        return self._said
+
+    def _encode(self, text: str) -> _Script:
+        assert self._tokenizer is not None
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def scripted_texts(prompt: str) -> tuple[str, ...] | None:
+    """The alternatives in the last `<say>one<or/>another</say>` of a prompt; None when there is none."""
+    start = prompt.rfind(OPEN, 0, max(prompt.rfind(CLOSE), 0))
+    if start < 0:
+        return None
+    start += len(OPEN)
+    return tuple(prompt[start : prompt.index(CLOSE, start)].split(OR))
+
+
+def _tokenizer(model: SimModel) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_buffer(model.card.tokenizer_json)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _made_up(token: int, num_top: int, words: Sequence[int], digest: int) -> TokenLogprobs:
+    """Log probabilities that could be real: the token has half or more, each other half of what is left."""
+    share = 0.5 + (digest & 0xFFFF) / 2**17
+    chosen = math.log(share)
+    top = [(token, chosen)]
+    left = 1.0 - share
+    start = digest >> 16
+    for offset in range(len(words)):
+        if len(top) >= num_top:
+            break
+        word = words[(start + offset) % len(words)]
+        if word != token:
+            left /= 2
+            top.append((word, math.log(left)))
+    return TokenLogprobs(token, chosen, tuple(top[:num_top]))
