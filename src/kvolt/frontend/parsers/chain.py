@@ -1,0 +1,65 @@
+"""Reasoning first, then tool calls in what is left."""
+
+from __future__ import annotations
+
+from kvolt.frontend.parsers.port import Content, Piece, TextParser, ToolArguments, ToolStart, joined
+
+
+class ParserChain:
+    """A TextParser of two; either may be missing.
+
+    Calls beyond max_calls are swallowed: without parallel calls a client is promised at most one.
+    """
+
+    __slots__ = ("_max_calls", "_reasoning", "_tools", "num_calls")
+
+    def __init__(
+        self,
+        reasoning: TextParser | None = None,
+        tools: TextParser | None = None,
+        *,
+        max_calls: int | None = None,
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._max_calls = max_calls
+        self.num_calls = 0
+        """Calls given out so far; with any, the answer ends with finish reason `tool_calls`."""
+
+    @property
+    def passes_all(self) -> bool:
+        return self._tools is None and (self._reasoning is None or self._reasoning.passes_all)
+
+    def feed(self, text: str) -> list[Piece]:
+        if self._reasoning is not None:
+            return self._second(self._reasoning.feed(text))
+        return self._second([Content(text)]) if text else []
+
+    def finish(self) -> list[Piece]:
+        pieces = self._second(self._reasoning.finish()) if self._reasoning is not None else []
+        if self._tools is not None:
+            pieces = joined(pieces + self._allowed(self._tools.finish()))
+        return pieces
+
+    def _second(self, pieces: list[Piece]) -> list[Piece]:
+        tools = self._tools
+        if tools is None:
+            return pieces
+        result: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, Content):
+                result += self._allowed(tools.feed(piece.text))
+            else:
+                result.append(piece)
+        return result
+
+    def _allowed(self, pieces: list[Piece]) -> list[Piece]:
+        """What is left when further calls are dropped."""
+        limit = self._max_calls
+        allowed: list[Piece] = []
+        for piece in pieces:
+            if limit is not None and isinstance(piece, ToolStart | ToolArguments) and piece.index >= limit:
+                continue
+            self.num_calls += isinstance(piece, ToolStart)
+            allowed.append(piece)
+        return allowed

@@ -1,0 +1,45 @@
+"""Calls under a grammar (`tool_choice` required or a function's name): bare JSON, no markers.
+
+What breaks the grammar comes out as everywhere: as arguments in a started call, else as content.
+"""
+
+from __future__ import annotations
+
+from kvolt.frontend.parsers.arguments import MAX_HELD
+from kvolt.frontend.parsers.calls import CallParser, CallSyntax
+from kvolt.frontend.parsers.port import Piece, ToolArguments, ToolStart
+
+_ARRAY = CallSyntax(separators=" \t\r\n[,]", bare=True)
+
+
+class RequiredToolParser(CallParser):
+    """The output is an array: `[{"name": ..., "parameters": {...}}, ...]`."""
+
+    __slots__ = ()
+
+    def __init__(self, max_held: int = MAX_HELD) -> None:
+        super().__init__(_ARRAY, max_held)
+
+
+class NamedToolParser:
+    """The whole output is the arguments of one function; a TextParser."""
+
+    __slots__ = ("_name", "_started")
+
+    passes_all = False
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._started = False
+
+    def feed(self, text: str) -> list[Piece]:
+        if not text:
+            return []
+        arguments = ToolArguments(0, text)
+        if self._started:
+            return [arguments]
+        self._started = True
+        return [ToolStart(0, self._name), arguments]
+
+    def finish(self) -> list[Piece]:
+        return []

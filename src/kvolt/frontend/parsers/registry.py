@@ -1,0 +1,100 @@
+"""Parsers by the names that users of Dynamo and vLLM know, and which one a chat template asks for.
+
+A new parser is a row in one of the two tables. Names may be written with dashes or underscores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvolt.core.errors import ConfigError
+from kvolt.frontend.parsers.hermes import HermesParser
+from kvolt.frontend.parsers.llama3_json import Llama3JsonParser
+from kvolt.frontend.parsers.port import TextParser
+from kvolt.frontend.parsers.reasoning import CLOSING, OPENING, ThinkParser
+
+_Row = TypeVar("_Row")
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """How a chat template shows the format that its model was taught."""
+
+    any_of: tuple[str, ...]
+    all_of: tuple[str, ...] = ()
+    none_of: tuple[str, ...] = ()
+
+    def fit(self, template: str) -> bool:
+        return (
+            any(mark in template for mark in self.any_of)
+            and all(mark in template for mark in self.all_of)
+            and not any(mark in template for mark in self.none_of)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ToolRow:
+    build: Callable[[], TextParser]
+    marks: _Marks
+
+
+@dataclass(frozen=True, slots=True)
+class _ReasoningRow:
+    starts_inside: bool
+    """When the prompt does not say."""
+    marks: _Marks
+
+
+# Both in the order of detection. `<tool_call>` also wraps the XML of Qwen3-Coder and GLM, which is not hermes.
+_HERMES = _ToolRow(HermesParser, _Marks(("<tool_call>",), none_of=("<function=", "<arg_key>")))
+_TOOLS = {
+    "hermes": _HERMES,
+    "qwen25": _HERMES,
+    "llama3_json": _ToolRow(Llama3JsonParser, _Marks(("<|python_tag|>", "ipython"))),
+}
+_REASONING = {
+    "deepseek_r1": _ReasoningRow(True, _Marks((OPENING, CLOSING), all_of=("<｜Assistant｜>",))),  # noqa: RUF001
+    "qwen3": _ReasoningRow(False, _Marks((OPENING, CLOSING))),
+}
+
+
+def tool_parser(name: str) -> TextParser:
+    return _row("tool", _TOOLS, name).build()
+
+
+def reasoning_parser(name: str, *, starts_inside: bool | None = None) -> TextParser:
+    """starts_inside is what `prompt_opens_reasoning` says of the prompt; None leaves it to the model's habit."""
+    row = _row("reasoning", _REASONING, name)
+    return ThinkParser(starts_inside=row.starts_inside if starts_inside is None else starts_inside)
+
+
+def detect_tool_parser(chat_template: str) -> str | None:
+    return next((name for name, row in _TOOLS.items() if row.marks.fit(chat_template)), None)
+
+
+def detect_reasoning_parser(chat_template: str) -> str | None:
+    return next((name for name, row in _REASONING.items() if row.marks.fit(chat_template)), None)
+
+
+def prompt_opens_reasoning(prompt: str) -> bool | None:
+    """Whether a rendered prompt ends inside reasoning or just after it; None when it does not say.
+
+    Asked of the prompt and not of the template's source: which it is may depend on the request's arguments.
+    """
+    end = prompt[-64:].rstrip()
+    if end.endswith(OPENING):
+        return True
+    return False if end.endswith(CLOSING) else None
+
+
+def _row(kind: str, rows: Mapping[str, _Row], name: str) -> _Row:
+    row = rows.get(name.strip().lower().replace("-", "_"))
+    if row is None:
+        raise ConfigError(
+            f"unknown {kind} parser {name!r}; known are {', '.join(sorted(rows))}",
+            key=f"{kind}_parser",
+            remedy="name one of them, or none to have it chosen from the chat template",
+        )
+    return row
