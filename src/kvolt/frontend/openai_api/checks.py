@@ -1,0 +1,197 @@
+"""Rules between the fields of a request, and against the model's vocabulary.
+
+What one field may be on its own is said by its type in `requests`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvolt.core.errors import InvalidRequest, Unsupported
+from kvolt.frontend.openai_api.messages import check_messages
+from kvolt.frontend.openai_api.nesting import check_nesting
+from kvolt.frontend.openai_api.tools import check_tools
+
+if TYPE_CHECKING:
+    from kvolt.frontend.openai_api.requests import (
+        ChatRequest,
+        CompletionRequest,
+        DetokenizeRequest,
+        GenerationRequest,
+        TemplateRequest,
+        TokenizeRequest,
+    )
+
+MAX_CHOICES = 128
+"""Prompts times `n`."""
+
+_TEMPLATE_OWN = frozenset(
+    (
+        "add_generation_prompt",
+        "bos_token",
+        "chat_template",
+        "continue_final_message",
+        "documents",
+        "eos_token",
+        "messages",
+        "self",
+        "tokenize",
+        "tools",
+    )
+)
+"""Names that a chat template is given by us."""
+
+
+def check_chat(request: ChatRequest) -> None:
+    _check_generation(request)
+    check_messages(request.messages)
+    _check_template(request)
+    asked = request.max_tokens, request.max_completion_tokens
+    if None not in asked and asked[0] != asked[1]:
+        raise InvalidRequest(
+            f"max_tokens is {asked[0]} and max_completion_tokens is {asked[1]}; give only the latter",
+            param="max_tokens",
+        )
+    _check_min_tokens(request.min_tokens, request.max_completion_tokens, "max_completion_tokens")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if request.functions is not None or request.function_call is not None:
+        param = "functions" if request.functions is not None else "function_call"
+        raise Unsupported(
+            f"{param} is not supported: use tools and tool_choice", feature="functions", param=param
+        )
+    if request.modalities and request.modalities != ["text"]:
+        raise Unsupported("modalities: only 'text' can be answered", feature="modalities", param="modalities")
+    for name, wanted in (("audio", request.audio), ("web_search_options", request.web_search_options)):
+        if wanted is not None:
+            raise Unsupported(f"{name} is not supported", feature=name, param=name)
+
+
+def check_completion(request: CompletionRequest) -> None:
+    _check_generation(request)
+    num_choices = request.n or 1
+    num_prompts = _check_prompt(request)
+    if num_prompts * num_choices > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n = {num_choices} are {num_prompts * num_choices} choices; at most "
+            f"{MAX_CHOICES} can be asked for at once",
+            param="prompt" if num_prompts > 1 else "n",
+        )
+    if request.suffix:
+        raise Unsupported("suffix is not supported", feature="suffix", param="suffix")
+    if request.best_of is not None:
+        _check_best_of(request.best_of, num_choices, bool(request.stream))
+
+
+def check_tokenize(request: TokenizeRequest) -> None:
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    if request.messages is not None:
+        check_messages(request.messages)
+    _check_template(request)
+
+
+def _check_generation(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    _check_min_tokens(request.min_tokens, request.max_tokens, "max_tokens")
+
+
+def _check_min_tokens(least: int | None, most: int | None, name: str) -> None:
+    if least is not None and most is not None and least > most:
+        raise InvalidRequest(f"min_tokens is {least}, over {name} of {most}", param="min_tokens")
+
+
+def _check_prompt(request: CompletionRequest) -> int:
+    """The number of prompts."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return 1
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1:
+        raise InvalidRequest("prompt mixes texts, token ids and lists of token ids", param="prompt")
+    return 1 if kinds == {int} else len(prompt)
+
+
+def _check_best_of(best_of: int, num_choices: int, stream: bool) -> None:
+    if best_of > 1 and stream:
+        raise InvalidRequest("best_of cannot be streamed", param="best_of")
+    if best_of < num_choices:
+        raise InvalidRequest(f"best_of is {best_of}, less than n = {num_choices}", param="best_of")
+    if best_of != num_choices:
+        raise Unsupported(
+            f"best_of is {best_of}; only the same as n = {num_choices} is supported",
+            feature="best_of",
+            param="best_of",
+        )
+
+
+def _check_template(request: TemplateRequest) -> None:
+    if request.tools:
+        check_tools(request.tools)
+    if request.add_generation_prompt and request.continue_final_message:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message exclude each other",
+            param="continue_final_message",
+        )
+    if request.chat_template is not None:
+        raise Unsupported(
+            "chat_template is not supported: the model's own is used",
+            feature="chat_template",
+            param="chat_template",
+        )
+    if request.documents is not None:
+        check_nesting(request.documents, "documents")
+    given, other = request.chat_template_kwargs, request.chat_template_args
+    if given is not None:
+        _check_template_kwargs(given, "chat_template_kwargs")
+    if other is not None:
+        _check_template_kwargs(other, "chat_template_args")
+        if given is not None and given != other:
+            raise InvalidRequest(
+                "chat_template_kwargs and chat_template_args are two names of one field and differ here",
+                param="chat_template_args",
+            )
+    thinking = request.thinking
+    if thinking is not None and not isinstance(thinking, bool) and thinking.budget_tokens is not None:
+        raise Unsupported(
+            "thinking.budget_tokens is not supported: no engine here can end its reasoning at a given length",
+            feature="thinking.budget_tokens",
+            param="thinking.budget_tokens",
+        )
+
+
+def _check_template_kwargs(kwargs: dict[str, Any], param: str) -> None:
+    check_nesting(kwargs, param)
+    for name in kwargs:
+        if name in _TEMPLATE_OWN:
+            raise InvalidRequest(f"{param} must not hold {name!r}", param=f"{param}.{name}")
+
+
+def check_vocabulary(request: GenerationRequest | DetokenizeRequest, vocabulary_size: int) -> None:
+    """InvalidRequest for a token id that the model does not have, wherever a request names one."""
+    for param, token_ids in _token_ids(request):
+        highest = max(token_ids, default=0)
+        if highest >= vocabulary_size:
+            raise InvalidRequest(
+                f"{param} has the token id {highest}; this model's vocabulary ends at {vocabulary_size - 1}",
+                param=param,
+            )
+
+
+def _token_ids(request: GenerationRequest | DetokenizeRequest) -> Iterator[tuple[str, Iterable[int]]]:
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "tokens"):
+        token_ids = getattr(request, name, None)
+        if token_ids:
+            yield name, token_ids
+    nvext = getattr(request, "nvext", None)
+    if nvext is not None and nvext.token_data:
+        yield "nvext.token_data", nvext.token_data
+    prompt: Any = getattr(request, "prompt", None)
+    if isinstance(prompt, list) and isinstance(prompt[0], int):
+        yield "prompt", prompt
+    elif isinstance(prompt, list) and isinstance(prompt[0], list):
+        yield from ((f"prompt[{index}]", token_ids) for index, token_ids in enumerate(prompt))

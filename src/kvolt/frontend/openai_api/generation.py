@@ -1,0 +1,157 @@
+"""What a request asks of the engine and of the text that comes back, with the model's defaults filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
+from kvolt.core.request import Grammar, Sampling
+from kvolt.frontend.openai_api.grammar import is_guided, request_grammar
+from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
+from kvolt.frontend.openai_api.tools import NO_TOOLS, Tool, Toolset, resolve_tools, tool_grammar
+
+_DEFAULTS = Sampling()
+
+
+class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's, in our own words."""
+
+    sampling: Sampling
+    max_tokens: int | None = None
+    """None: as many as the context has room for, or what the server sets."""
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    grammar: Grammar | None = None
+    tool_choice: str = "none"
+    """"none", "auto", "required" or the name of the function that must be called."""
+    tools: tuple[Tool, ...] = ()
+    """Those that the model is told of and may call; none with `tool_choice` "none"."""
+    parallel_tool_calls: bool = True
+
+
+def sampling_defaults(values: Mapping[str, Any]) -> Sampling:
+    """A model card's `defaults`, once per model. ConfigError for what is no Sampling."""
+    try:
+        return msgspec.convert(dict(values), Sampling)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the model's sampling defaults cannot be used: {error}", key="defaults") from error
+
+
+def chat_options(request: ChatRequest, defaults: Sampling = _DEFAULTS) -> GenerationOptions:
+    """InvalidRequest or Unsupported for grammars and tool choices that cannot be met."""
+    parallel = request.parallel_tool_calls is not False
+    toolset = resolve_tools(request.tools, request.tool_choice)
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    limit = request.max_completion_tokens
+    return _options(
+        request,
+        sampling=_sampling(request, defaults, logprobs, request.prompt_logprobs),
+        max_tokens=request.max_tokens if limit is None else limit,
+        grammar=_chat_grammar(request, toolset, parallel),
+        toolset=toolset,
+        parallel=parallel,
+    )
+
+
+def completion_options(request: CompletionRequest, defaults: Sampling = _DEFAULTS) -> GenerationOptions:
+    prompt_logprobs = request.prompt_logprobs
+    if prompt_logprobs is None and request.echo:
+        prompt_logprobs = request.logprobs  # an echoed prompt has them like the rest of the text
+    return _options(
+        request,
+        sampling=_sampling(request, defaults, request.logprobs, prompt_logprobs),
+        max_tokens=request.max_tokens,
+        grammar=request_grammar(request),
+    )
+
+
+def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
+    """Each prompt of the request, whatever form it came in."""
+    prompt: Any = request.prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    several: list[str] | list[list[int]] = prompt
+    return several
+
+
+def _options(
+    request: GenerationRequest,
+    *,
+    sampling: Sampling,
+    max_tokens: int | None,
+    grammar: Grammar | None,
+    toolset: Toolset = NO_TOOLS,
+    parallel: bool = True,
+) -> GenerationOptions:
+    stop = request.stop
+    return GenerationOptions(
+        sampling=sampling,
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens or 0,
+        stop=(stop,) if isinstance(stop, str) else tuple(dict.fromkeys(stop)) if stop else (),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=request.ignore_eos or False,
+        include_stop=request.include_stop_str_in_output or False,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        grammar=grammar,
+        tool_choice=toolset.choice,
+        tools=toolset.tools,
+        parallel_tool_calls=parallel,
+    )
+
+
+def _sampling(
+    request: GenerationRequest, defaults: Sampling, logprobs: int | None, prompt_logprobs: int | None
+) -> Sampling:
+    temperature = _or(request.temperature, defaults.temperature)
+    if request.nvext is not None and request.nvext.greed_sampling:
+        temperature = 0.0
+    top_k = defaults.top_k if request.top_k is None else request.top_k
+    allowed = request.allowed_token_ids
+    return Sampling(
+        temperature=temperature,
+        top_p=_or(request.top_p, defaults.top_p),
+        top_k=top_k if top_k is not None and top_k > 0 else None,
+        min_p=_or(request.min_p, defaults.min_p),
+        presence_penalty=_or(request.presence_penalty, defaults.presence_penalty),
+        frequency_penalty=_or(request.frequency_penalty, defaults.frequency_penalty),
+        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=defaults.logit_bias if request.logit_bias is None else request.logit_bias,
+        allowed_token_ids=defaults.allowed_token_ids if allowed is None else tuple(allowed),
+        seed=defaults.seed if request.seed is None else request.seed,
+        num_choices=request.n or 1,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _chat_grammar(request: ChatRequest, toolset: Toolset, parallel: bool) -> Grammar | None:
+    """A demanded call is the whole answer, so a response_format beside it has nothing to say."""
+    grammar = request_grammar(request)
+    calls = tool_grammar(toolset, parallel)
+    if grammar is None or calls is None:
+        if grammar is not None and toolset.tools and not is_guided(request):
+            raise Unsupported(
+                "response_format together with tools that the model may or may not call is not supported: set "
+                "tool_choice to 'none', 'required' or a function, or leave one of them out",
+                feature="response_format_with_tools",
+                param="response_format",
+            )
+        return grammar or calls
+    if is_guided(request):
+        raise InvalidRequest(
+            "tool_choice demands a call, but another constraint on the output is given too",
+            param="tool_choice",
+        )
+    return calls

@@ -1,0 +1,270 @@
+"""Request headers, together with `nvext`, as values: who asks, how urgent it is, how long it may take.
+
+Owns the names of the headers and their meaning. Each header has a name of ours, `x-kvolt-NAME`, and where
+Dynamo has it too, `x-dynamo-NAME`; of several, the first in its list below is read.
+
+A header beats the body. Headers are what a gateway sets for clients that it does not trust with their own
+priority or tenant, and a client must not undo that from inside; Dynamo's order is the same. A tenant and a
+salt of the body do not compete: both go into the salt, so a client can part its tenant's cache further but
+never reach another tenant's.
+
+`x-dynamo-meta-*`, parent sessions and the end of a session are information that nothing here reads yet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from kvolt.core.errors import InvalidRequest
+from kvolt.core.request import RoutingHints
+from kvolt.frontend.openai_api.errors import UnsupportedMediaType
+from kvolt.frontend.openai_api.nvext import (
+    MAX_SALT_CHARS,
+    SALT_PATTERN,
+    NvExt,
+    check_nvext,
+    refuse_not_yet,
+)
+
+REQUEST_ID = ("x-request-id", "x-dynamo-request-id")
+TENANT = ("x-kvolt-tenant-id", "x-tenant-id")
+PRIORITY = ("x-kvolt-request-priority", "x-dynamo-request-priority")
+TIMEOUT_MS = ("x-kvolt-timeout-ms", "x-request-timeout-ms")
+TIMING = ("x-kvolt-timing",)
+TRACEPARENT = ("traceparent",)
+
+SESSION: tuple[tuple[str, str | None], ...] = (
+    ("x-kvolt-session-id", None),
+    ("x-dynamo-session-id", None),
+    ("x-claude-code-session-id", "x-claude-code-agent-id"),
+    ("thread-id", None),  # Codex
+    ("x-session-id", None),  # OpenCode, Ray, AIBrix
+)
+"""A conversation's header and, where an agent has sub-agents, the one that names the sub-agent's own."""
+
+DEMANDS: dict[str, tuple[str, ...]] = {
+    "nvext.backend_instance_id": (
+        "x-kvolt-worker-instance-id",
+        "x-dynamo-worker-instance-id",
+        "x-worker-instance-id",
+    ),
+    "nvext.prefill_worker_id": (
+        "x-kvolt-prefill-instance-id",
+        "x-dynamo-prefill-instance-id",
+        "x-prefill-instance-id",
+    ),
+    "nvext.dp_rank": ("x-kvolt-dp-rank", "x-dynamo-dp-rank", "x-dp-rank", "x-data-parallel-rank"),
+    "nvext.prefill_dp_rank": ("x-kvolt-prefill-dp-rank", "x-dynamo-prefill-dp-rank", "x-prefill-dp-rank"),
+    "nvext.agent_hints.strict_priority": (
+        "x-kvolt-request-strict-priority",
+        "x-dynamo-request-strict-priority",
+    ),
+}
+"""Headers that say the same as a field of `nvext` for which there is no mechanism yet."""
+
+FLAGS = {"1": True, "true": True, "0": False, "false": False}
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
+MAX_NAME_CHARS = 256
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_NAME = re.compile(r"[\x21-\x7e]{1,256}")
+_SALT = re.compile(SALT_PATTERN)
+_JSON = re.compile(
+    r"application/(?:[\w.+-]+\+)?json\s*(?:;\s*charset\s*=\s*\"?utf-?8\"?\s*)?;?", re.IGNORECASE
+)
+
+
+class RequestHints(msgspec.Struct, frozen=True, kw_only=True):
+    """What headers and `nvext` say of one request."""
+
+    request_id: str | None = None
+    """The client's own; None when it sent none, or one that is not 1 to 128 visible ASCII characters."""
+    traceparent: str | None = None
+    """As sent; `logs.bind` judges it."""
+    routing: RoutingHints = RoutingHints()
+    salt: str | None = None
+    annotations: tuple[str, ...] = ()
+    extra_fields: tuple[str, ...] = ()
+    token_data: tuple[int, ...] | None = None
+    use_raw_prompt: bool = False
+    deadline_s: float | None = None
+    """Time for the whole answer, counted from now."""
+    timing: bool = False
+    """Whether response headers shall say where the time went."""
+
+
+NO_HINTS = RequestHints()
+"""What most requests say; shared, since it is immutable."""
+
+
+def _names() -> Iterable[str]:
+    for group in (REQUEST_ID, TENANT, PRIORITY, TIMEOUT_MS, TIMING, TRACEPARENT, *DEMANDS.values()):
+        yield from group
+    for root, child in SESSION:
+        yield root
+        if child is not None:
+            yield child
+
+
+NAMES = frozenset(_names())
+"""Every header that is read here."""
+
+
+def hints(
+    headers: Mapping[str, str], nvext: NvExt | None, body_salt: str | None, priority: int | None
+) -> RequestHints:
+    """`body_salt` and `priority` are the body's root-level fields. InvalidRequest names a bad header."""
+    if nvext is None and priority is None and not body_salt and NAMES.isdisjoint(headers):
+        return NO_HINTS
+    if nvext is None:
+        nvext = _NO_NVEXT
+    else:
+        check_nvext(nvext)
+    _refuse_demands(headers)
+    tenant = _name(headers, TENANT)
+    request_id = _first(headers, REQUEST_ID)[1]
+    return RequestHints(
+        request_id=request_id if request_id and _REQUEST_ID.fullmatch(request_id) else None,
+        traceparent=headers.get("traceparent"),
+        routing=_routing(headers, nvext, tenant, priority),
+        salt=_salt(tenant, _body_salt(nvext.cache_salt, body_salt)),
+        annotations=nvext.annotations or (),
+        extra_fields=nvext.extra_fields or (),
+        token_data=nvext.token_data,
+        use_raw_prompt=nvext.use_raw_prompt or False,
+        deadline_s=_deadline_s(headers),
+        timing=_flag(headers, TIMING),
+    )
+
+
+def check_json(headers: Mapping[str, str]) -> None:
+    """UnsupportedMediaType for a body that says it is something else than JSON; silence is taken as JSON."""
+    content_type = headers.get("content-type", "application/json")
+    if content_type != "application/json" and not _JSON.fullmatch(content_type.strip()):
+        raise UnsupportedMediaType(
+            f"the content type is {content_type[:100]!r}; send application/json", content_type=content_type
+        )
+    encoding = headers.get("content-encoding")
+    if encoding is not None and encoding.lower() != "identity":
+        raise UnsupportedMediaType(
+            f"the content encoding is {encoding[:100]!r}; send the body uncompressed",
+            content_encoding=encoding,
+        )
+
+
+_NO_NVEXT = NvExt()
+_NO_ROUTING = RoutingHints()
+
+
+def _routing(
+    headers: Mapping[str, str], nvext: NvExt, tenant: str | None, body_priority: int | None
+) -> RoutingHints:
+    agent = nvext.agent_hints
+    constraints = nvext.routing_constraints
+    wanted = _integer(headers, PRIORITY, -(2**31), 2**31 - 1)
+    if wanted is None and agent is not None:
+        wanted = agent.priority
+    if wanted is None:
+        wanted = body_priority
+    if wanted is None and agent is not None and agent.latency_sensitivity is not None:
+        wanted = int(agent.latency_sensitivity)
+    preferred = constraints.preferred_taints if constraints is not None else None
+    session = _session(headers)
+    osl = agent.osl if agent is not None else None
+    if tenant is None and session is None and not wanted and not preferred and osl is None:
+        return _NO_ROUTING
+    return RoutingHints(
+        tenant=tenant,
+        session=session,
+        priority=wanted or 0,
+        preferred_taints=preferred or {},
+        expected_output_tokens=osl,
+    )
+
+
+def _refuse_demands(headers: Mapping[str, str]) -> None:
+    for field, names in DEMANDS.items():
+        name, text = _first(headers, names)
+        if text is None:
+            continue
+        if field.endswith(("_rank", "_priority")):
+            refuse_not_yet(field, _to_integer(name, text, 0, 2**32 - 1), param=name)
+        else:
+            refuse_not_yet(field, _to_name(name, text), param=name)
+
+
+def _salt(tenant: str | None, salt: str | None) -> str | None:
+    # A line break can stand in neither, so that no salt of a body is ever equal to one of a tenant.
+    return salt or None if tenant is None else f"{tenant}\n{salt or ''}"
+
+
+def _body_salt(nvext_salt: str | None, root_salt: str | None) -> str | None:
+    salt, param = (nvext_salt, "nvext.cache_salt") if nvext_salt else (root_salt, "cache_salt")
+    if salt and (len(salt) > MAX_SALT_CHARS or not _SALT.fullmatch(salt)):
+        raise InvalidRequest(
+            f"{param} must be at most {MAX_SALT_CHARS} characters, none of them a control character",
+            param=param,
+        )
+    return salt
+
+
+def _session(headers: Mapping[str, str]) -> str | None:
+    for root, child in SESSION:
+        if root in headers:
+            session = _to_name(root, headers[root])
+            return _to_name(child, headers[child]) if child is not None and child in headers else session
+    return None
+
+
+def _deadline_s(headers: Mapping[str, str]) -> float | None:
+    timeout_ms = _integer(headers, TIMEOUT_MS, 1, MAX_TIMEOUT_MS)
+    return timeout_ms / 1000 if timeout_ms is not None else None
+
+
+def _flag(headers: Mapping[str, str], names: tuple[str, ...]) -> bool:
+    name, text = _first(headers, names)
+    if text is None:
+        return False
+    if text not in FLAGS:
+        raise _bad(name, text, " or ".join(FLAGS))
+    return FLAGS[text]
+
+
+def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str | None]:
+    for name in names:
+        if name in headers:
+            return name, headers[name]
+    return names[0], None
+
+
+def _name(headers: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    name, text = _first(headers, names)
+    return _to_name(name, text) if text is not None else None
+
+
+def _integer(headers: Mapping[str, str], names: tuple[str, ...], low: int, high: int) -> int | None:
+    name, text = _first(headers, names)
+    return _to_integer(name, text, low, high) if text is not None else None
+
+
+def _to_name(name: str, text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise _bad(name, text, f"1 to {MAX_NAME_CHARS} visible ASCII characters, without spaces, once")
+    return text
+
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,19}")
+
+
+def _to_integer(name: str, text: str, low: int, high: int) -> int:
+    value = int(text) if _INTEGER.fullmatch(text) else None
+    if value is None or not low <= value <= high:
+        raise _bad(name, text, f"a whole number from {low} to {high}")
+    return value
+
+
+def _bad(name: str, text: str, right: str) -> InvalidRequest:
+    return InvalidRequest(f"the header {name} is {text[:100]!r}; it must be {right}", param=name)

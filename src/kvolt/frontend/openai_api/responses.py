@@ -1,0 +1,325 @@
+"""Answers as OpenAI's clients read them. Schemas only: `/openapi.json` is written from these structs, and an
+answer in one piece can be encoded from them. Events of a stream stand here for the schema's sake; on the
+wire they are joined from ready-made pieces.
+
+A field that is not there (`UNSET`) and one that is `null` are different things to a client; OpenAI's own
+answers decide which it is.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+FinishReasonName = Literal["stop", "length", "tool_calls", "content_filter"]
+_Count = Annotated[int, Meta(ge=0)]
+_TokenId = Annotated[int, Meta(ge=0)]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    cached_tokens: _Count = 0
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    reasoning_tokens: _Count = 0
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a request, over all its choices."""
+
+    prompt_tokens: _Count
+    completion_tokens: _Count
+    total_tokens: _Count
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+# log probabilities
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of a chat's answer, and the most likely ones at its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[TopLogprob] = []
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    content: list[TokenLogprob] | None
+    refusal: list[TokenLogprob] | None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Four lists with one entry per token. The first token of an echoed prompt has no probability."""
+
+    text_offset: list[_Count]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the likely tokens at a place of the prompt; its id is the key."""
+
+    logprob: float
+    decoded_token: str
+
+
+# nvext of a response
+
+
+class WorkerIds(msgspec.Struct, frozen=True, kw_only=True):
+    """Who computed the answer."""
+
+    prefill_worker_id: str | UnsetType = UNSET
+    prefill_dp_rank: _Count | UnsetType = UNSET
+    decode_worker_id: str | UnsetType = UNSET
+    decode_dp_rank: _Count | UnsetType = UNSET
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time went; what is not known is absent."""
+
+    request_received_ms: float | UnsetType = UNSET
+    prefill_wait_time_ms: float | UnsetType = UNSET
+    prefill_time_ms: float | UnsetType = UNSET
+    ttft_ms: float | UnsetType = UNSET
+    total_time_ms: float | UnsetType = UNSET
+    kv_hit_rate: float | UnsetType = UNSET
+    router_queue_depth: _Count | UnsetType = UNSET
+    kv_transfer_estimated_latency_ms: float | UnsetType = UNSET
+
+
+class NvExtResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """What `nvext.extra_fields` asked for."""
+
+    worker_id: WorkerIds | UnsetType = UNSET
+    timing: Timing | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
+    completion_token_ids: list[_TokenId] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+
+
+# chat
+
+
+class ChatCompletionFunction(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+class ChatCompletionToolCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    id: str
+    function: ChatCompletionFunction
+
+
+class ChatCompletionMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role", tag="assistant"):
+    """The assistant's answer."""
+
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatCompletionToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: _Count
+    message: ChatCompletionMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReasonName
+    stop_reason: int | str | UnsetType | None = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion"):
+    """A whole answer to a chat."""
+
+    id: str
+    created: _Count
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+    nvext: NvExtResponse | UnsetType = UNSET
+
+
+class ChatCompletionFunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ChatCompletionToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a tool call: the first has id, type and name, the next ones more of the arguments."""
+
+    index: _Count
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: ChatCompletionFunctionDelta | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatCompletionToolCallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: _Count
+    delta: ChatDelta
+    logprobs: ChatLogprobs | UnsetType | None = UNSET
+    finish_reason: FinishReasonName | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class ChatCompletionChunk(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion.chunk"
+):
+    """One event of a streamed chat. The last one may have no choices but the usage."""
+
+    id: str
+    created: _Count
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType | None = UNSET
+    nvext: NvExtResponse | UnsetType = UNSET
+
+
+# completions
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: _Count
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReasonName | None
+    """`null` only in a stream, before the last chunk of the choice."""
+    stop_reason: int | str | UnsetType | None = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="text_completion"):
+    """A whole completion, or one event of a streamed one."""
+
+    id: str
+    created: _Count
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | None = None
+    nvext: NvExtResponse | UnsetType = UNSET
+
+
+# models
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
+    """A model that a request would reach now."""
+
+    id: str
+    created: _Count
+    owned_by: str = "kvolt"
+    context_window: _Count | UnsetType = UNSET
+    max_output_tokens: _Count | UnsetType = UNSET
+    max_model_len: _Count | UnsetType = UNSET
+    """`context_window` under vLLM's name."""
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
+    data: list[Model]
+
+
+class NamespaceReady(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers of one namespace, by role."""
+
+    ready: bool
+    workers: dict[str, _Count] = {}
+    missing: list[str] = []
+    """Roles without which nothing can be served."""
+
+
+class ModelReady(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a request for this model would be routed now, and what is missing if not."""
+
+    model: str
+    ready: bool
+    namespaces: dict[str, NamespaceReady] = {}
+
+
+# text and tokens
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+    count: _Count
+    max_model_len: _Count
+    tokens: list[_TokenId]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+    prompt: str
+
+
+# the server itself
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """Ready means routable: `no_models` until a request could be served now."""
+
+    status: Literal["ready", "no_models", "draining"]
+    models: list[str] = []
+    workers: dict[str, _Count] = {}
+    """Workers that can be reached now, by model."""
+
+
+class Live(msgspec.Struct, frozen=True, kw_only=True):
+    status: Literal["live"] = "live"
+
+
+_Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+
+class BusyThreshold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """From what load on a worker of this model counts as busy; `null` for never.
+
+    In a request, a threshold that is absent or `null` stays as it is: a body with nothing but the model asks.
+    """
+
+    model: Annotated[str, Meta(min_length=1)]
+    active_decode_blocks_threshold: _Fraction | None = None
+    """Share of a worker's KV blocks in use."""
+    active_prefill_tokens_threshold: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    active_prefill_tokens_threshold_frac: Annotated[float, Meta(ge=0)] | None = None
+    """In batches: 1.0 is `max_batch_tokens` of the worker."""
+
+
+class BusyThresholds(msgspec.Struct, frozen=True, kw_only=True):
+    thresholds: list[BusyThreshold]
+
+
+# errors
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Every answer that is not a success; in a stream, the last event."""
+
+    error: ErrorDetail
