@@ -1,0 +1,176 @@
+"""What an OpenAI-compatible server sends, read: server-sent events, chunks of an answer, error bodies.
+
+Pure. Foreign servers word the same thing differently; everything that is peculiar to one ends here, as a
+Piece or an error of our own tree.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from kvolt.core.errors import KvoltError, ProtocolError
+
+EVENT_LIMIT_BYTES = 4 << 20
+_MESSAGE_LIMIT_CHARS = 500
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class CallPiece(msgspec.Struct, frozen=True):
+    """More of one tool call; calls are numbered from 0 in the order in which they begin."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What one event of a stream brings."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallPiece, ...] = ()
+    finish: str | None = None
+    usage: Usage | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int | None = None
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    delta: _Delta | None = None
+    message: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: Usage | None = None
+
+
+class SseParser:
+    """Bytes in, the data of each event out, wherever the bytes were cut."""
+
+    def __init__(self, limit_bytes: int = EVENT_LIMIT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._line = bytearray()
+        self._data: list[bytes] = []
+        self._size_bytes = 0
+        self._after_cr = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        if self._after_cr and data[:1] == b"\n":
+            data = data[1:]
+            self._after_cr = False
+        if not data:
+            return []
+        self._after_cr = data.endswith(b"\r")
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, rest = data.split(b"\n")
+        events = []
+        for line in lines:
+            self._grow(line)
+            if self._line:
+                self._take_line()
+            elif self._data:
+                events.append(b"\n".join(self._data))
+                self._data.clear()
+                self._size_bytes = 0
+            self._line.clear()
+        self._grow(rest)
+        return events
+
+    def _grow(self, part: bytes) -> None:
+        self._line += part
+        if len(self._line) + self._size_bytes > self._limit_bytes:
+            raise ProtocolError(
+                f"an event of the stream is over {self._limit_bytes} bytes", rule="event size"
+            )
+
+    def _take_line(self) -> None:
+        name, _, value = bytes(self._line).partition(b":")
+        if name == b"data":
+            self._data.append(value.removeprefix(b" "))
+            self._size_bytes += len(value) + 1
+
+
+class ChunkReader:
+    """Chunks of one answer, read; knows what only the chunks before can tell."""
+
+    def __init__(self) -> None:
+        self.finished = False
+        self._last_call = -1
+
+    def read(self, data: bytes) -> Piece:
+        tree = read_json(data)
+        if isinstance(tree, dict) and (tree.get("error") or tree.get("object") == "error"):
+            raise KvoltError(f"the server says: {error_message(tree, data)}")
+        try:
+            chunk = msgspec.convert(tree, _Chunk)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"an event of the stream is no chat chunk: {error}", rule="chunk") from error
+        choice = next((choice for choice in chunk.choices or () if choice.index == 0), _Choice())
+        self.finished = self.finished or choice.finish_reason is not None
+        delta = choice.delta or choice.message or _Delta()
+        return Piece(
+            content=(delta.content or "") + (delta.refusal or ""),
+            reasoning=delta.reasoning_content or delta.reasoning or "",
+            calls=tuple(self._call(call) for call in delta.tool_calls or ()),
+            finish=choice.finish_reason,
+            usage=chunk.usage,
+        )
+
+    def _call(self, call: _Call) -> CallPiece:
+        function = call.function or _Function()
+        if call.index is not None:
+            self._last_call = call.index
+        elif call.id or function.name or self._last_call < 0:  # a server that does not number them
+            self._last_call += 1
+        return CallPiece(self._last_call, call.id or "", function.name or "", function.arguments or "")
+
+
+def read_json(data: bytes) -> Any:
+    try:
+        return json.loads(data.decode(errors="replace"))
+    except (ValueError, RecursionError) as error:
+        shown = one_line(data[:80].decode(errors="replace"))
+        raise ProtocolError(f"the server sent what is no JSON: {shown}", rule="json") from error
+
+
+def error_message(tree: Any, data: bytes) -> str:
+    """What an error body says, in whichever of the usual places; else all of it."""
+    for name in ("error", "message", "detail"):
+        if isinstance(tree, dict) and tree.get(name):
+            tree = tree[name]
+    return one_line(tree if isinstance(tree, str) else data.decode(errors="replace"))
+
+
+def one_line(text: str) -> str:
+    """Foreign text as a short line that is safe to print."""
+    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return line if len(line) <= _MESSAGE_LIMIT_CHARS else f"{line[: _MESSAGE_LIMIT_CHARS - 1]}…"
