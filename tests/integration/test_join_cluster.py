@@ -116,8 +116,10 @@ async def test_the_worker_that_serves_discovery_is_killed(bench: Bench) -> None:
         assert min(lost, kept) > 0
         host.kill()
         answers = [(await task).text for task in running]
-        assert sum(answer.endswith("data: [DONE]\n\n") for answer in answers) == kept
-        assert sum('"code":"worker_lost"' in answer for answer in answers) == lost
+        # Those of which nothing had come yet may have been tried again and answered.
+        whole = [answer for answer in answers if answer.endswith("data: [DONE]\n\n")]
+        assert len(whole) >= kept
+        assert all('"code":"worker_unreachable"' in answer for answer in answers if answer not in whole)
         for _ in range(4):
             assert (await http.post("/v1/completions", json=ASK)).status_code == 200
         bench.worker("host", *hosting, speed=0.5)

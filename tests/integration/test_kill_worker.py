@@ -130,8 +130,8 @@ async def test_serve_brings_a_killed_worker_back(bench: Bench) -> None:
         os.kill(bench.child_pid("worker-0"), signal.SIGKILL)
         answers = await asyncio.gather(*running)
         whole = [answer for answer in answers if answer.endswith("data: [DONE]\n\n")]
-        assert len(whole) == kept
-        assert all('"code":"worker_lost"' in answer for answer in answers if answer not in whole)
+        assert len(whole) >= kept  # those of which nothing had come yet may have been tried again
+        assert all('"code":"worker_unreachable"' in answer for answer in answers if answer not in whole)
 
         after = await bench.until_seen("frontend", "worker-0", "worker-1")
         assert after["worker-0"].address != before["worker-0"].address

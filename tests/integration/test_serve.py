@@ -121,7 +121,8 @@ async def test_answers(client: httpx.AsyncClient) -> None:
     assert two["usage"]["completion_tokens"] == 16
 
     by_ids = await post(client, "/v1/completions", completion(prompt=[70, 71, 72, 73]))
-    assert by_ids["usage"] == {"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12}
+    counts = {name: value for name, value in by_ids["usage"].items() if isinstance(value, int)}
+    assert counts == {"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12}
 
     talk = await post(client, "/v1/chat/completions", chat())
     assert talk["object"] == "chat.completion"
@@ -152,7 +153,7 @@ async def test_requests_that_are_wrong(client: httpx.AsyncClient) -> None:
         ("/v1/completions", b"{not json", 400, None),
         ("/v1/completions", b"", 400, None),
         ("/v1/completions", b"[]", 400, None),
-        ("/v1/completions", {"model": MODEL}, 400, None),
+        ("/v1/completions", {"model": MODEL}, 400, "prompt"),
         ("/v1/completions", completion(temperature=3), 400, "temperature"),
         ("/v1/completions", completion(temperature="hot"), 400, "temperature"),
         ("/v1/completions", completion(max_tokens=0), 400, "max_tokens"),
@@ -161,7 +162,7 @@ async def test_requests_that_are_wrong(client: httpx.AsyncClient) -> None:
         ("/v1/completions", completion(prompt=[]), 400, "prompt"),
         ("/v1/completions", completion(prompt=[-1]), 400, "prompt[0]"),
         ("/v1/completions", completion(prompt=[1, 10**30]), 400, "prompt[1]"),
-        ("/v1/completions", completion(prompt="word " * 600), 400, "max_tokens"),
+        ("/v1/completions", completion(prompt="word " * 600), 400, "prompt"),
         ("/v1/completions", completion(max_tokens=512), 400, "max_tokens"),
         ("/v1/chat/completions", chat(messages=[]), 400, "messages"),
     ]

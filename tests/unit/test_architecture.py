@@ -34,7 +34,16 @@ IMPURE = {
     "zmq",
 }
 
-PURE = sorted(SOURCE.glob("core/*.py")) + [
+PURE = [
+    *sorted(SOURCE.glob("core/*.py")),
+    *sorted(SOURCE.glob("frontend/detokenizer*.py")),
+    *sorted(SOURCE.glob("frontend/parsers/*.py")),
+    SOURCE / "frontend" / "choice.py",
+    SOURCE / "frontend" / "stops.py",
+    SOURCE / "frontend" / "openai_api" / "wording.py",
+    SOURCE / "journey" / "machine.py",
+]
+PURE += [
     SOURCE / "runtime" / f"{name}.py"
     for name in (
         "wire",

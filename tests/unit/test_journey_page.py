@@ -12,17 +12,23 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from kvolt.core.request import Role
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.worker import Worker
+from kvolt.frontend.admission import Admission, WorkerLoads
 from kvolt.frontend.app import FrontendApp
+from kvolt.frontend.generate import GenerateOptions, Generation
+from kvolt.frontend.metrics import FrontendMetrics
 from kvolt.frontend.models import Models
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
 from kvolt.runtime.connections import tcp_plane
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.runtime.events_mem import MemBus, MemEvents
 from kvolt.runtime.http import HttpServer
+from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import SocketNetwork, split_address
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.tasks import Crew
@@ -77,7 +83,10 @@ async def test_a_request_takes_the_way_that_the_page_tells() -> None:
     crew.start(worker.run(), "worker")
     models = Models(edge, "default")
     models.start()
-    server = HttpServer(network, FrontendApp(edge, models, 30.0).routes(), clock)
+    admission = Admission(WorkerLoads(), 10)
+    generation = Generation(edge, models, admission, FrontendMetrics(), GenerateOptions())
+    app = FrontendApp(models, generation, admission, Metrics(CollectorRegistry()), 0)
+    server = HttpServer(network, app.routes(), clock)
     address = await server.start("127.0.0.1:0")
     async with asyncio.timeout(10):
         while not models.ready():

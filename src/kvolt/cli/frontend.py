@@ -5,15 +5,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+from pathlib import Path
 
+import msgspec
+
+from kvolt.cli.edge_member import Member, Membership
 from kvolt.cli.process import Process, run_process
-from kvolt.frontend.app import FrontendApp
-from kvolt.frontend.models import Models
+from kvolt.frontend.admission import Admission, WorkerLoads
+from kvolt.frontend.edge import edge_server
+from kvolt.frontend.generate import GenerateOptions
+from kvolt.frontend.models import ModelOptions, Models
+from kvolt.frontend.preprocess import ParserNames, check_parsers
+from kvolt.router.port import RoundRobinRouter
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.config import LoadedConfig
-from kvolt.runtime.http import HttpLimits, HttpServer
-from kvolt.runtime.network import join_address
+from kvolt.runtime.http import HttpLimits
+from kvolt.runtime.memory import return_freed_memory
+from kvolt.runtime.network import SocketNetwork, join_address
 from kvolt.runtime.settings import Settings
+from kvolt.runtime.tasks import Crew
 
 HELP = """
 Start the OpenAI-compatible HTTP edge. It finds workers through discovery and serves their models.
@@ -21,6 +31,7 @@ Start the OpenAI-compatible HTTP edge. It finds workers through discovery and se
 Examples:
   kvolt frontend                                  on 127.0.0.1:8000, workers of this machine
   kvolt frontend --host 0.0.0.0 --port 80
+  kvolt frontend --processes 4                    four processes on one port, with a router, kept alive
   kvolt frontend --discovery-join-listen 10.0.0.5:7400
                                                   workers elsewhere join with --join 10.0.0.5:7400
 """
@@ -29,38 +40,85 @@ log = logging.getLogger(__name__)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", default="frontend", help="name of this process in logs and status")
+    parser.add_argument(
+        "--name",
+        default="frontend",
+        help="name of this process in logs and status (several are frontend-0, frontend-1 ...)",
+    )
+    # What a supervisor tells each of several processes; of no use to a person.
+    parser.add_argument("--group", help=argparse.SUPPRESS)
+    parser.add_argument("--slot", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--counts", type=Path, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     settings = loaded.settings
+    member = Member(args.group, args.slot, args.counts) if args.group and args.counts else None
+    if settings.frontend.processes > 1 and member is None:
+        # Not at the top: what supervises is not to be in the memory of every HTTP process.
+        from kvolt.cli.serve import serve
+
+        return serve(msgspec.structs.replace(settings, workers=[]))
+
+    return_freed_memory()
 
     async def body(process: Process) -> None:
-        await serve_http(process, settings)
+        await serve_http(process, settings, member)
 
     return run_process(settings, args.name, body)
 
 
-async def serve_http(process: Process, settings: Settings) -> None:
+async def serve_http(process: Process, settings: Settings, member: Member | None = None) -> None:
     """Serve until the process is stopped; running requests finish first."""
     runtime = process.runtime
-    models = Models(runtime, settings.namespace)
-    app = FrontendApp(runtime, models, settings.frontend.request_timeout_s)
-    server = HttpServer(
-        runtime.ports.network,
-        app.routes(),
-        runtime.ports.clock,
-        HttpLimits(max_body_bytes=settings.frontend.max_body_bytes),
-        observe=process.metrics.http_observer("frontend"),
+    wanted = settings.frontend
+    parsers = ParserNames(wanted.tool_parser, wanted.reasoning_parser)
+    check_parsers(parsers)
+    part = await Membership.join(process, member) if member is not None else None
+    namespaces = [name.strip() for name in (wanted.namespaces or settings.namespace).split(",")]
+    models = Models(
+        runtime,
+        [name for name in namespaces if name],
+        ModelOptions(wanted.token_cache_bytes, parsers, wanted.max_attempts),
+        RoundRobinRouter if part is None else part.new_router,
     )
+    loads = WorkerLoads()
+    admission = Admission(loads, wanted.max_requests, part.slot if part is not None else None)
+    server = edge_server(
+        runtime,
+        models,
+        admission,
+        process.metrics,
+        GenerateOptions(
+            strict_fields=wanted.strict_fields,
+            hold_headers_s=wanted.hold_headers_s,
+            request_timeout_s=wanted.request_timeout_s,
+        ),
+        metrics_prefix=wanted.metrics_prefix,
+        limits=HttpLimits(
+            max_body_bytes=wanted.max_body_bytes,
+            header_timeout_s=wanted.header_timeout_s,
+            body_timeout_s=wanted.body_timeout_s,
+            write_timeout_s=wanted.write_timeout_s,
+        ),
+        network=None if part is None else SocketNetwork(reuse_port=True),
+        siblings=None if part is None else part.siblings(admission),
+    )
+    crew = Crew("frontend")
+    crew.start(loads.follow(runtime.events), "loads")
 
     async def stop(drain_s: float) -> None:
         await server.close(drain_s)
+        if part is not None:
+            await part.close()
+        await crew.close()
         await models.close()
 
     process.before_close(stop)
-    address = await server.start(join_address(settings.frontend.host, settings.frontend.port))
     models.start()
+    if part is not None:
+        await part.settle(models)
+    address = await server.start(join_address(wanted.host, wanted.port))
     await runtime.serve_streams(
         EndpointAddress(settings.namespace, "frontend", "http"),
         lambda stream: stream.end(),

@@ -43,11 +43,19 @@ VERBS: dict[str, Verb] = {
         "kvolt.cli.serve", "frontend and workers on this machine, kept alive", "start", "frontend", _ALL
     ),
     "frontend": Verb(
-        "kvolt.cli.frontend", "only the OpenAI-compatible HTTP edge", "start", "frontend", _PROCESS
+        "kvolt.cli.frontend",
+        "only the OpenAI-compatible HTTP edge",
+        "start",
+        "frontend",
+        (*_PROCESS, "supervisor"),
+    ),
+    "router": Verb(
+        "kvolt.cli.router", "only the process that decides for several frontends", "start", None, _PROCESS
     ),
     "worker": Verb(
         "kvolt.cli.worker", "only one worker, here or joined to another machine", "start", None, _PROCESS
     ),
+    "chat": Verb("kvolt.cli.chat", "talk to a model, here or behind any OpenAI-compatible URL", "ask"),
     "status": Verb("kvolt.cli.status", "what is running, and is it ready", "look", None, _VISITOR),
     "top": Verb("kvolt.cli.top", "the same, live", "look", None, _VISITOR),
     "doctor": Verb(
@@ -56,7 +64,7 @@ VERBS: dict[str, Verb] = {
     "config": Verb("kvolt.cli.config", "settings: values, origins, checks, names", "look"),
 }
 
-_GROUPS = {"start": "Start", "look": "Look"}
+_GROUPS = {"start": "Start", "ask": "Ask", "look": "Look"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,6 +136,7 @@ def help_text() -> str:
         "Begin with:",
         "  kvolt doctor            is this machine ready?",
         "  kvolt serve             a frontend and two simulated workers on http://127.0.0.1:8000",
+        "  kvolt chat              talk to it",
         "  kvolt status            what is running now",
     ]
     for group, title in _GROUPS.items():

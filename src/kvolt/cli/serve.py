@@ -12,8 +12,10 @@ from pathlib import Path
 import msgspec
 
 from kvolt.cli.cluster import visit
+from kvolt.cli.edge import EdgeGroup, edge_group, num_edge_processes
 from kvolt.cli.health import base_url, served_models
 from kvolt.cli.process import check_directory, plane_host, process_options, run_loop
+from kvolt.cli.serve_chat import HeldOutput, chat_in_terminal
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.request import Role
 from kvolt.engines.registry import check_arguments
@@ -37,7 +39,9 @@ their logs merged. Ctrl-C stops all of it in order; a second Ctrl-C at once.
 Examples:
   kvolt serve                          a frontend on 127.0.0.1:8000 and two simulated workers
   kvolt serve --port 8080 --workers 4
+  kvolt serve --processes 4            the frontend as four processes on one port, and a router
   kvolt serve --config cluster.toml    the [[workers]] of a config file
+  kvolt serve --interactive            and a chat with it here; logs go to files, leaving stops everything
   kvolt serve --discovery-join-listen 10.0.0.5:7400
                                        others join with `kvolt worker --join 10.0.0.5:7400`
 """
@@ -49,12 +53,22 @@ _LOOK_TIMEOUT_S = 5.0
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="processes of the first [[workers]] entry")
     parser.add_argument("--quiet", action="store_true", help="show only warnings and errors of the processes")
+    parser.add_argument(
+        "--interactive",
+        action="store_true",
+        help="chat with the model here once it is ready; implies --quiet",
+    )
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     given = with_workers(loaded.settings, args.workers)
     for group in given.workers:
         check_arguments(group.engine, group.args)
+    return serve(given, args.quiet, args.interactive)
+
+
+def serve(given: Settings, quiet: bool = False, interactive: bool = False) -> int:
+    """All processes of these settings, until they are told to stop; the exit code."""
     check_shared(given)
 
     async def main() -> int:
@@ -67,10 +81,13 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             # The children read their config again at every restart.
             private_file(folder / "frontend.toml", to_toml(settings)) as for_frontend,
             private_file(folder / "workers.toml", to_toml(worker_settings(settings))) as for_workers,
+            edge_group(settings, folder) as group,
         ):
             await _tell_of_others(settings)
-            specs = child_specs(settings, for_frontend, for_workers)
-            return await _Serve(settings, specs, folder, quiet=args.quiet).run()
+            specs = child_specs(settings, for_frontend, for_workers, group)
+            # The chat is to read no config but ours: not what lies in this folder by chance.
+            chat = ["--config", str(for_frontend)] if interactive else None
+            return await _Serve(settings, specs, folder, quiet, chat, group).run()
 
     return run_loop(main)
 
@@ -84,7 +101,7 @@ def check_shared(settings: Settings) -> None:
             key="discovery.kind",
             remedy="use file on one machine",
         )
-    num_processes = 1 + sum(group.count for group in settings.workers)
+    num_processes = num_edge_processes(settings) + sum(group.count for group in settings.workers)
     if num_processes == 1:
         return
     ports = {"runtime.port": settings.runtime.port}
@@ -107,7 +124,7 @@ def check_shared(settings: Settings) -> None:
 
 
 def worker_settings(settings: Settings) -> Settings:
-    """The frontend alone serves discovery to other machines; those must reach the workers all the same."""
+    """One process alone serves discovery to other machines; those must reach the others all the same."""
     return msgspec.structs.replace(
         settings,
         runtime=msgspec.structs.replace(settings.runtime, host=plane_host(settings)),
@@ -148,15 +165,20 @@ async def _with_port(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, frontend=msgspec.structs.replace(frontend, port=port))
 
 
-def child_specs(settings: Settings, for_frontend: Path, for_workers: Path) -> list[ChildSpec]:
+def child_specs(
+    settings: Settings, for_frontend: Path, for_workers: Path, group: EdgeGroup | None = None
+) -> list[ChildSpec]:
     """The processes. The frontend stops first (stage 1): its requests end while workers still serve."""
     command = (sys.executable, "-m", "kvolt")
-    frontend = ChildSpec("frontend", (*command, "frontend", "--config", str(for_frontend)), stage=1)
+    if group is None:
+        edge = [ChildSpec("frontend", (*command, "frontend", "--config", str(for_frontend)), stage=1)]
+    else:
+        edge = group.specs(for_frontend, for_workers)
     names = [
         (group.name, f"{group.name}-{index}") for group in settings.workers for index in range(group.count)
     ]
     cores = usable_cores()
-    shares = share_cores(cores.ids, len(names), reserved=1)
+    shares = share_cores(cores.ids, len(names), reserved=settings.frontend.processes)
     workers = [
         ChildSpec(
             name,
@@ -165,17 +187,29 @@ def child_specs(settings: Settings, for_frontend: Path, for_workers: Path) -> li
         )
         for (group, name), share in zip(names, shares, strict=True)
     ]
-    return [frontend, *workers]
+    return [*edge, *workers]
 
 
 class _Serve:
-    """The supervisor, and a word to the user when a request would be answered."""
+    """The supervisor, and a word to the user when a request would be answered, or a chat (given its flags)."""
 
-    def __init__(self, settings: Settings, specs: list[ChildSpec], folder: Path, quiet: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        specs: list[ChildSpec],
+        folder: Path,
+        quiet: bool,
+        chat: list[str] | None = None,
+        group: EdgeGroup | None = None,
+    ) -> None:
         self._settings = settings
         self._specs = specs
         self._folder = folder
-        self._quiet = quiet
+        self._quiet = quiet or chat is not None
+        self._chat = chat
+        self._group = group
+        self._out = HeldOutput(sys.stdout)
+        self._chat_code = 0
         self._blocking = ThreadBlocking(2)
 
     async def run(self) -> int:
@@ -187,7 +221,8 @@ class _Serve:
             if name not in environ:
                 del os.environ[name]  # children get the resolved config, which must not be overruled
         supervisor_settings = settings.supervisor
-        view = TerminalView(sys.stdout, [spec.name for spec in self._specs], quiet=self._quiet)
+        out = sys.stdout if self._chat is None else self._out
+        view = TerminalView(out, [spec.name for spec in self._specs], quiet=self._quiet)
         supervisor = Supervisor(
             self._specs,
             self._folder,
@@ -202,20 +237,21 @@ class _Serve:
                 stop_timeout_s=settings.runtime.drain_timeout_s + supervisor_settings.stop_timeout_s,
             ),
             view,
+            on_event=self._group.on_event if self._group is not None else None,
         )
         print(f"kvolt: starting {len(self._specs)} processes; logs in {self._folder}", flush=True)
         code = 1
         async with Scope("serve") as scope:
-            scope.start(self._announce(), "announce")
+            scope.start(self._announce(stop), "announce")
             try:
                 code = await supervisor.run()
             finally:
                 scope.cancel()
         self._blocking.close()
         print("kvolt: stopped", flush=True)
-        return code
+        return code or self._chat_code
 
-    async def _announce(self) -> None:
+    async def _announce(self, stop: StopSignal) -> None:
         """Wait until requests would be answered, by every worker if that does not take too long; say how to ask."""
         frontend = self._settings.frontend
         base = base_url(frontend.host, frontend.port)
@@ -236,6 +272,9 @@ class _Serve:
                 waited_s = self._settings.runtime.start_timeout_s
                 print(f"kvolt: not ready after {waited_s:g} s: {what}; still waiting", flush=True)
             await asyncio.sleep(_POLL_S)
+        if self._chat is not None:
+            await self._converse(base, models, stop)
+            return
         messages = [{"role": "user", "content": "Hello"}]
         body = json.dumps({"model": next(iter(models)), "messages": messages, "stream": True})
         print(
@@ -245,10 +284,24 @@ class _Serve:
             flush=True,
         )
 
+    async def _converse(self, base: str, models: dict[str, int], stop: StopSignal) -> None:
+        assert self._chat is not None
+        print(f"kvolt: ready at {base} with {_in_words(models)}; leaving stops everything\n", flush=True)
+        self._out.hold()
+        try:
+            self._chat_code = await chat_in_terminal(["--url", base, *self._chat], stop)
+        finally:
+            self._out.release()
+        stop.request_stop("the chat has ended")
+
     async def _ready_models(self, base: str) -> dict[str, int] | None:
         try:
-            return await self._blocking.run(lambda: served_models(base, 2.0), 5.0)
-        except KvoltError:
+            models = await self._blocking.run(lambda: served_models(base, 2.0), 5.0)
+            if models and self._group is not None:  # whichever process answered speaks for itself only
+                async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                    return await self._group.served_by_all()
+            return models
+        except (KvoltError, TimeoutError):
             return None
 
 
@@ -260,6 +313,8 @@ def missing(settings: Settings, frontend_answers: bool) -> str:
     """What keeps requests from being answered, in words."""
     if not frontend_answers:
         return "the frontend does not answer"
+    if not settings.workers:
+        return "no worker has joined yet (start one with `kvolt worker`)"
     roles = sorted({group.role for group in settings.workers if group.count})
     if Role.AGGREGATED.value not in roles:
         return f'no worker has role = "aggregated" (only {", ".join(roles) or "none"}), and only those are served'

@@ -92,7 +92,7 @@ def _cells(view: ProcessView) -> tuple[str, ...]:
     return (
         view.name,
         str(engine.get("model", "")),
-        str(engine.get("role", "frontend")),
+        str(engine.get("role", "router" if "router" in view.status.details else "frontend")),
         str(engine.get("engine", "")),
         ", ".join(states),
         str(streams if engine else view.status.calls_open),

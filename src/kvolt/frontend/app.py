@@ -1,248 +1,205 @@
-"""The HTTP edge, thin: models, completions and chat completions, whole and streamed."""
+"""The public HTTP interface: which path does what. Text is generated in `generate`, everything else is here."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from typing import Any
-
 import msgspec
 
-from kvolt.core.delta import Delta, Usage
-from kvolt.core.errors import InvalidRequest, KvoltError
-from kvolt.core.hashing import SequenceHasher
-from kvolt.core.ids import RequestId
-from kvolt.core.request import Request, Sampling, StopConditions
-from kvolt.frontend import openai
+from kvolt.core.errors import InvalidRequest
+from kvolt.frontend.admission import Admission
+from kvolt.frontend.docs_page import docs_page
+from kvolt.frontend.generate import Generation
 from kvolt.frontend.models import Model, Models
-from kvolt.frontend.text import Decoder
-from kvolt.runtime.call import Deadlines, ResponseStream
-from kvolt.runtime.clock import Clock, new_id
-from kvolt.runtime.http import HttpRequest, Response, Routes, StreamingResponse, error_response
-from kvolt.runtime.logs import bind
-from kvolt.runtime.runtime import Runtime
-
-_DEFAULT_MAX_TOKENS = 128
-_ENCODE_INLINE_CHARACTERS = 16 * 1024
-_ENCODE_TIMEOUT_S = 30.0
-_DONE = b"data: [DONE]\n\n"
-_SSE_HEADERS = {"cache-control": "no-cache"}
-
-log = logging.getLogger(__name__)
+from kvolt.frontend.openai_api import responses
+from kvolt.frontend.openai_api.checks import check_vocabulary
+from kvolt.frontend.openai_api.decoding import RequestDecoder
+from kvolt.frontend.openai_api.headers import check_json
+from kvolt.frontend.openai_api.requests import parse_detokenize, parse_tokenize
+from kvolt.frontend.openai_api.templating import template_input
+from kvolt.frontend.openapi import openapi
+from kvolt.frontend.preprocess import MOST_CONTEXTS
+from kvolt.frontend.siblings import Siblings
+from kvolt.runtime.http import Handler, HttpRequest, Response, Routes
+from kvolt.runtime.metrics import Metrics
 
 _json = msgspec.json.Encoder().encode
-
-
-@dataclass(slots=True)
-class _Answer:
-    """What is needed to word one answer."""
-
-    request: Request
-    model: Model
-    shape: openai.Shape
-    created: int
-    include_usage: bool = False
-    decoders: dict[int, Decoder] = field(default_factory=dict)
-    usage: dict[int, Usage] = field(default_factory=dict)
-
-    @property
-    def id(self) -> str:
-        return self.shape.prefix + self.request.request_id
-
-    def text(self, delta: Delta) -> str:
-        decoder = self.decoders.get(delta.index)
-        if decoder is None:
-            decoder = self.decoders[delta.index] = self.model.codec.decoder()
-        if delta.usage is not None:
-            self.usage[delta.index] = delta.usage
-        return decoder.step(delta.token_ids)
-
-    def usage_body(self) -> dict[str, int]:
-        prompt = len(self.request.token_ids)
-        completion = sum(usage.completion_tokens for usage in self.usage.values())
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-    def envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        name = self.model.card.name
-        return {"id": self.id, "object": kind, "created": self.created, "model": name, "choices": choices}
+_busy_threshold = RequestDecoder(responses.BusyThreshold)
 
 
 class FrontendApp:
     """The handlers; `routes` is what an HttpServer serves."""
 
-    def __init__(self, runtime: Runtime, models: Models, request_timeout_s: float) -> None:
-        self._runtime = runtime
+    def __init__(
+        self,
+        models: Models,
+        generation: Generation,
+        admission: Admission,
+        metrics: Metrics,
+        started_at: int,
+        siblings: Siblings | None = None,
+    ) -> None:
         self._models = models
-        self._clock: Clock = runtime.ports.clock
-        limits = runtime.options.deadlines
-        self._deadlines = Deadlines(
-            connect_s=limits.connect_s,
-            first_s=min(limits.first_s, request_timeout_s),
-            between_s=limits.between_s,
-            total_s=request_timeout_s,
-        )
+        self._generation = generation
+        self._admission = admission
+        self._metrics = metrics
+        self._started_at = started_at
+        self._siblings = siblings
+        """The other processes on this port, for whom we answer too."""
+        self._openapi: bytes | None = None
+        self._docs: bytes | None = None
 
     def routes(self) -> Routes:
         routes = Routes()
-        routes.add("GET", "/v1/models", self._list_models)
-        routes.add("POST", "/v1/completions", self._complete)
-        routes.add("POST", "/v1/chat/completions", self._chat)
-        routes.add("GET", "/health", self._health)
-        routes.add("GET", "/live", self._live)
-        routes.add("GET", "/ready", self._health)
+        table: tuple[tuple[str, str, Handler], ...] = (
+            ("POST", "/v1/chat/completions", self._generation.chat),
+            ("POST", "/v1/completions", self._generation.complete),
+            ("GET", "/v1/models", self._list_models),
+            ("GET", "/v1/models/{model}/ready", self._show_ready),
+            ("GET", "/v1/models/{model}", self._show_model),
+            ("GET", "/v1/models/{model:path}", self._show_long_name),
+            ("POST", "/tokenize", self._tokenize),
+            ("POST", "/detokenize", self._detokenize),
+            ("GET", "/health", self._show_health),
+            ("GET", "/ready", self._show_health),
+            ("GET", "/live", self._show_live),
+            ("GET", "/metrics", self._show_metrics),
+            ("GET", "/busy_threshold", self._list_thresholds),
+            ("POST", "/busy_threshold", self._set_threshold),
+            ("GET", "/openapi.json", self._show_openapi),
+            ("GET", "/docs", self._show_docs),
+        )
+        for method, path, handler in table:
+            routes.add(method, path, handler)
         return routes
 
-    async def _list_models(self, request: HttpRequest) -> Response:
-        data = [
-            {"id": model.card.name, "object": "model", "created": 0, "owned_by": "kvolt"}
-            for model in self._models.ready()
-        ]
-        return Response(200, _json({"object": "list", "data": data}))
+    # --- models
 
-    async def _health(self, request: HttpRequest) -> Response:
+    async def _list_models(self, request: HttpRequest) -> Response:
+        data = [self._describe(model) for model in self._models.ready()]
+        return Response(200, _json(responses.ModelList(data=data)))
+
+    async def _show_model(self, request: HttpRequest) -> Response:
+        return Response(200, _json(self._describe(self._models.get(request.params["model"]))))
+
+    async def _show_long_name(self, request: HttpRequest) -> Response:
+        """A name with slashes in it, which many clients send as they are."""
+        name = request.params["model"]
+        ready = name.endswith("/ready")
+        request.params = {"model": name.removesuffix("/ready")}
+        return await (self._show_ready(request) if ready else self._show_model(request))
+
+    def _describe(self, model: Model) -> responses.Model:
+        length = model.card.context_length
+        return responses.Model(
+            id=model.card.name, created=self._started_at, context_window=length, max_model_len=length
+        )
+
+    async def _show_ready(self, request: HttpRequest) -> Response:
+        model = self._models.find(request.params["model"])
+        num_workers = len(model.client.candidates())
+        role = "aggregated"
+        namespace = responses.NamespaceReady(
+            ready=model.ready, workers={role: num_workers}, missing=[] if num_workers else [role]
+        )
+        body = responses.ModelReady(
+            model=model.card.name,
+            ready=model.ready,
+            namespaces={model.client.endpoint.namespace: namespace},
+        )
+        return Response(200 if model.ready else 503, _json(body))
+
+    # --- tokens
+
+    async def _tokenize(self, request: HttpRequest) -> Response:
+        check_json(request.headers)
+        asked = parse_tokenize(request.body).request
+        model = self._named(asked.model)
+        processor = model.processor
+        if asked.messages is not None:
+            given = template_input(asked, keep_developer=True)
+            text = processor.render(
+                given.messages,
+                given.tools,
+                {
+                    "add_generation_prompt": given.add_generation_prompt,
+                    "continue_final_message": given.continue_final_message,
+                    **given.kwargs,
+                },
+            )
+            token_ids = await processor.encode(text, "messages", bool(asked.add_special_tokens))
+        else:
+            special = asked.add_special_tokens is not False
+            token_ids = await processor.encode(asked.prompt or "", "prompt", special)
+        texts = None
+        if asked.return_token_strs:
+            texts = [processor.vocabulary.token_text(token_id) for token_id in token_ids]
+        body = responses.TokenizeResponse(
+            count=len(token_ids),
+            max_model_len=model.card.context_length,
+            tokens=list(token_ids),
+            token_strs=texts,
+        )
+        return Response(200, _json(body))
+
+    async def _detokenize(self, request: HttpRequest) -> Response:
+        check_json(request.headers)
+        asked = parse_detokenize(request.body).request
+        model = self._named(asked.model)
+        most = MOST_CONTEXTS * model.card.context_length
+        if len(asked.tokens) > most:
+            raise InvalidRequest(
+                f"{len(asked.tokens)} tokens are too many: at most {most} are taken", param="tokens"
+            )
+        vocabulary = model.processor.vocabulary
+        check_vocabulary(asked, vocabulary.size)
+        text = vocabulary.decode(asked.tokens, skip_special_tokens=False)
+        return Response(200, _json(responses.DetokenizeResponse(prompt=text)))
+
+    def _named(self, name: str | None) -> Model:
+        return self._models.only() if name is None else self._models.get(name)
+
+    # --- the server itself
+
+    async def _show_health(self, request: HttpRequest) -> Response:
         """Ready means routable: 503 until a model could be served now."""
         ready = self._models.ready()
-        status = {
-            "status": "ready" if ready else "no_models",
-            "models": [model.card.name for model in ready],
-            "workers": {model.card.name: len(model.client.candidates()) for model in ready},
-        }
-        return Response(200 if ready else 503, _json(status))
-
-    async def _live(self, request: HttpRequest) -> Response:
-        return Response(200, b'{"status":"live"}')
-
-    async def _complete(self, http: HttpRequest) -> Response | StreamingResponse:
-        asked = openai.parse_completion(http.body)
-        model = self._models.get(asked.model)
-        if isinstance(asked.prompt, str):
-            prompt = await self._encode(model, asked.prompt, "prompt")
-        else:
-            prompt = tuple(asked.prompt)
-            if prompt and max(prompt) >= model.codec.vocabulary_size:
-                raise InvalidRequest(
-                    f"a token id is over the vocabulary of {model.codec.vocabulary_size}", param="prompt"
-                )
-        return await self._answer(http, asked, model, prompt, asked.max_tokens, openai.CompletionShape())
-
-    async def _chat(self, http: HttpRequest) -> Response | StreamingResponse:
-        asked = openai.parse_chat(http.body)
-        model = self._models.get(asked.model)
-        prompt = await self._encode(model, model.codec.render(asked.messages), "messages")
-        max_tokens = asked.max_completion_tokens
-        if max_tokens is None:
-            max_tokens = asked.max_tokens
-        return await self._answer(http, asked, model, prompt, max_tokens, openai.ChatShape())
-
-    async def _encode(self, model: Model, text: str, param: str) -> tuple[int, ...]:
-        """Tokens of a text: a long one in a thread, since the loop carries other people's tokens."""
-        if len(text) > model.codec.most_characters:
-            raise InvalidRequest(
-                f"{len(text)} characters cannot fit into a context of {model.card.context_length} tokens",
-                param=param,
-            )
-        if len(text) <= _ENCODE_INLINE_CHARACTERS:
-            return model.codec.encode(text)
-        return await self._runtime.ports.blocking.run(lambda: model.codec.encode(text), _ENCODE_TIMEOUT_S)
-
-    async def _answer(
-        self,
-        http: HttpRequest,
-        asked: openai.AnyRequest,
-        model: Model,
-        prompt: tuple[int, ...],
-        max_tokens: int | None,
-        shape: openai.Shape,
-    ) -> Response | StreamingResponse:
-        request_id = RequestId(new_id(self._runtime.ports.rng))
-        request = _build_request(request_id, asked, model, prompt, max_tokens)
-        include_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        answer = _Answer(request, model, shape, int(self._clock.wall()), include_usage)
-        with bind(request_id=request_id, traceparent=http.headers.get("traceparent")):
-            deltas = await model.journey.begin(request, self._deadlines)
-        headers = {"x-request-id": request_id}
-        if asked.stream:
-            return StreamingResponse(
-                body=_stream(answer, deltas),
-                headers={**_SSE_HEADERS, **headers},
-                content_type="text/event-stream",
-            )
-        return Response(200, _json(await _whole(answer, deltas)), headers)
-
-
-def _build_request(
-    request_id: RequestId,
-    asked: openai.AnyRequest,
-    model: Model,
-    prompt: tuple[int, ...],
-    max_tokens: int | None,
-) -> Request:
-    if not prompt:
-        raise InvalidRequest("the prompt is empty", param="prompt")
-    room = model.card.context_length - len(prompt)
-    wanted = max_tokens if max_tokens is not None else min(_DEFAULT_MAX_TOKENS, max(room, 1))
-    if wanted > room:
-        raise InvalidRequest(
-            f"this model's context is {model.card.context_length} tokens; the prompt has {len(prompt)} and "
-            f"{wanted} more were asked for",
-            param="max_tokens",
+        health = responses.Health(
+            status="ready" if ready else "no_models",
+            models=[model.card.name for model in ready],
+            workers={model.card.name: len(model.client.candidates()) for model in ready},
         )
-    block_size = model.card.block_size
-    hasher = SequenceHasher(block_size)
-    hasher.extend(prompt)
-    return Request(
-        request_id=request_id,
-        model=model.card.name,
-        token_ids=prompt,
-        block_size=block_size,
-        local_hashes=tuple(hasher.local),
-        sequence_hashes=tuple(hasher.sequence),
-        stop=StopConditions(max_tokens=wanted),
-        sampling=Sampling(
-            temperature=1.0 if asked.temperature is None else asked.temperature,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            seed=asked.seed,
-            num_choices=asked.n or 1,
-        ),
-    )
+        return Response(200 if ready else 503, _json(health))
 
+    async def _show_live(self, request: HttpRequest) -> Response:
+        return Response(200, _json(responses.Live()))
 
-async def _whole(answer: _Answer, deltas: ResponseStream) -> dict[str, Any]:
-    texts: dict[int, list[str]] = {}
-    finishes: dict[int, str] = {}
-    async with deltas:
-        async for delta in deltas:
-            texts.setdefault(delta.index, []).append(answer.text(delta))
-            if delta.finish is not None:
-                finishes[delta.index] = delta.finish.value
-    choices = [
-        answer.shape.choice(index, "".join(texts[index]), finishes.get(index)) for index in sorted(texts)
-    ]
-    return {**answer.envelope(answer.shape.whole, choices), "usage": answer.usage_body()}
+    async def _show_metrics(self, request: HttpRequest) -> Response:
+        siblings = self._siblings
+        body, content_type = self._metrics.render() if siblings is None else await siblings.metrics()
+        return Response(200, body, content_type=content_type)
 
+    async def _list_thresholds(self, request: HttpRequest) -> Response:
+        thresholds = [self._admission.threshold(model.card.name) for model in self._models.all()]
+        return Response(200, _json(responses.BusyThresholds(thresholds=thresholds)))
 
-async def _stream(answer: _Answer, deltas: ResponseStream) -> AsyncIterator[bytes]:
-    """One event per delta; what is ready together leaves in one write. An error becomes the last event."""
-    async with deltas:
-        try:
-            while batch := await deltas.batch():
-                yield b"".join([_event(answer, delta) for delta in batch])
-        except KvoltError as error:
-            if not answer.decoders:
-                raise  # nothing was sent yet: the client gets a real status
-            log.warning("stream %s ended early: %s", answer.request.request_id, error.message)
-            yield b"data: " + error_response(error).body + b"\n\n"
-            return
-        if answer.include_usage:
-            last = {**answer.envelope(answer.shape.chunk, []), "usage": answer.usage_body()}
-            yield b"data: " + _json(last) + b"\n\n"
-        yield _DONE
+    async def _set_threshold(self, request: HttpRequest) -> Response:
+        check_json(request.headers)
+        wanted = _busy_threshold.decode(request.body).request
+        name = self._models.find(wanted.model).card.name  # its own, whatever alias was used
+        wanted = msgspec.structs.replace(wanted, model=name)
+        siblings = self._siblings
+        changed = (
+            self._admission.set_threshold(wanted)
+            if siblings is None
+            else await siblings.set_threshold(wanted)
+        )
+        return Response(200, _json(changed))
 
+    async def _show_openapi(self, request: HttpRequest) -> Response:
+        if self._openapi is None:
+            self._openapi = _json(openapi())
+        return Response(200, self._openapi)
 
-def _event(answer: _Answer, delta: Delta) -> bytes:
-    first = delta.index not in answer.decoders
-    text = answer.text(delta)
-    finish = delta.finish.value if delta.finish is not None else None
-    choice = answer.shape.delta(delta.index, text, finish, first)
-    return b"data: " + _json(answer.envelope(answer.shape.chunk, [choice])) + b"\n\n"
+    async def _show_docs(self, request: HttpRequest) -> Response:
+        if self._docs is None:
+            self._docs = docs_page(openapi())
+        return Response(200, self._docs, content_type="text/html; charset=utf-8")

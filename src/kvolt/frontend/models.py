@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from kvolt.core.card import HASH_SCHEME, EngineInfo, ModelCard, card_hash
-from kvolt.core.errors import KvoltError, NotFound, Unavailable
+from kvolt.core.card import HASH_SCHEME, Capacity, EngineInfo, ModelCard, card_hash
+from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, Unavailable
 from kvolt.core.ids import CardHash
-from kvolt.core.request import Role
+from kvolt.core.request import Role, Sampling
 from kvolt.engines.endpoints import CARD, GENERATE
-from kvolt.frontend.text import Codec
-from kvolt.journey.journey import Journey
-from kvolt.router.port import RoundRobinRouter
+from kvolt.frontend.openai_api.generation import sampling_defaults
+from kvolt.frontend.preprocess import CardProcessor, ParserNames, Processor
+from kvolt.journey.journey import Road
+from kvolt.router.port import RoundRobinRouter, Router
 from kvolt.runtime.address import INSTANCES, EndpointAddress, decode_instance
 from kvolt.runtime.client import EndpointClient, open_stream
-from kvolt.runtime.discovery import Delete, Put
+from kvolt.runtime.discovery import Delete, Put, Synced
 from kvolt.runtime.plane import Destination
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import Crew
@@ -41,37 +43,71 @@ class Model:
     """A model with all that is needed to answer for it."""
 
     card: ModelCard
-    codec: Codec
+    processor: Processor
     client: EndpointClient
-    journey: Journey
+    road: Road
+    defaults: Sampling
+    capacity: Capacity
+    """Of one worker; they are all alike."""
 
     @property
     def ready(self) -> bool:
         return bool(self.client.candidates())
 
 
+class ModelOptions(msgspec.Struct, frozen=True):
+    """What an operator may set about all models of a frontend."""
+
+    cache_bytes: int = 16 * 1024 * 1024
+    """For the tokenization cache of each model."""
+    parsers: ParserNames = ParserNames(None, None)
+    """In place of what the card says or its template shows."""
+    max_attempts: int = 3
+
+
 class Models:
-    """Watches a namespace; `get` and `ready` answer from memory.
+    """Watches namespaces; `get` and `ready` answer from memory.
 
     Workers with different cards of one model are different components. While a rollout lasts both are
     here; the newest that can be reached is used.
     """
 
-    def __init__(self, runtime: Runtime, namespace: str) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        namespaces: str | Sequence[str],
+        options: ModelOptions | None = None,
+        new_router: Callable[[EndpointClient], Router] = RoundRobinRouter,
+    ) -> None:
         self._runtime = runtime
-        self._namespace = namespace
+        self._new_router = new_router
+        self._options = options or ModelOptions()
+        self._namespaces = (namespaces,) if isinstance(namespaces, str) else tuple(dict.fromkeys(namespaces))
         self._models: dict[str, dict[EndpointAddress, Model]] = {}
         """By name, oldest component first."""
+        self._aliases: dict[str, str] = {}
         self._coming: dict[EndpointAddress, None] = {}
         self._registered: dict[EndpointAddress, dict[str, None]] = {}
         """Keys of each component's instances, as the one watch that also starts `_add` has seen them."""
+        self._adding: dict[EndpointAddress, None] = {}
+        self._unsynced = set(self._namespaces)
+        self._settled = asyncio.Event()
         self._crew = Crew("models")
 
     def start(self) -> None:
-        self._crew.start(self._watch(), "watch")
+        for namespace in self._namespaces:
+            self._crew.start(self._watch(namespace), f"watch {namespace}")
 
     async def close(self) -> None:
         await self._crew.close()
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until what is registered already can be served, or give up quietly: the rest will come."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._settled.wait()
+        except TimeoutError:
+            pass
 
     def ready(self) -> list[Model]:
         newest = [self._newest(name) for name in sorted(self._models)]
@@ -79,21 +115,40 @@ class Models:
 
     def get(self, name: str) -> Model:
         """NotFound for a name nobody serves; Unavailable when its workers cannot be reached now."""
-        if name not in self._models:
-            raise NotFound(f"the model {name!r} does not exist", kind="model", name=name, param="model")
-        model = self._newest(name)
+        model = self.find(name)
         if not model.ready:
             raise Unavailable(f"no worker of {name!r} can be reached now", endpoint=name, reason="no_workers")
         return model
+
+    def find(self, name: str) -> Model:
+        """Whether it can be reached now or not."""
+        name = self._aliases.get(name, name) if name not in self._models else name
+        if name not in self._models:
+            raise NotFound(f"the model {name!r} does not exist", kind="model", name=name, param="model")
+        return self._newest(name)
+
+    def all(self) -> list[Model]:
+        """Ready or not."""
+        return [self._newest(name) for name in sorted(self._models)]
+
+    def only(self) -> Model:
+        """The one model there is, for requests that may leave its name out."""
+        ready = self.ready()
+        if len(ready) != 1:
+            raise InvalidRequest("name the model: there is not exactly one", param="model")
+        return ready[0]
 
     def _newest(self, name: str) -> Model:
         models = list(self._models[name].values())
         return next((model for model in reversed(models) if model.ready), models[-1])
 
-    async def _watch(self) -> None:
-        async for event in self._runtime.discovery.watch_prefix(f"{INSTANCES}{self._namespace}/"):
+    async def _watch(self, namespace: str) -> None:
+        async for event in self._runtime.discovery.watch_prefix(f"{INSTANCES}{namespace}/"):
             if isinstance(event, Delete):
                 self._forget_instance(event.key)
+            if isinstance(event, Synced):
+                self._unsynced.discard(namespace)
+                self._note_settled()
             if not isinstance(event, Put):
                 continue
             instance = decode_instance(event.value)
@@ -109,8 +164,8 @@ class Models:
             elif info.role is Role.AGGREGATED:
                 self._registered.setdefault(instance.endpoint, {})[event.key] = None
                 if instance.endpoint not in self._coming:
-                    self._coming[instance.endpoint] = None
-                    self._crew.start(self._add(instance.endpoint, info), f"add {info.model}")
+                    self._coming[instance.endpoint] = self._adding[instance.endpoint] = None
+                    self._crew.start(self._add_noted(instance.endpoint, info), f"add {info.model}")
 
     def _forget_instance(self, key: str) -> None:
         for endpoint, keys in self._registered.items():
@@ -119,6 +174,17 @@ class Models:
                 if not keys:
                     del self._registered[endpoint]
                 return
+
+    def _note_settled(self) -> None:
+        if not self._unsynced and not self._adding:
+            self._settled.set()
+
+    async def _add_noted(self, endpoint: EndpointAddress, info: EngineInfo) -> None:
+        try:
+            await self._add(endpoint, info)
+        finally:
+            self._adding.pop(endpoint, None)  # twice in it, if it went and came back meanwhile
+            self._note_settled()
 
     async def _add(self, endpoint: EndpointAddress, info: EngineInfo) -> None:
         """Fetch the card from any worker of the component, then serve the model."""
@@ -130,15 +196,30 @@ class Models:
             await client.close()
             return
         try:
-            codec = Codec(card)
+            model = self._model(card, client, info)
         except Exception as error:  # whatever a foreign tokenizer or template does when it is read
             log.error("the card of %s cannot be used: %s", info.model, error)
             await client.close()
             return
         generations = self._models.setdefault(info.model, {})
-        generations[endpoint] = Model(card, codec, client, Journey(RoundRobinRouter(client), client))
+        generations[endpoint] = model
+        self._note_aliases(card)
         log.info("model %s is ready", info.model)
         await self._forget_old(generations)
+
+    def _model(self, card: ModelCard, client: EndpointClient, info: EngineInfo) -> Model:
+        options = self._options
+        ports = self._runtime.ports
+        processor = CardProcessor(
+            card, ports.blocking, options.cache_bytes, options.parsers, ports.clock.wall
+        )
+        road = Road(self._new_router(client), client, self._crew, options.max_attempts)
+        defaults = sampling_defaults(card.defaults)
+        return Model(card, processor, client, road, defaults, info.capacity)
+
+    def _note_aliases(self, card: ModelCard) -> None:
+        for alias in card.aliases:
+            self._aliases.setdefault(alias, card.name)
 
     async def _forget_old(self, generations: dict[EndpointAddress, Model]) -> None:
         """Components before the newest whose workers are all gone."""
@@ -164,7 +245,7 @@ class Models:
 
     async def _fetch_card(self, client: EndpointClient, wanted: CardHash) -> ModelCard:
         address = client.round_robin().address
-        endpoint = EndpointAddress(self._namespace, client.endpoint.component, CARD)
+        endpoint = EndpointAddress(client.endpoint.namespace, client.endpoint.component, CARD)
         limits = self._runtime.options.deadlines
         to = Destination(address, str(endpoint))
         async with await open_stream(self._runtime.plane, to, wanted, limits, _decode_card) as stream:

@@ -1,34 +1,219 @@
-"""A request's life after preprocessing: route it, stream it.
+"""A request's life after preprocessing: routed, opened, streamed, tried elsewhere, cancelled.
 
-Knows neither HTTP nor text. It is the one place that will learn about retries, handoffs and
-migration; today it routes once.
+Performs what `machine` decides. Knows neither HTTP nor text. What a worker says goes straight to the
+receiver; the journey hears only of the end, so a token costs it nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
 import msgspec
 
 from kvolt.core.delta import Delta
+from kvolt.core.errors import KvoltError
 from kvolt.core.request import Request
-from kvolt.router.port import Router
-from kvolt.runtime.call import Deadlines, ResponseStream
+from kvolt.journey.machine import (
+    Action,
+    Delivered,
+    End,
+    Event,
+    Failed,
+    Finished,
+    JourneyMachine,
+    Open,
+    Opened,
+    Route,
+    Routed,
+    Start,
+    State,
+    Stopped,
+)
+from kvolt.router.port import Decision, Router
+from kvolt.runtime.call import Call, Deadlines
 from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.streams import StepSink
+from kvolt.runtime.tasks import Crew
+
+log = logging.getLogger(__name__)
 
 _decode_delta = msgspec.msgpack.Decoder(Delta).decode
 
 
+class Receiver(Protocol):
+    """Who gets the answer. Called from the loop's read path: must not raise or block."""
+
+    steps: StepSink | None
+    """Takes whole steps in its place, see `StepSink`."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any of the answer has come: from then on it cannot be begun again elsewhere."""
+        ...
+
+    def on_item(self, delta: Any) -> None: ...
+
+    def on_end(self, error: KvoltError | None) -> None:
+        """Once, after the last delta."""
+        ...
+
+
+@dataclass(slots=True)
+class JourneyStats:
+    """What became of the attempts at requests, for metrics."""
+
+    retries: Counter[str] = field(default_factory=Counter)
+    """By the code of the error that made another attempt necessary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Road:
+    """What all journeys for one model share."""
+
+    router: Router
+    client: EndpointClient
+    crew: Crew
+    """For attempts after the first, which nobody waits for."""
+    max_attempts: int = 3
+    stats: JourneyStats = field(default_factory=JourneyStats)
+
+
 class Journey:
-    """Sends requests for one model on their way."""
+    """One request. `begin`, then the receiver gets everything; `cancel` at any time."""
 
-    def __init__(self, router: Router, client: EndpointClient) -> None:
-        self._router = router
-        self._client = client
+    __slots__ = (
+        "_call",
+        "_deadlines",
+        "_held",
+        "_loop",
+        "_machine",
+        "_retry",
+        "_road",
+        "_started",
+        "decision",
+        "on_item",
+        "request",
+        "sink",
+        "steps",
+    )
 
-    async def begin(self, request: Request, deadlines: Deadlines) -> ResponseStream:
-        """The deltas of an answer; leaving the stream cancels the request up to the engine."""
-        decision = await self._router.route(request)
+    def __init__(self, road: Road, request: Request, receiver: Receiver, deadlines: Deadlines) -> None:
+        self._road = road
+        self._deadlines = deadlines
+        self._machine = JourneyMachine(road.max_attempts)
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.time()
+        self._call: Call | None = None
+        self._retry: asyncio.Task[Any] | None = None
+        self._held = False
+        self.request = request
+        self.decision: Decision | None = None
+        """Where the last attempt went."""
+        # As the sink of a call: items pass us by.
+        self.sink = receiver
+        self.steps = receiver.steps
+        self.on_item = receiver.on_item
+
+    @property
+    def num_attempts(self) -> int:
+        return self._machine.num_attempts
+
+    async def begin(self) -> None:
+        """Until a worker has the request, or it was cancelled. When it raises, the receiver hears nothing."""
+        error = await self._perform(self._machine.on(Start()))
+        if error is not None:
+            raise error
+
+    def cancel(self) -> None:
+        """Stop here and at the worker; the receiver hears nothing more."""
+        if self._machine.state is State.DONE:
+            return
+        self._machine.on(Stopped())
+        if self._retry is not None:
+            self._retry.cancel()
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+
+    def hold(self) -> None:
+        """The receiver is behind: the worker's deltas shall wait there."""
+        self._held = True
+        if self._call is not None and self._call.stream is not None:
+            self._call.stream.hold()
+
+    def release(self) -> None:
+        self._held = False
+        if self._call is not None and self._call.stream is not None:
+            self._call.stream.release()
+
+    def on_end(self, error: KvoltError | None) -> None:
+        """The call is over, the journey perhaps not."""
+        machine = self._machine
+        if machine.state is State.DONE:
+            return
+        if machine.state is State.WAITING and self.sink.has_begun:
+            machine.on(Delivered())
+        action = machine.on(Finished() if error is None else Failed(error))
+        if isinstance(action, End):
+            self._call = None
+            self.sink.on_end(action.error)
+        else:
+            self._retry = self._road.crew.start(self._go_on(action), f"retry {self.request.request_id}")
+
+    # ---
+
+    async def _go_on(self, action: Action) -> None:
+        error = await self._perform(action)
+        if error is not None:
+            self.sink.on_end(error)
+
+    async def _perform(self, action: Action) -> KvoltError | None:
+        """Do what the machine wants until there is nothing to do but wait; why it ended, if it did."""
+        while True:
+            if isinstance(action, Route):
+                event = await self._route(action)
+            elif isinstance(action, Open):
+                event = await self._open(action)
+            else:
+                return action.error if isinstance(action, End) else None
+            if self._machine.state is State.DONE:
+                return None  # cancelled meanwhile
+            action = self._machine.on(event)
+
+    async def _route(self, action: Route) -> Event:
+        try:
+            decision = await self._road.router.route(self.request, action.excluded)
+        except KvoltError as error:
+            return Failed(error)
+        failure = self._machine.failure
+        if failure is not None:
+            self._road.stats.retries[failure.code] += 1
+            log.info("trying request %s elsewhere: %s", self.request.request_id, failure.message)
+        return Routed(decision)
+
+    async def _open(self, action: Open) -> Event:
+        decision = self.decision = action.decision
+        request = self.request
         if decision.kv_sources:
             request = msgspec.structs.replace(request, kv_sources=decision.kv_sources)
-        return await self._client.stream(
-            request, instance=decision.instance, deadlines=deadlines, decode=_decode_delta
-        )
+        try:
+            self._call = await self._road.client.call(
+                request, self, instance=decision.instance, deadlines=self._time_left(), decode=_decode_delta
+            )
+        except KvoltError as error:
+            return Failed(error)
+        if self._machine.state is State.DONE:
+            self._call.cancel()  # nobody could while it was being opened
+        elif self._held and self._call.stream is not None:
+            self._call.stream.hold()
+        return Opened()
+
+    def _time_left(self) -> Deadlines:
+        if self._machine.num_attempts == 1:
+            return self._deadlines
+        total_s = max(self._started + self._deadlines.total_s - self._loop.time(), 0.0)
+        return msgspec.structs.replace(self._deadlines, total_s=total_s)

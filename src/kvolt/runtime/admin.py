@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvolt.core.errors import InvalidRequest
+from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.health import Health
 from kvolt.runtime.http import (
@@ -22,6 +22,7 @@ from kvolt.runtime.http import (
     HttpServer,
     Response,
     Routes,
+    WrittenResponse,
     json_error,
 )
 from kvolt.runtime.metrics import Metrics
@@ -56,7 +57,8 @@ class Controls(Protocol):
 
 
 class AdminServer:
-    """`/health`, `/live`, `/ready`, `/metrics`, `/status`; POST `/cordon`, `/drain?timeout_s=`, `/resume`."""
+    """`/health`, `/live`, `/ready`, `/metrics`, `/status`; POST `/cordon`, `/drain?timeout_s=`, `/resume`, and
+    `/clear_kv_blocks`, which has no mechanism yet."""
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class AdminServer:
         routes.add("POST", "/cordon", _not_for_web_pages(self._cordon))
         routes.add("POST", "/drain", _not_for_web_pages(self._drain))
         routes.add("POST", "/resume", _not_for_web_pages(self._resume))
+        routes.add("POST", "/clear_kv_blocks", _not_for_web_pages(self._clear_kv_blocks))
         return routes
 
     async def start(self, address: str) -> str:
@@ -123,6 +126,9 @@ class AdminServer:
         await self._controls.resume()
         return await self._show_status(request)
 
+    async def _clear_kv_blocks(self, request: HttpRequest) -> Response:
+        raise Unsupported("no engine here has KV blocks that can be cleared yet", feature="clear_kv_blocks")
+
     def _drain_timeout(self, request: HttpRequest) -> float:
         text = request.query.get("timeout_s")
         if text is None:
@@ -141,7 +147,7 @@ _WEB_PAGE = json_error(403, "controls do not take requests from web pages", "for
 
 def _not_for_web_pages(handler: Handler) -> Handler:
     # Loopback is no shield from a browser on the same machine: any page may post to it. Browsers say so.
-    async def guarded(request: HttpRequest) -> AnyResponse:
+    async def guarded(request: HttpRequest) -> AnyResponse | WrittenResponse:
         if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") != "none":
             return _WEB_PAGE
         return await handler(request)

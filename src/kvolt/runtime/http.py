@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from email.utils import formatdate
 from typing import Any
@@ -31,16 +33,18 @@ from kvolt.core.errors import (
     Unavailable,
     Unsupported,
 )
-from kvolt.runtime.clock import Clock
+from kvolt.runtime.clock import Clock, new_id
 from kvolt.runtime.http_connection import Connection
 from kvolt.runtime.http_protocol import (
     AnyResponse,
+    BodyBudget,
     HttpLimits,
     HttpRequest,
     Response,
     StreamingResponse,
     json_error,
 )
+from kvolt.runtime.http_writer import TickWrites, WrittenResponse
 from kvolt.runtime.network import Listener, Network
 from kvolt.runtime.tasks import Crew
 
@@ -53,13 +57,14 @@ __all__ = [
     "Response",
     "Routes",
     "StreamingResponse",
+    "WrittenResponse",
     "error_response",
     "json_error",
 ]
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[HttpRequest], Awaitable[AnyResponse]]
+Handler = Callable[[HttpRequest], Awaitable[AnyResponse | WrittenResponse]]
 ErrorResponse = Callable[[KvoltError], Response]
 Observe = Callable[[str, int, float], None]
 """Told (method, status, seconds) of every response, at its end."""
@@ -77,6 +82,11 @@ _STATUS_OF: dict[type[KvoltError], int] = {
     Unavailable: 503,
     DeadlineExceeded: 504,
 }
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+_SHOWN_CHARS = 200
+"""Of a path that nobody serves."""
 
 _INTERNAL = json_error(500, "internal error", "internal")
 
@@ -141,14 +151,14 @@ class Routes:
         if methods is None and self._patterns:
             methods = self._resolve_pattern(request)
         if methods is None:
-            return json_error(404, f"there is nothing at {request.path}", "not_found")
+            return json_error(404, f"there is nothing at {request.path[:_SHOWN_CHARS]}", "not_found")
         handler = methods.get(request.method)
         if handler is None and request.method == "HEAD":
             handler = methods.get("GET")
         if handler is not None:
             return handler
         allowed = [*methods, "HEAD"] if "GET" in methods and "HEAD" not in methods else list(methods)
-        message = f"{request.path} does not take {request.method}"
+        message = f"{request.path[:_SHOWN_CHARS]} does not take {request.method}"
         return json_error(405, message, "method_not_allowed", headers={"allow": ", ".join(allowed)})
 
     def _resolve_pattern(self, request: HttpRequest) -> dict[str, Handler] | None:
@@ -172,14 +182,18 @@ class HttpServer:
         limits: HttpLimits | None = None,
         error_response: ErrorResponse = error_response,
         observe: Observe | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self.limits = limits if limits is not None else HttpLimits()
         self.draining = False
+        self.bodies = BodyBudget(self.limits.max_buffered_bytes)
+        self.tick = TickWrites(asyncio.get_running_loop(), clock.monotonic)
         self._network = network
         self._routes = routes
         self._clock = clock
         self._error_response = error_response
         self._observe = observe
+        self._rng = rng if rng is not None else random.SystemRandom()
         self._crew = Crew("http")
         self._listener: Listener | None = None
         self._connections: dict[Connection, None] = {}
@@ -240,7 +254,7 @@ class HttpServer:
     def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
         return self._crew.start(work, "request")
 
-    async def respond(self, request: HttpRequest) -> AnyResponse:
+    async def respond(self, request: HttpRequest) -> AnyResponse | WrittenResponse:
         found = self._routes.resolve(request)
         if isinstance(found, Response):
             return found
@@ -271,6 +285,10 @@ class HttpServer:
 
     def now(self) -> float:
         return self._clock.monotonic()
+
+    def identify(self, request: HttpRequest | None) -> str:
+        given = request.headers.get("x-request-id") if request is not None else None
+        return given if given is not None and _REQUEST_ID.fullmatch(given) else new_id(self._rng)
 
     def date_line(self) -> str:
         second = int(self._clock.wall())

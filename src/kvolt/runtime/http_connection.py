@@ -23,6 +23,7 @@ from kvolt.runtime.http_protocol import (
     LAST_CHUNK,
     NO_CONNECTION_LINE,
     AnyResponse,
+    BodyBudget,
     HttpLimits,
     HttpRequest,
     Phase,
@@ -34,6 +35,7 @@ from kvolt.runtime.http_protocol import (
     has_body,
     json_error,
 )
+from kvolt.runtime.http_writer import ResponseWriter, TickWrites, WrittenResponse
 from kvolt.runtime.lazy_timer import LazyTimer
 from kvolt.runtime.network import join_address, tune_socket
 
@@ -60,6 +62,8 @@ class Host(Protocol):
 
     limits: HttpLimits
     draining: bool
+    bodies: BodyBudget
+    tick: TickWrites
 
     def admit(self, connection: Connection) -> bool: ...
 
@@ -69,13 +73,17 @@ class Host(Protocol):
 
     def failure(self, error: BaseException) -> Response: ...
 
-    async def respond(self, request: HttpRequest) -> AnyResponse: ...
+    async def respond(self, request: HttpRequest) -> AnyResponse | WrittenResponse: ...
 
     def observe(self, method: str, status: int, started: float) -> None: ...
 
     def now(self) -> float: ...
 
     def date_line(self) -> str: ...
+
+    def identify(self, request: HttpRequest | None) -> str:
+        """The id of a request, or of one that could not be read."""
+        ...
 
 
 class Connection(asyncio.Protocol):
@@ -95,6 +103,7 @@ class Connection(asyncio.Protocol):
         self._closing = False
         self._gone = False
         self._lost = False
+        self._writer: ResponseWriter | None = None
         self._drain_waiter: asyncio.Future[None] | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._timer = LazyTimer(self._loop, self._time_out)
@@ -111,7 +120,7 @@ class Connection(asyncio.Protocol):
         tune_socket(transport)
         limits = self._host.limits
         self._transport.set_write_buffer_limits(high=limits.write_buffer_bytes)
-        self._reader = RequestReader(limits, _peer(transport))
+        self._reader = RequestReader(limits, _peer(transport), self._host.bodies)
         self._timer.arm(limits.header_timeout_s)
 
     def data_received(self, data: bytes) -> None:
@@ -138,6 +147,9 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._stall_timer = self._loop.call_later(self._host.limits.write_timeout_s, self._transport.abort)
+        if self._writer is not None:
+            self._writer.paused = True
+            self._writer.on_pause()
 
     def resume_writing(self) -> None:
         if self._stall_timer is not None:
@@ -145,6 +157,9 @@ class Connection(asyncio.Protocol):
             self._stall_timer = None
         if self._drain_waiter is not None and not self._drain_waiter.done():
             self._drain_waiter.set_result(None)
+        if self._writer is not None:
+            self._writer.paused = False
+            self._writer.on_resume()
 
     # what the server asks for
 
@@ -167,8 +182,7 @@ class Connection(asyncio.Protocol):
 
     def stop_reading(self) -> None:
         """Take no further request."""
-        self._reader.done = True
-        self._reader.requests.clear()
+        self._reader.stop()
 
     # reading
 
@@ -220,7 +234,7 @@ class Connection(asyncio.Protocol):
         requests = self._reader.requests
         try:
             while requests:
-                self._current = requests.popleft()
+                self._current = self._reader.take()
                 self._head_sent = False
                 if self._reading_paused and len(requests) < self._host.limits.max_pipelined:
                     self._resume_reading()
@@ -262,27 +276,35 @@ class Connection(asyncio.Protocol):
     async def _answer(self, request: HttpRequest) -> bool:
         """Write the response to `request`; False when the connection must end with it."""
         self._started = self._host.now()
+        request.id = self._host.identify(request)
         response = await self._host.respond(request)
         if self._gone:
             await _close_body(response)
             return False
         if isinstance(response, StreamingResponse):
             keep, status = await self._stream(request, response)
+        elif isinstance(response, WrittenResponse):
+            keep, status = await self._let_write(request, response)
         else:
             keep, status = self._send(request, response), response.status
         self._host.observe(request.method, status, self._started)
+        request.answered()
         return keep
 
     def _keeps(self, request: HttpRequest) -> bool:
         return request.keep_alive and not self._host.draining
 
+    def _own_lines(self, request_id: str) -> str:
+        """Headers that every response has."""
+        return f"{self._host.date_line()}x-request-id: {request_id}\r\n"
+
     def _send(self, request: HttpRequest, response: Response) -> bool:
         keep = self._keeps(request)
-        line = _connection_line(request, keep)
+        line, own = _connection_line(request, keep), self._own_lines(request.id)
         try:
-            head, body = encode_whole(response, request.method, line, self._host.date_line())
+            head, body = encode_whole(response, request.method, line, own)
         except ValueError as error:
-            head, body = encode_whole(self._host.failure(error), request.method, line, self._host.date_line())
+            head, body = encode_whole(self._host.failure(error), request.method, line, own)
         self._head_sent = True
         if len(body) <= _JOIN_BYTES:
             self._transport.write(head + body)
@@ -295,7 +317,8 @@ class Connection(asyncio.Protocol):
         keep = chunked and self._keeps(request)
         try:
             framing = CHUNKED_LINE if chunked and response.status not in BODILESS else ""
-            head = encode_head(response, framing, _connection_line(request, keep), self._host.date_line())
+            own = self._own_lines(request.id)
+            head = encode_head(response, framing, _connection_line(request, keep), own)
             if has_body(request.method, response.status):
                 await self._write_chunks(head, response, chunked)
             else:
@@ -309,6 +332,32 @@ class Connection(asyncio.Protocol):
             return False, failure.status
         finally:
             await _close_body(response)
+        return keep, response.status
+
+    async def _let_write(self, request: HttpRequest, response: WrittenResponse) -> tuple[bool, int]:
+        chunked = request.version != "1.0"
+        keep = chunked and self._keeps(request)
+        try:
+            framing = CHUNKED_LINE if chunked and response.status not in BODILESS else ""
+            own = self._own_lines(request.id)
+            head = encode_head(response, framing, _connection_line(request, keep), own)
+            with_body = has_body(request.method, response.status)
+            writer = ResponseWriter(self._transport, self._host.tick, head, chunked, with_body)
+            self._writer = writer
+            await response.produce(writer)
+            writer.end()
+            writer.flush()
+        except Exception as error:
+            failure = self._host.failure(error)
+            if self._writer is None or not self._writer.head_sent:
+                return self._send(request, failure), failure.status
+            self._transport.abort()
+            return False, failure.status
+        finally:
+            if self._writer is not None:
+                self._writer.flush()
+                self._head_sent = self._writer.head_sent
+                self._writer = None
         return keep, response.status
 
     async def _write_chunks(self, head: bytes, response: StreamingResponse, chunked: bool) -> None:
@@ -351,8 +400,10 @@ class Connection(asyncio.Protocol):
         self._timer.arm(_LINGER_S)
 
     def _write_last_words(self, response: Response) -> None:
-        method = self._current.method if self._current is not None else ""
-        head, body = encode_whole(response, method, CLOSE_LINE, self._host.date_line())
+        current = self._current
+        method = current.method if current is not None else ""
+        own = self._own_lines((current.id if current is not None else "") or self._host.identify(current))
+        head, body = encode_whole(response, method, CLOSE_LINE, own)
         self._transport.write(head + body)
         self._host.observe(method or "unread", response.status, self._host.now())
 
@@ -361,6 +412,8 @@ class Connection(asyncio.Protocol):
         if self._gone:
             return
         self._gone = True
+        if self._writer is not None:
+            self._writer.gone = True
         self.stop_reading()
         if self._task is not None:
             self._task.cancel()
@@ -400,7 +453,7 @@ def _connection_line(request: HttpRequest, keep: bool) -> str:
     return KEEP_ALIVE_LINE if request.version == "1.0" else NO_CONNECTION_LINE
 
 
-async def _close_body(response: AnyResponse) -> None:
+async def _close_body(response: AnyResponse | WrittenResponse) -> None:
     if isinstance(response, StreamingResponse) and hasattr(response.body, "aclose"):
         await response.body.aclose()
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from enum import IntEnum
 from http import HTTPStatus
+from typing import NoReturn, Protocol
 from urllib.parse import parse_qsl
 
 import httptools
@@ -26,12 +27,18 @@ CHUNKED_LINE = "transfer-encoding: chunked\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
+_MANY_CHUNKS = 16_384
+_SMALL_CHUNK_BYTES = 64
+"""On average. A body of millions of tiny chunks would hold up everybody else for seconds."""
+
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one client may cost."""
 
     max_connections: int = 4096
     max_body_bytes: int = 32 * 1024 * 1024
+    max_buffered_bytes: int = 256 * 1024 * 1024
+    """Of all clients together: bodies that are still coming, or wait behind the request being answered."""
     max_header_bytes: int = 32 * 1024
     max_pipelined: int = 16
     """Requests read ahead of the one being answered; reading pauses there."""
@@ -58,6 +65,7 @@ class HttpRequest:
         "_query",
         "body",
         "headers",
+        "id",
         "keep_alive",
         "method",
         "params",
@@ -82,6 +90,8 @@ class HttpRequest:
         self.body = body
         self.peer = peer
         self.version = version
+        self.id = ""
+        """`x-request-id` of the response: the client's own, or one that the server has made."""
         self.keep_alive = True
         self.params: Mapping[str, str] = _NO_HEADERS
         self._query: dict[str, str] | None = None
@@ -103,6 +113,11 @@ class HttpRequest:
             self._disconnect_callbacks = [callback]
         else:
             self._disconnect_callbacks.append(callback)
+
+    def answered(self) -> None:
+        """Told by the connection: nobody need hear of a client that hangs up now. What the callbacks held is
+        freed at once, which they would keep in a circle if they know the request."""
+        self._disconnect_callbacks = None
 
     def disconnected(self) -> None:
         """Told by the connection; runs the callbacks in the order they were added."""
@@ -152,8 +167,24 @@ def has_body(request_method: str, status: int) -> bool:
     return request_method != "HEAD" and status not in BODILESS
 
 
-def encode_head(response: AnyResponse, framing: str, connection: str, date: str) -> bytes:
-    """Status line and headers, up to and with the empty line. ValueError when a header would break out."""
+class Head(Protocol):
+    """What of a response goes before its body."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+
+    @property
+    def content_type(self) -> str: ...
+
+
+def encode_head(response: Head, framing: str, connection: str, own: str) -> bytes:
+    """Status line and headers, up to and with the empty line; `own` are lines of the server's.
+
+    ValueError when a header would break out.
+    """
     lines = "".join([f"{name}: {value}\r\n" for name, value in response.headers.items()])
     if response.content_type:
         lines = f"content-type: {response.content_type}\r\n{lines}"
@@ -161,13 +192,13 @@ def encode_head(response: AnyResponse, framing: str, connection: str, date: str)
     if lines.count("\n") != num_lines or lines.count("\r") != num_lines or "\0" in lines:
         raise ValueError("a response header holds a line break")
     phrase = _PHRASES.get(response.status, "Unknown")
-    return f"HTTP/1.1 {response.status} {phrase}\r\n{date}{lines}{framing}{connection}\r\n".encode("latin-1")
+    return f"HTTP/1.1 {response.status} {phrase}\r\n{own}{lines}{framing}{connection}\r\n".encode("latin-1")
 
 
-def encode_whole(response: Response, method: str, connection: str, date: str) -> tuple[bytes, bytes]:
+def encode_whole(response: Response, method: str, connection: str, own: str) -> tuple[bytes, bytes]:
     """Head and body of a whole response; the body is empty where the protocol forbids one."""
     framing = "" if response.status in BODILESS else f"content-length: {len(response.body)}\r\n"
-    head = encode_head(response, framing, connection, date)
+    head = encode_head(response, framing, connection, own)
     return head, response.body if has_body(method, response.status) else b""
 
 
@@ -183,6 +214,20 @@ class _Stop(Exception):
     """Leaves the parser from inside a callback; the reason is in `RequestReader.refusal`."""
 
 
+class BodyBudget:
+    """What the bodies that all connections of a server hold may still take."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, num_bytes: int) -> None:
+        self.left = num_bytes
+
+
+_TOO_MANY_BODIES = json_error(
+    503, "too many bodies are on their way; try again", "overloaded", headers={"retry-after": "1"}
+)
+
+
 class RequestReader:
     """Feeds bytes to llhttp and collects complete requests, oldest first, in `requests`.
 
@@ -190,9 +235,15 @@ class RequestReader:
     `mark` changes whenever `phase` may have, so that a caller sees a new request in the same phase.
     """
 
-    def __init__(self, limits: HttpLimits, peer: str) -> None:
+    def __init__(self, limits: HttpLimits, peer: str, budget: BodyBudget | None = None) -> None:
         self._limits = limits
         self._peer = peer
+        self._budget = budget if budget is not None else BodyBudget(limits.max_buffered_bytes)
+        self._num_coming = 0
+        """Bytes of the body being read."""
+        self._num_waiting = 0
+        """Bytes of the bodies in `requests`."""
+        self._num_chunks = 0
         self._parser = httptools.HttpRequestParser(self)
         self._target = b""
         self._headers: dict[str, str] = {}
@@ -229,12 +280,36 @@ class RequestReader:
             self._refuse_headers()
 
     def refuse(self, status: int, message: str, code: str) -> None:
-        self.refusal = json_error(status, message, code)
+        self._end(json_error(status, message, code))
+
+    def _end(self, refusal: Response) -> None:
+        self.refusal = refusal
         self.done = True
+        self._drop_body()
+
+    def _drop_body(self) -> None:
+        self._budget.left += self._num_coming
+        self._num_coming = 0
+        self._body = b""
+
+    def take(self) -> HttpRequest:
+        """The oldest request."""
+        request = self.requests.popleft()
+        self._budget.left += len(request.body)
+        self._num_waiting -= len(request.body)
+        return request
+
+    def stop(self) -> None:
+        """No further request is wanted, not even those that are here."""
+        self.done = True
+        self.requests.clear()
+        self._budget.left += self._num_waiting
+        self._num_waiting = 0
+        self._drop_body()
 
     def release(self) -> None:
         """Break the cycle between reader and parser, so that a closed connection is freed at once."""
-        self.done = True
+        self.stop()
         del self._parser
 
     def _refuse_headers(self) -> None:
@@ -268,6 +343,7 @@ class RequestReader:
         self._headers = {}
         self._body = b""
         self._head_bytes = 0
+        self._num_chunks = 0
         self._upgrading = False
         self.wants_continue = False
         self.phase = Phase.HEAD
@@ -300,18 +376,33 @@ class RequestReader:
         self.phase = Phase.BODY
         self.mark += 1
         headers = self._headers
-        if "content-length" in headers and int(headers["content-length"]) > self._limits.max_body_bytes:
-            self._refuse_body()
+        if "content-length" in headers:
+            # The parser has seen that it fits 64 bits, and lets any number of zeros stand before it.
+            if int(headers["content-length"].lstrip("0") or "0") > self._limits.max_body_bytes:
+                self._refuse_body()
+        elif headers.get("transfer-encoding", "chunked").lower() != "chunked":
+            self._refuse_request(501, "only chunked is known as a transfer encoding", "unsupported")
+        if "," in headers.get("host", ""):
+            self._refuse_request(400, "there is more than one host", "malformed_request")
         if "expect" in headers and self._parser.get_http_version() == "1.1":
             self.wants_continue = headers["expect"].lower() == "100-continue"
 
     def on_chunk_header(self) -> None:
         self._stirred = True
+        if self._num_chunks > _MANY_CHUNKS and self._num_coming < _SMALL_CHUNK_BYTES * self._num_chunks:
+            self._refuse_request(400, "the body comes in very many very small chunks", "malformed_request")
+        self._num_chunks += 1
 
     def on_body(self, part: bytes) -> None:
         self._stirred = True
-        if len(self._body) + len(part) > self._limits.max_body_bytes:
+        size = len(part)
+        self._num_coming += size
+        self._budget.left -= size
+        if self._num_coming > self._limits.max_body_bytes:
             self._refuse_body()
+        if self._budget.left < 0:
+            self._end(_TOO_MANY_BODIES)
+            raise _Stop
         if not self._body:
             self._body = part
         elif isinstance(self._body, bytes):
@@ -320,8 +411,12 @@ class RequestReader:
         else:
             self._body += part
 
-    def _refuse_body(self) -> None:
-        self.refuse(413, f"the body is over {self._limits.max_body_bytes} bytes", "payload_too_large")
+    def _refuse_body(self) -> NoReturn:
+        message = f"the body is over {self._limits.max_body_bytes} bytes"
+        self._refuse_request(413, message, "payload_too_large")
+
+    def _refuse_request(self, status: int, message: str, code: str) -> NoReturn:
+        self.refuse(status, message, code)
         raise _Stop
 
     def on_message_complete(self) -> None:
@@ -330,8 +425,7 @@ class RequestReader:
         parser = self._parser
         version = parser.get_http_version()
         if version not in ("1.1", "1.0"):
-            self.refuse(505, "only HTTP/1.1 and HTTP/1.0 are spoken here", "http_version")
-            raise _Stop
+            self._refuse_request(505, "only HTTP/1.1 and HTTP/1.0 are spoken here", "http_version")
         target = (
             self._target.decode("latin-1") if self._target.startswith(b"/") else self._target_without_host()
         )
@@ -340,6 +434,8 @@ class RequestReader:
         )
         request.keep_alive = parser.should_keep_alive()
         self._body = b""
+        self._num_waiting += self._num_coming
+        self._num_coming = 0
         self.requests.append(request)
         self.done = not request.keep_alive
         self.wants_continue = False

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from kvolt.core.errors import ConfigError, ConnectFailed
@@ -88,13 +89,24 @@ class _SocketListener:
 
 
 class SocketNetwork:
-    """TCP over the running event loop."""
+    """TCP over the running event loop. With `reuse_port` others that have it too may listen on the same port:
+    the system spreads new connections over them."""
+
+    def __init__(self, reuse_port: bool = False) -> None:
+        self._reuse_port = reuse_port
 
     async def listen(self, address: str, factory: ProtocolFactory) -> Listener:
         host, port = split_address(address)
         loop = asyncio.get_running_loop()
         try:
-            server = await loop.create_server(factory, host, port, backlog=1024, reuse_address=True)
+            server = await loop.create_server(
+                factory,
+                host,
+                port,
+                backlog=1024,
+                reuse_address=True,
+                reuse_port=self._reuse_port or None,
+            )
         except OSError as error:
             raise _listen_error(address, error) from error
         return _SocketListener(server)
@@ -114,6 +126,36 @@ class SocketNetwork:
             reason = error.strerror or str(error)
             raise ConnectFailed(f"cannot connect to {address}: {reason}", address=address) from error
         return protocol
+
+
+@contextmanager
+def reserved_port(host: str, port: int) -> Iterator[int]:
+    """Keep a port (0: any free one) for listeners with `reuse_port`, of this process and of others.
+
+    Nothing listens here, so no connection comes; but the port stays ours while every listener is away.
+    """
+    address = join_address(host, port)
+    if not hasattr(socket, "SO_REUSEPORT"):
+        raise ConfigError(
+            "this system lets only one process listen on a port",
+            key="frontend.processes",
+            remedy="leave frontend.processes at 1",
+        )
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        holder = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _listen_error(address, error) from error
+    with holder:
+        try:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holder.bind(place)
+        except OSError as error:
+            raise _listen_error(address, error) from error
+        yield int(holder.getsockname()[1])
 
 
 def tune_socket(transport: asyncio.BaseTransport) -> None:

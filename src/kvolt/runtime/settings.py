@@ -140,9 +140,55 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     host: Annotated[Host, Meta(description="Address the HTTP API listens on.")] = "127.0.0.1"
     port: Annotated[Port, Meta(description="Port of the HTTP API; 0 takes any free one.")] = 8000
+    processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=256,
+            description="HTTP processes that share the port; more than one get a router process besides.",
+        ),
+    ] = 1
     max_body_bytes: Annotated[Bytes, Meta(description="Largest request body.")] = 16 * MIB
     request_timeout_s: Annotated[Seconds, Meta(description="Limit for one request, queueing included.")] = (
         600.0
+    )
+    header_timeout_s: Annotated[
+        Seconds, Meta(description="Limit for a request's headers to arrive, however slowly they drip.")
+    ] = 10.0
+    body_timeout_s: Annotated[Seconds, Meta(description="Limit for a request's body to arrive.")] = 60.0
+    write_timeout_s: Annotated[
+        Seconds, Meta(description="A client that leaves its answer unread for this long is cut off.")
+    ] = 60.0
+    namespaces: Annotated[
+        Text | None,
+        Meta(description="Namespaces whose models are served, with commas between; its own if not set."),
+    ] = None
+    max_requests: Annotated[
+        Count, Meta(description="Requests answered at once, over all processes; more get a 429.")
+    ] = 10_000
+    hold_headers_s: Annotated[
+        Seconds,
+        Meta(description="How long a stream's headers wait for its first token or an early error."),
+    ] = 5.0
+    strict_fields: Annotated[
+        bool, Meta(description="Refuse requests with unknown fields; else a header names the ignored ones.")
+    ] = False
+    max_attempts: Annotated[
+        Count, Meta(description="Workers that a request is tried on before its first token.")
+    ] = 3
+    token_cache_bytes: Annotated[
+        Bytes, Meta(description="Memory for each model's tokenized pieces of chats.")
+    ] = 16 * MIB
+    tool_parser: Annotated[
+        Text | None,
+        Meta(description="Parser of tool calls for all models; by each one's chat template if not set."),
+    ] = None
+    reasoning_parser: Annotated[
+        Text | None,
+        Meta(description="Parser of reasoning for all models; by each one's chat template if not set."),
+    ] = None
+    metrics_prefix: Annotated[Text, Meta(description="What the names of the edge's metrics begin with.")] = (
+        "dynamo_frontend"
     )
 
 

@@ -28,7 +28,8 @@ from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.sim_model import next_token
 from kvolt.engines.worker import Worker
-from kvolt.journey.journey import Journey
+from kvolt.journey.deltas import Deltas
+from kvolt.journey.journey import Road
 from kvolt.router.port import RoundRobinRouter
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.call import Deadlines
@@ -60,6 +61,8 @@ _LIMITS = Deadlines(connect_s=2.0, first_s=6.0, between_s=5.0, total_s=12.0)
 _ENGINE = SimArguments(max_num_seqs=32, latency=LatencyModel(base_s=0.03, prefill_token_s=0.0002))
 _CONNECTION = ConnectionOptions(limits=SessionLimits(window_items=4))
 """A small window, so that slow readers run out of credit and deltas merge."""
+_HOLD_ABOVE = 2
+"""For the same reason: deltas that a slow reader may leave lying."""
 _SLACK_S = 0.5
 """Beyond its deadline a request may take this much: the way of the last timer."""
 
@@ -264,15 +267,15 @@ class Cluster:
             NAMESPACE, component_name(MODEL, Role.AGGREGATED, card_hash(_engine().card)), GENERATE
         )
         client = await runtime.client(endpoint)
-        journey = Journey(RoundRobinRouter(client), client)
         rng = runtime.ports.rng
         requests = Crew(f"{runtime.options.name} requests", on_error=lambda error: self.fail(repr(error)))
+        road = Road(RoundRobinRouter(client), client, requests, max_attempts=3)
         try:
             while True:
                 await asyncio.sleep(rng.expovariate(1.5))
                 if not self._accepting:
                     break
-                asking = Asking(self, journey, runtime.options.name, rng)
+                asking = Asking(self, road, runtime.options.name, rng)
                 requests.start(asking.run(), "request")
             await requests.drain()
         finally:
@@ -286,9 +289,9 @@ def _engine() -> SimEngine:
 class Asking:
     """One request and the check of its answer."""
 
-    def __init__(self, cluster: Cluster, journey: Journey, frontend: str, rng: random.Random) -> None:
+    def __init__(self, cluster: Cluster, road: Road, frontend: str, rng: random.Random) -> None:
         self._cluster = cluster
-        self._journey = journey
+        self._road = road
         self._name = f"{frontend} {new_id(rng)[:8]}"
         self._seed = rng.getrandbits(32)
         self._num_tokens = rng.randint(1, 24)
@@ -331,7 +334,7 @@ class Asking:
         """How many tokens came, each checked. Errors of the system pass through."""
         got = 0
         finished = False
-        async with await self._journey.begin(self._request, _LIMITS) as deltas:
+        async with await Deltas.of(self._road, self._request, _LIMITS, _HOLD_ABOVE) as deltas:
             async for delta in deltas:
                 if finished:
                     self._cluster.fail(f"{self._name} got something after its end")

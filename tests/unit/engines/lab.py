@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry
 
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import Delta, StepOutput
@@ -24,8 +25,10 @@ from kvolt.engines.endpoints import GENERATE, component_name
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.worker import Worker
-from kvolt.frontend.app import FrontendApp
-from kvolt.frontend.models import Models
+from kvolt.frontend.admission import Admission, WorkerLoads
+from kvolt.frontend.edge import edge_server
+from kvolt.frontend.generate import GenerateOptions
+from kvolt.frontend.models import ModelOptions, Models
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.call import Deadlines, ResponseStream
 from kvolt.runtime.client import EndpointClient
@@ -33,7 +36,8 @@ from kvolt.runtime.clock import new_id
 from kvolt.runtime.connections import tcp_plane
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.runtime.events_mem import MemBus, MemEvents
-from kvolt.runtime.http import HttpServer
+from kvolt.runtime.http import HttpLimits
+from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.tasks import Crew
 from kvolt.testing import LinkProfile, VirtualNetwork, VirtualProcess
@@ -160,10 +164,10 @@ class Lab:
         self._runtimes.append(runtime)
         return runtime
 
-    async def worker(self, name: str, engine: Any = None) -> RunningWorker:
+    async def worker(self, name: str, engine: Any = None, namespace: str = NAMESPACE) -> RunningWorker:
         runtime = await self.runtime(name)
         engine = engine if engine is not None else sim()
-        worker = Worker(runtime, engine, NAMESPACE)
+        worker = Worker(runtime, engine, namespace)
         await worker.start()
         running = RunningWorker(runtime, engine, worker, self._crew.start(worker.run(), name))
         self._workers.append(running)
@@ -175,16 +179,29 @@ class Lab:
         await until(lambda: bool(client.candidates()))
         return client
 
-    async def frontend(self, name: str = "edge", request_timeout_s: float = 60.0) -> Frontend:
+    async def frontend(
+        self,
+        name: str = "edge",
+        options: GenerateOptions | None = None,
+        model_options: ModelOptions | None = None,
+        max_requests: int = 1000,
+        limits: HttpLimits | None = None,
+    ) -> Frontend:
+        """Wired as `kvolt frontend` does it."""
         runtime = await self.runtime(name)
-        models = Models(runtime, NAMESPACE)
+        models = Models(runtime, NAMESPACE, model_options)
         models.start()
         self._closing.append(models.close)
-        app = FrontendApp(runtime, models, request_timeout_s)
-        server = HttpServer(runtime.ports.network, app.routes(), runtime.ports.clock)
+        loads = WorkerLoads()
+        self._crew.start(loads.follow(runtime.events), f"loads of {name}")
+        admission = Admission(loads, max_requests)
+        registry = CollectorRegistry()
+        server = edge_server(
+            runtime, models, admission, Metrics(registry), options or GenerateOptions(), limits=limits
+        )
         self._closing.append(server.close)
         address = await server.start(f"{name}:0")
-        return Frontend(self, runtime, models, address)
+        return Frontend(self, runtime, models, address, admission, registry)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
@@ -229,9 +246,16 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """Of a stream, each event's data; the closing [DONE] as a string."""
-        data = [event.removeprefix("data: ") for event in self.body.decode().split("\n\n") if event]
+        """Of a stream, each event's data; the closing [DONE] as a string. Annotations are left out."""
+        found = [event for event in self.body.decode().split("\n\n") if event.startswith("data: ")]
+        data = [event.removeprefix("data: ") for event in found]
         return [event if event == "[DONE]" else json.loads(event) for event in data]
+
+    @property
+    def chunks(self) -> list[Any]:
+        """The events before the closing [DONE], which must be there."""
+        assert self.events[-1] == "[DONE]"
+        return self.events[:-1]
 
     def text(self, index: int = 0) -> str:
         """The text of one choice, whatever the shape of the answer."""
@@ -244,47 +268,89 @@ class Answer:
 def _choice_text(choice: dict[str, Any]) -> str:
     if "text" in choice:
         return str(choice["text"])
-    return str((choice.get("message") or choice.get("delta") or {}).get("content", ""))
+    return str((choice.get("message") or choice.get("delta") or {}).get("content") or "")
 
 
 class Frontend:
-    def __init__(self, lab: Lab, runtime: Runtime, models: Models, address: str) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        runtime: Runtime,
+        models: Models,
+        address: str,
+        admission: Admission,
+        registry: CollectorRegistry,
+    ) -> None:
         self.runtime = runtime
         self.models = models
+        self.address = address
+        self.admission = admission
+        self.seen: set[str] = set()
+        """For tests that collect names over several moments."""
+        self._registry = registry
         self._lab = lab
-        self._address = address
+
+    def sample(self, name: str, **labels: str) -> float:
+        """A series by name, summed over the labels that are not given."""
+        return sum(
+            sample.value
+            for family in self._registry.collect()
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def exported(self) -> dict[str, float]:
+        """Each family of the edge: the largest value of any of its series; of a histogram, the largest sum."""
+        return {
+            family.name: max(
+                (
+                    sample.value
+                    for sample in family.samples
+                    if family.type != "histogram" or sample.name.endswith("_sum")
+                ),
+                default=0.0,
+            )
+            for family in self._registry.collect()
+            if family.name.startswith("dynamo_frontend")
+        }
 
     async def ready(self, *names: str) -> None:
         wanted = list(names or (MODEL,))
         await until(lambda: [model.card.name for model in self.models.ready()] == wanted)
 
     @asynccontextmanager
-    async def send(self, method: str, path: str, body: bytes) -> AsyncIterator[_Browser]:
+    async def send(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[_Browser]:
         """A request on its way; leaving the block hangs up."""
         host = self._lab.network.host("browser")
-        browser = await host.connect(self._address, _Browser, 1.0)
+        browser = await host.connect(self.address, _Browser, 1.0)
         assert isinstance(browser, _Browser)
-        head = f"{method} {path} HTTP/1.1\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-        browser.transport.write(head.encode() + body)
+        lines = {"connection": "close", "content-length": str(len(body)), **(headers or {})}
+        head = "".join([f"{name}: {value}\r\n" for name, value in lines.items()])
+        browser.transport.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
         try:
             yield browser
         finally:
             browser.transport.abort()
 
-    async def ask(self, path: str, body: Any = None) -> Answer:
+    async def ask(
+        self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, method: str | None = None
+    ) -> Answer:
         """POST what is not None, GET otherwise; bytes go as they are."""
         raw = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.send("GET" if body is None else "POST", path, raw) as browser:
+        async with self.send(method or ("GET" if body is None else "POST"), path, raw, headers) as browser:
             async with asyncio.timeout(120):
                 await browser.closed.wait()
             return _parse(bytes(browser.received))
 
-    async def complete(self, **fields: Any) -> Answer:
-        return await self.ask("/v1/completions", {"model": MODEL, "prompt": "the water", **fields})
+    async def complete(self, headers: Mapping[str, str] | None = None, **fields: Any) -> Answer:
+        return await self.ask("/v1/completions", {"model": MODEL, "prompt": "the water", **fields}, headers)
 
-    async def chat(self, **fields: Any) -> Answer:
+    async def chat(self, headers: Mapping[str, str] | None = None, **fields: Any) -> Answer:
         messages = [{"role": "user", "content": "the water"}]
-        return await self.ask("/v1/chat/completions", {"model": MODEL, "messages": messages, **fields})
+        body = {"model": MODEL, "messages": messages, **fields}
+        return await self.ask("/v1/chat/completions", body, headers)
 
 
 def _parse(raw: bytes) -> Answer:

@@ -1,50 +1,18 @@
-"""The HTTP edge as a client sees it: bytes in, bytes out, through a real worker to the sim engine."""
+"""The HTTP edge as a client sees it: every route, every refusal, through a real worker to the sim engine."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from tests.unit.engines.lab import (
-    ARGUMENTS,
-    MODEL,
-    Frontend,
-    Lab,
-    RunningWorker,
-    ScriptedEngine,
-    is_empty,
-    sim,
-    until,
-)
+from msgspec.structs import replace
+from tests.unit.engines.lab import ARGUMENTS, MODEL, Frontend, Lab, RunningWorker, ScriptedEngine, sim, until
+from tests.unit.frontend.serving import TOOL, served
 
-from kvolt.core.delta import Delta, StepOutput
-from kvolt.core.errors import DeadlineExceeded
-from kvolt.core.ids import RequestId
-from kvolt.core.request import Request
-from kvolt.engines.sim import SimArguments
-from kvolt.engines.sim_model import next_token
-from kvolt.frontend import app
-from kvolt.frontend.text import Codec
-from kvolt.runtime.tasks import Scope
-from kvolt.testing import InlineBlocking, run_virtual
-
-Body = Callable[[Lab, Frontend, RunningWorker], Coroutine[Any, Any, None]]
-
-
-def served(body: Body, engine: Callable[[], Any] = sim) -> None:
-    """Run `body` with one worker and a frontend that is ready."""
-
-    async def scenario() -> None:
-        async with Lab() as lab:
-            running = await lab.worker("w0", engine())
-            edge = await lab.frontend()
-            await edge.ready()
-            await body(lab, edge, running)
-
-    run_virtual(scenario)
+from kvolt.core.card import EngineInfo, ModelCard, card_hash
+from kvolt.runtime.http import HttpLimits
+from kvolt.testing import run_virtual
 
 
 @pytest.fixture(autouse=True)
@@ -52,328 +20,241 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
 
 
-def expected_text(seed: int, num_tokens: int) -> str:
-    ids = [next_token(seed % 2**64, position) for position in range(num_tokens)]
-    return Codec(sim().card).decoder().step(ids)
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "the water"}]}
 
 
-# --- answers
+# --- models and health
 
 
-def test_a_completion_whole_and_streamed() -> None:
-    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        whole = await edge.complete(max_tokens=12, seed=5)
-        assert whole.status == 200
-        assert whole.json["object"] == "text_completion"
-        assert whole.json["id"] == "cmpl-" + whole.headers["x-request-id"]
-        assert whole.json["model"] == MODEL
-        assert whole.json["choices"][0]["finish_reason"] == "length"
-        prompt = len(edge.models.get(MODEL).codec.encode("the water"))
-        assert whole.json["usage"] == {
-            "prompt_tokens": prompt,
-            "completion_tokens": 12,
-            "total_tokens": prompt + 12,
-        }
-        assert whole.text() == expected_text(5, 12)
-        streamed = await edge.complete(max_tokens=12, seed=5, stream=True)
-        assert streamed.headers["content-type"].startswith("text/event-stream")
-        assert streamed.whole
-        assert streamed.events[-1] == "[DONE]"
-        assert streamed.text() == whole.text()
-        finishes = [event["choices"][0]["finish_reason"] for event in streamed.events[:-1]]
-        assert finishes == [None] * (len(finishes) - 1) + ["length"]
-        assert len(finishes) > 6  # as it came, not at the end
-        assert {event["id"] for event in streamed.events[:-1]} == {"cmpl-" + streamed.headers["x-request-id"]}
-
-    served(body)
-
-
-def test_a_chat_whole_and_streamed() -> None:
-    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        whole = await edge.chat(max_tokens=12, seed=-5)
-        assert whole.json["object"] == "chat.completion"
-        assert whole.json["id"].startswith("chatcmpl-")
-        assert whole.json["choices"][0]["message"]["role"] == "assistant"
-        streamed = await edge.chat(max_tokens=12, seed=-5, stream=True)
-        assert streamed.text() == whole.text() == expected_text(-5, 12)
-        chunks = streamed.events[:-1]
-        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-        roles = [chunk["choices"][0]["delta"].get("role") for chunk in chunks]
-        assert roles == ["assistant"] + [None] * (len(chunks) - 1)
-        limit = await edge.chat(max_tokens=12, max_completion_tokens=3)
-        assert limit.json["usage"]["completion_tokens"] == 3
-
-    served(body)
-
-
-@pytest.mark.parametrize("ask", ["complete", "chat"])
-def test_several_choices(ask: str) -> None:
-    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        call = getattr(edge, ask)
-        whole = await call(max_tokens=7, seed=1, n=3)
-        assert [choice["index"] for choice in whole.json["choices"]] == [0, 1, 2]
-        assert whole.json["usage"]["completion_tokens"] == 21
-        texts = [whole.text(index) for index in range(3)]
-        assert len(set(texts)) == 3
-        streamed = await call(max_tokens=7, seed=1, n=3, stream=True)
-        assert [streamed.text(index) for index in range(3)] == texts
-        ended = [
-            choice["index"]
-            for event in streamed.events[:-1]
-            for choice in event["choices"]
-            if choice["finish_reason"]
-        ]
-        assert sorted(ended) == [0, 1, 2]
-
-    served(body)
-
-
-def test_usage_comes_with_a_stream_only_when_asked_for() -> None:
-    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        plain = await edge.chat(max_tokens=5, stream=True)
-        assert not any("usage" in event for event in plain.events[:-1])
-        no = await edge.chat(max_tokens=5, stream=True, stream_options={"include_usage": False})
-        assert not any("usage" in event for event in no.events[:-1])
-        asked = await edge.chat(max_tokens=5, n=2, stream=True, stream_options={"include_usage": True})
-        *chunks, last, done = asked.events
-        assert done == "[DONE]"
-        assert last["choices"] == []
-        whole = await edge.chat(max_tokens=5, n=2)
-        assert last["usage"] == whole.json["usage"]
-        assert all(chunk["choices"] for chunk in chunks)
-
-    served(body)
-
-
-def test_token_ids_as_a_prompt() -> None:
-    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        size = edge.models.get(MODEL).codec.vocabulary_size
-        good = await edge.complete(prompt=[3, 4, size - 1], max_tokens=2)
-        assert good.json["usage"]["prompt_tokens"] == 3
-        bad = await edge.complete(prompt=[3, size], max_tokens=2)
-        assert (bad.status, bad.json["error"]["param"]) == (400, "prompt")
-        assert str(size) in bad.json["error"]["message"]
-
-    served(body)
-
-
-def test_what_else_is_served() -> None:
+def test_models_health_and_the_rest() -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         models = (await edge.ask("/v1/models")).json
-        assert [model["id"] for model in models["data"]] == [MODEL]
-        assert (await edge.ask("/health")).json == {
-            "status": "ready",
-            "models": [MODEL],
-            "workers": {MODEL: 1},
+        assert models["object"] == "list"
+        (model,) = models["data"]
+        assert (model["id"], model["object"], model["context_window"]) == (MODEL, "model", 512)
+        assert (await edge.ask(f"/v1/models/{MODEL}")).json == model
+        ready = await edge.ask(f"/v1/models/{MODEL}/ready")
+        assert (ready.status, ready.json["ready"]) == (200, True)
+        assert ready.json["namespaces"]["test"] == {
+            "ready": True,
+            "workers": {"aggregated": 1},
+            "missing": [],
         }
-        assert (await edge.ask("/ready")).status == 200
+        for path in ("/health", "/ready"):
+            answer = await edge.ask(path)
+            assert answer.status == 200
+            assert answer.json == {"status": "ready", "models": [MODEL], "workers": {MODEL: 1}}
+        assert (await edge.ask("/live")).status == 200
+        metrics = await edge.ask("/metrics")
+        assert metrics.headers["content-type"].startswith("text/plain")
+        assert b"dynamo_frontend_requests_total" in metrics.body
+        document = (await edge.ask("/openapi.json")).json
+        assert document["openapi"].startswith("3.")
+        docs = await edge.ask("/docs")
+        assert docs.headers["content-type"] == "text/html; charset=utf-8"
+        assert b"<html" in docs.body
+
+    served(body)
+
+
+def test_without_workers() -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         await running.runtime.close()
         await until(lambda: not edge.models.ready())
         health = await edge.ask("/health")
         assert (health.status, health.json["models"]) == (503, [])
+        assert (await edge.ask("/ready")).status == 503
         assert (await edge.ask("/live")).status == 200
         assert (await edge.ask("/v1/models")).json["data"] == []
-        assert (await edge.complete()).status == 503
+        ready = await edge.ask(f"/v1/models/{MODEL}/ready")
+        assert ready.status == 503
+        assert ready.json["namespaces"]["test"]["missing"] == ["aggregated"]
+        for stream in (False, True):
+            answer = await edge.chat(stream=stream)
+            assert answer.status == 503
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json["error"]["type"] == "server_error"
+        assert (await edge.ask(f"/v1/models/{MODEL}")).status == 503
+        assert (await edge.ask("/tokenize", {"model": MODEL, "prompt": "a"})).status == 503
 
     served(body)
 
 
-# --- refusals and failures
+@pytest.mark.parametrize("path", ["/v1/models/nobody", "/v1/models/nobody/ready", "/v1/models/a/b/c"])
+def test_a_model_that_does_not_exist(path: str) -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        answer = await edge.ask(path)
+        assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
+
+    served(body)
+
+
+def test_a_name_with_slashes_encoded_or_not() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            await lab.worker("w0", sim(model="some/org/model-8B"))
+            edge = await lab.frontend()
+            await edge.ready("some/org/model-8B")
+            for name in ("some/org/model-8B", "some%2Forg%2Fmodel-8B"):
+                assert (await edge.ask(f"/v1/models/{name}")).json["id"] == "some/org/model-8B"
+                assert (await edge.ask(f"/v1/models/{name}/ready")).json["ready"] is True
+
+    run_virtual(scenario)
+
+
+class Aliased(ScriptedEngine):
+    @property
+    def card(self) -> ModelCard:
+        return replace(self._inner.card, aliases=("nick",))
+
+    async def start(self) -> EngineInfo:
+        return replace(await self._inner.start(), card=card_hash(self.card))
+
+
+# --- tokens
+
+
+def test_tokenize_and_detokenize() -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        told = (await edge.ask("/tokenize", {"model": MODEL, "prompt": "the water é"})).json
+        assert told["count"] == len(told["tokens"]) > 3
+        assert told["max_model_len"] == 512
+        named = (await edge.ask("/tokenize", {"prompt": "the water é", "return_token_strs": True})).json
+        assert named["tokens"] == told["tokens"]
+        assert "".join(named["token_strs"][:4]) == "the water"
+        back = await edge.ask("/detokenize", {"model": MODEL, "tokens": told["tokens"]})
+        assert back.json == {"prompt": "the water é"}
+        messages = [{"role": "user", "content": "hi"}]
+        chat = (await edge.ask("/tokenize", {"model": MODEL, "messages": messages})).json
+        shown = (await edge.ask("/detokenize", {"tokens": chat["tokens"]})).json["prompt"]
+        assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        bare = {"messages": messages, "add_generation_prompt": False}
+        assert (await edge.ask("/tokenize", bare)).json["count"] < chat["count"]
+        asked = await edge.chat(messages=messages, max_tokens=1)
+        assert asked.json["usage"]["prompt_tokens"] == chat["count"]
+
+    served(body)
 
 
 @pytest.mark.parametrize(
-    ("fields", "status", "param"),
+    ("path", "asked", "status", "param"),
     [
-        ({"model": "nobody"}, 404, "model"),
-        ({"prompt": ""}, 400, "prompt"),
-        ({"prompt": []}, 400, "prompt"),
-        ({"max_tokens": 600}, 400, "max_tokens"),
-        ({"prompt": [5] * 512}, 400, "max_tokens"),
-        ({"n": 0}, 400, "n"),
-        ({"temperature": "hot"}, 400, "temperature"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}, 400, "prompt"),
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"model": "nobody", "prompt": "a"}, 404, "model"),
+        ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [70] * 2049}, 400, "tokens"),
+        ("/detokenize", {"model": "nobody", "tokens": []}, 404, "model"),
+        ("/busy_threshold", {"model": "nobody"}, 404, "model"),
+        ("/busy_threshold", {"model": MODEL, "active_decode_blocks_threshold": 2}, 400, None),
+        ("/busy_threshold", {}, 400, None),
     ],
     ids=str,
 )
-def test_a_bad_request_has_a_status_and_names_its_field(
-    fields: dict[str, Any], status: int, param: str
+def test_what_the_other_endpoints_refuse(
+    path: str, asked: dict[str, Any], status: int, param: str | None
 ) -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        for stream in (False, True):
-            answer = await edge.complete(**fields, stream=stream)
-            assert answer.status == status
+        answer = await edge.ask(path, asked)
+        assert answer.status == status
+        assert set(answer.json["error"]) == {"message", "type", "param", "code"}
+        if param is not None:
             assert answer.json["error"]["param"] == param
-        assert running.engine._running == {}
 
     served(body)
+
+
+def test_without_a_name_there_must_be_one_model() -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        assert (await edge.ask("/tokenize", {"prompt": "a"})).status == 200
+        await lab.worker("w1", sim(model="another"))
+        await edge.ready("another", MODEL)
+        answer = await edge.ask("/tokenize", {"prompt": "a"})
+        assert (answer.status, answer.json["error"]["param"]) == (400, "model")
+
+    served(body)
+
+
+# --- thresholds
+
+
+def test_busy_thresholds_are_read_set_and_kept() -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        listed = (await edge.ask("/busy_threshold")).json["thresholds"]
+        assert [each["model"] for each in listed] == [MODEL]
+        assert listed[0]["active_decode_blocks_threshold"] is None
+        first = {"model": MODEL, "active_decode_blocks_threshold": 0.5}
+        await edge.ask("/busy_threshold", first)
+        second = {"model": MODEL, "active_prefill_tokens_threshold": 9}
+        told = (await edge.ask("/busy_threshold", second)).json
+        assert told["active_decode_blocks_threshold"] == 0.5
+        assert told["active_prefill_tokens_threshold"] == 9
+        assert (await edge.ask("/busy_threshold")).json["thresholds"] == [told]
+        assert (await edge.ask("/busy_threshold", {"model": MODEL})).json == told
+
+    served(body)
+
+
+def test_a_threshold_by_an_alias_is_the_model_s() -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        assert (await edge.ask("/v1/models/nick")).json["id"] == MODEL
+        told = await edge.ask("/busy_threshold", {"model": "nick", "active_decode_blocks_threshold": 0.5})
+        assert told.json["model"] == MODEL
+        listed = (await edge.ask("/busy_threshold")).json["thresholds"]
+        assert listed[0]["active_decode_blocks_threshold"] == 0.5
+
+    served(body, Aliased)
+
+
+# --- refusals of the server
+
+
+def test_methods_paths_media_types_and_sizes() -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        missing = await edge.ask("/v1/nothing")
+        assert (missing.status, missing.json["error"]["type"]) == (404, "invalid_request_error")
+        wrong = await edge.ask("/v1/chat/completions")
+        assert (wrong.status, wrong.headers["allow"]) == (405, "post")  # the lab reads headers in lower case
+        assert (await edge.ask("/v1/models", b"", method="DELETE")).status == 405
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin-1"):
+            for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+                answer = await edge.ask(path, CHAT, {"content-type": kind})
+                assert (answer.status, answer.json["error"]["code"]) == (415, "unsupported_media_type")
+        for kind in ("application/json", "application/json; charset=utf-8", "Application/JSON"):
+            answer = await edge.ask("/v1/chat/completions", {**CHAT, "max_tokens": 1}, {"content-type": kind})
+            assert answer.status == 200
+        large = await edge.ask("/v1/chat/completions", b"x" * 10_001)
+        assert (large.status, large.json["error"]["code"]) == (413, "payload_too_large")
+        for answer in (missing, wrong, large):
+            assert answer.headers["x-request-id"]
+
+    served(body, limits=HttpLimits(max_body_bytes=10_000))
 
 
 def test_bytes_that_are_no_request_are_a_400() -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        for path in ("/v1/completions", "/v1/chat/completions"):
-            for raw in (b"{", b"\xff", b"[" * 50_000):
-                assert (await edge.ask(path, raw)).status == 400
+        paths = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/busy_threshold")
+        for path in paths:
+            for raw in (b"", b"{", b"\xff", b"[" * 50_000, b"null", b'{"model": 1}'):
+                answer = await edge.ask(path, raw)
+                assert answer.status == 400
+                assert answer.json["error"]["type"] == "invalid_request_error"
 
     served(body)
 
 
-class Silent(ScriptedEngine):
-    """Takes requests and never answers: the deadline has to."""
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_error_before_the_first_byte_is_a_status(stream: bool) -> None:
+def test_what_has_no_mechanism_is_a_501_with_its_name() -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        answer = await edge.complete(max_tokens=5, stream=stream)
-        assert answer.status == 504
-        assert answer.json["error"]["code"] == DeadlineExceeded.code
-        assert running.engine.submitted
-        await until(lambda: bool(running.engine.aborted))
+        for fields, name in (
+            ({"response_format": {"type": "json_object"}}, "grammar"),
+            ({"nvext": {"backend_instance_id": 1}}, "backend_instance_id"),
+            ({"tools": [TOOL], "tool_choice": "required"}, "grammar"),
+        ):
+            for stream in (False, True):
+                answer = await edge.chat(stream=stream, max_tokens=5, **fields)
+                assert answer.status == 501
+                assert name in answer.json["error"]["message"]
+                assert answer.headers["x-should-retry"] == "false"
 
-    served(body, Silent)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_refusal_of_the_engine_is_a_status(stream: bool) -> None:
-    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        answer = await edge.complete(max_tokens=100, n=100, stream=stream)
-        assert (answer.status, answer.json["error"]["param"]) == (400, "n")
-
-    served(body, lambda: sim(SimArguments(context_length=512, kv_blocks=64)))
-
-
-class FirstToken(ScriptedEngine):
-    """Gives every request one token, then dies when told."""
-
-    def submit(self, request: Request) -> None:
-        super().submit(request)
-        self.put(StepOutput(((RequestId(request.request_id), Delta(token_ids=(300,))),)))
-
-
-def test_an_error_after_the_first_byte_is_an_event_in_the_stream() -> None:
-    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        async with Scope("ask") as scope:
-            asking = scope.start(edge.complete(max_tokens=5, stream=True), "complete")
-            await until(lambda: bool(running.engine.submitted))
-            await asyncio.sleep(1)
-            running.engine.put(RuntimeError("the engine's own words"))
-        answer = asking.result()
-        assert answer.status == 200
-        first, last = answer.events
-        assert first["choices"]
-        assert last["error"]["code"] == "engine_failed"
-        assert "own words" not in last["error"]["message"]
-        assert answer.whole  # the HTTP body is sound, and there is no [DONE]
-
-    served(body, FirstToken)
-
-
-def test_a_crashed_worker_is_an_error_for_one_request_and_a_503_for_the_next() -> None:
-    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        async with Scope("ask") as scope:
-            asking = scope.start(edge.complete(max_tokens=400, stream=True), "complete")
-            await until(lambda: bool(running.engine._running))
-            await asyncio.sleep(0.5)
-            lab.network.crash("w0", silent=False)
-        answer = asking.result()
-        assert answer.events[-1]["error"]["code"] == "worker_lost"
-        assert (await edge.complete()).status == 503
-
-    served(body)
-
-
-# --- a client that leaves
-
-
-@pytest.mark.parametrize("stream", [b"true", b"false"])
-@pytest.mark.parametrize("after_s", [0.002, 0.3])
-def test_hanging_up_cancels_up_to_the_engine(stream: bytes, after_s: float) -> None:
-    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        raw = b'{"model":"sim-tiny","prompt":"the water","max_tokens":400,"n":3,"stream":%b}' % stream
-        async with edge.send("POST", "/v1/completions", raw):
-            await until(lambda: not is_empty(running.engine))
-            await asyncio.sleep(after_s)
-            assert not is_empty(running.engine)
-        await until(lambda: is_empty(running.engine), 0.5)
-        assert running.worker._open == {}
-
-    served(body)
-
-
-def test_a_crowd_that_hangs_up_leaves_nothing() -> None:
-    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        raw = b'{"model":"sim-tiny","prompt":"the water","max_tokens":300,"stream":true}'
-
-        async def visit(stay_s: float) -> None:
-            async with edge.send("POST", "/v1/completions", raw):
-                await asyncio.sleep(stay_s)
-
-        async with Scope("crowd") as crowd:
-            for index in range(60):
-                crowd.start(visit(0.0007 * index), f"visit {index}")
-            answer = crowd.start(edge.complete(max_tokens=50, seed=3), "stays")
-        assert answer.result().text() == expected_text(3, 50)
-        await until(lambda: is_empty(running.engine), 0.5)
-
-    served(body)
-
-
-# --- long prompts
-
-
-class CountingBlocking(InlineBlocking):
-    def __init__(self) -> None:
-        super().__init__(latency_s=0.5)
-        self.calls = 0
-
-    async def run(self, call: Any, timeout_s: float) -> Any:
-        self.calls += 1
-        return await super().run(call, timeout_s)
-
-
-@pytest.mark.parametrize("ask", ["complete", "chat"])
-def test_long_prompts_are_tokenized_off_the_loop_and_too_long_ones_refused_early(
-    ask: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoded: list[int] = []
-    encode = Codec.encode
-    monkeypatch.setattr(
-        Codec, "encode", lambda self, text: (encoded.append(len(text)), encode(self, text))[1]
-    )
-
-    def fields(text: str) -> dict[str, Any]:
-        return {"prompt": text} if ask == "complete" else {"messages": [{"role": "user", "content": text}]}
-
-    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        blocking = edge.runtime.ports.blocking = CountingBlocking()
-        call = getattr(edge, ask)
-        assert (await call(**fields("the water"), max_tokens=1)).status == 200
-        assert blocking.calls == 0
-        long = " important" * 2000
-        assert len(long) > app._ENCODE_INLINE_CHARACTERS
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        async with Scope("ask") as scope:
-            slow = scope.start(call(**fields(long), max_tokens=1), "long")
-            await asyncio.sleep(0.1)
-            assert (await call(**fields("the water"), max_tokens=1)).status == 200
-            assert loop.time() - started < 0.5  # the others did not wait for it
-        answer = slow.result()
-        assert (answer.status, answer.json["usage"]["prompt_tokens"] >= 2000) == (200, True)
-        assert blocking.calls == 1
-        most = edge.models.get(MODEL).codec.most_characters
-        encoded.clear()
-        refused = await call(**fields("x" * (most + 1)), max_tokens=1)
-        assert refused.status == 400
-        assert refused.json["error"]["param"] in ("prompt", "messages")
-        assert (blocking.calls, encoded) == (1, [])
-
-    served(body, lambda: sim(SimArguments(context_length=4096, latency=ARGUMENTS.latency)))
-
-
-def test_a_prompt_over_the_context_is_refused_after_tokenizing() -> None:
-    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        answer = await edge.complete(prompt=" the" * 600)
-        assert answer.status == 400
-        assert "600" in answer.json["error"]["message"]
-
-    served(body)
+    served(body, lambda: sim(ARGUMENTS))

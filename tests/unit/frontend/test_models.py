@@ -13,12 +13,13 @@ from msgspec.structs import replace
 from tests.unit.engines.lab import ARGUMENTS, MODEL, NAMESPACE, Frontend, Lab, ScriptedEngine, sim, until
 
 from kvolt.core.card import EngineInfo, ModelCard, card_hash
-from kvolt.core.errors import NotFound, Unavailable
+from kvolt.core.errors import InvalidRequest, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Role
 from kvolt.engines.endpoints import CARD, GENERATE, component_name
 from kvolt.engines.sim import SimArguments
-from kvolt.frontend.models import Models
+from kvolt.frontend.models import ModelOptions, Models
+from kvolt.frontend.preprocess import ParserNames
 from kvolt.runtime.address import EndpointAddress, Instance, encode_instance
 from kvolt.runtime.runtime import Runtime
 from kvolt.testing import run_virtual
@@ -60,6 +61,95 @@ def test_a_model_is_ready_once_its_card_is_here() -> None:
             assert model.ready
 
     run_virtual(scenario)
+
+
+def test_what_comes_with_a_model() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            await lab.worker(
+                "w0", CardWith(aliases=("nick", MODEL), defaults={"temperature": 0.25, "top_k": 7})
+            )
+            options = ModelOptions(1 << 20, ParserNames("llama3_json", "deepseek_r1"), 2)
+            edge = await lab.frontend(model_options=options)
+            await edge.ready()
+            model = edge.models.get(MODEL)
+            assert edge.models.get("nick") is edge.models.find("nick") is edge.models.only() is model
+            assert edge.models.all() == [model]
+            assert (model.defaults.temperature, model.defaults.top_k) == (0.25, 7)
+            assert model.processor.parsers == ParserNames("llama3_json", "deepseek_r1")
+            assert model.road.max_attempts == 2
+            assert (model.capacity.max_num_seqs, model.capacity.kv_total_blocks) == (256, 16_384)
+
+    run_virtual(scenario)
+
+
+def test_a_name_beats_an_alias_and_the_first_alias_the_second() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            edge = await lab.frontend()
+            await lab.worker("w0", CardWith(aliases=("another", "nick")))
+            await edge.ready()
+            assert edge.models.get("another").card.name == MODEL
+            await lab.worker("w1", sim(model="another"))
+            await edge.ready("another", MODEL)
+            assert edge.models.get("another").card.name == "another"
+            assert edge.models.get("nick").card.name == MODEL
+            with pytest.raises(InvalidRequest):
+                edge.models.only()
+
+    run_virtual(scenario)
+
+
+def test_settling_waits_for_what_is_there_and_not_for_ever() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            await lab.worker("w0")
+            edge = await lab.frontend()
+            await edge.models.settle(5.0)
+            assert names(edge.models) == [MODEL]
+        async with Lab() as lab:
+            await lab.worker("w0", LateCard())
+            edge = await lab.frontend()
+            loop = asyncio.get_running_loop()
+            started = loop.time()
+            await edge.models.settle(2.0)
+            assert loop.time() - started == pytest.approx(2.0)
+            assert names(edge.models) == []
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tool_parser": "nobody"}, {"reasoning_parser": "nobody"}, {"defaults": {"top_k": "many"}}],
+    ids=str,
+)
+def test_a_card_with_names_that_nobody_knows_is_not_served(fields: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            edge = await lab.frontend()
+            await lab.worker("w0", CardWith(**fields))
+            await asyncio.sleep(1)
+            assert names(edge.models) == []
+            await lab.worker("w1")
+            await edge.ready()  # another card of the same model
+
+    run_virtual(scenario)
+
+
+class CardWith(ScriptedEngine):
+    """Serves a card of its own."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__()
+        self._fields = fields
+
+    @property
+    def card(self) -> ModelCard:
+        return replace(self._inner.card, **self._fields)
+
+    async def start(self) -> EngineInfo:
+        return replace(await self._inner.start(), card=card_hash(self.card))
 
 
 def test_models_are_listed_by_name() -> None:

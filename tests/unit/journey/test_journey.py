@@ -1,100 +1,515 @@
-"""The journey: goes where the router says, carries what it found, and cancels all the way."""
+"""The journey: goes where the router says, tries elsewhere while it may, and leaves nothing when cancelled."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
-from tests.unit.engines.lab import LIMITS, Lab, ScriptedEngine, is_empty, make_request, until
+from tests.unit.engines.lab import (
+    LIMITS,
+    Lab,
+    RunningWorker,
+    ScriptedEngine,
+    is_empty,
+    make_request,
+    until,
+)
 
-from kvolt.core.errors import NetworkFault, Overloaded
-from kvolt.core.ids import InstanceId
+from kvolt.core.delta import Delta, FinishReason, StepOutput
+from kvolt.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    ErrorInfo,
+    InvalidRequest,
+    KvoltError,
+    NetworkFault,
+    Overloaded,
+    Unavailable,
+)
+from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource, Request
-from kvolt.journey.journey import Journey
-from kvolt.router.port import Decision, RoundRobinRouter
+from kvolt.journey.deltas import Deltas
+from kvolt.journey.journey import Journey, Road
+from kvolt.journey.machine import State
+from kvolt.router.port import Decision, RoundRobinRouter, Router
+from kvolt.runtime.call import Deadlines
 from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.streams import StepSink
+from kvolt.runtime.tasks import Crew
 from kvolt.testing import run_virtual
 
 
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+
 class Fixed:
-    """A router that always says the same."""
+    """A router that says the same each time, or what it is told next; knows what was asked of it."""
 
-    def __init__(self, decision: Decision) -> None:
-        self.decision = decision
+    def __init__(self, *decisions: Decision | KvoltError) -> None:
+        self._decisions = list(decisions)
+        self.excluded: list[frozenset[InstanceId]] = []
+        self.gate: asyncio.Event | None = None
 
-    async def route(self, request: Request) -> Decision:
-        return self.decision
+    async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
+        self.excluded.append(excluded)
+        if self.gate is not None:
+            await self.gate.wait()
+        decision = self._decisions.pop(0) if len(self._decisions) > 1 else self._decisions[0]
+        if isinstance(decision, KvoltError):
+            raise decision
+        return decision
 
 
-class Full:
-    async def route(self, request: Request) -> Decision:
-        raise Overloaded("too many wait", queue="router", limit=1)
+class Inbox:
+    """A receiver that remembers."""
+
+    steps: StepSink | None = None
+
+    def __init__(self) -> None:
+        self.items: list[Delta] = []
+        self.ends: list[KvoltError | None] = []
+        self.has_begun = False
+
+    def on_item(self, delta: Delta) -> None:
+        assert not self.ends
+        self.has_begun = True
+        self.items.append(delta)
+
+    def on_end(self, error: KvoltError | None) -> None:
+        self.ends.append(error)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(delta.token_ids) for delta in self.items)
 
 
-def round_robin(client: EndpointClient) -> Journey:
-    return Journey(RoundRobinRouter(client), client)
+def info(error: KvoltError) -> ErrorInfo:
+    return ErrorInfo(error.code, error.message)
+
+
+class Refusing(ScriptedEngine):
+    """Takes a request and gives up on it, before or after its first token."""
+
+    def __init__(self, error: KvoltError, num_tokens: int = 0) -> None:
+        super().__init__()
+        self._error = error
+        self._num_tokens = num_tokens
+
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        request_id = RequestId(request.request_id)
+        for _ in range(self._num_tokens):
+            self.put(StepOutput(((request_id, Delta((300,))),)))
+        self.put(StepOutput(failed=((request_id, info(self._error)),)))
+
+
+class Stage:
+    """Workers, a client of theirs, and a road."""
+
+    def __init__(self, lab: Lab, workers: list[RunningWorker], client: EndpointClient, crew: Crew) -> None:
+        self.lab = lab
+        self.workers = workers
+        self.client = client
+        self.crew = crew
+
+    def road(self, router: Router | None = None, max_attempts: int = 3) -> Road:
+        return Road(router or RoundRobinRouter(self.client), self.client, self.crew, max_attempts)
+
+    def decision(self, number: int) -> Decision:
+        return Decision(self.client.instance(InstanceId(self.workers[number].worker._instance)))
+
+    def nothing_left(self) -> None:
+        assert len(self.crew) == 0
+        for running in self.workers:
+            assert running.worker._open == {}
+
+
+def staged(body: Callable[[Stage], Coroutine[Any, Any, None]], engines: Callable[[], Sequence[Any]]) -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            workers = [await lab.worker(f"w{number}", engine) for number, engine in enumerate(engines())]
+            client = await lab.client(workers[0])
+            await until(lambda: len(client.candidates()) == len(workers))
+            crew = Crew("retries", on_error=lab.errors.append)
+            try:
+                await body(Stage(lab, workers, client, crew))
+            finally:
+                await crew.close()
+            assert lab.errors == []
+
+    run_virtual(scenario)
+
+
+# --- the plain way
 
 
 def test_deltas_come_and_leaving_cancels_up_to_the_engine() -> None:
-    async def scenario() -> None:
-        async with Lab() as lab:
-            running = await lab.worker("w0")
-            journey = round_robin(await lab.client(running))
-            async with await journey.begin(make_request("short", tokens=5), LIMITS) as deltas:
-                assert sum([len(delta.token_ids) async for delta in deltas]) == 5
-            async with await journey.begin(make_request("long", tokens=300), LIMITS) as deltas:
+    async def body(stage: Stage) -> None:
+        (running,) = stage.workers
+        async with await Deltas.of(stage.road(), make_request("short", tokens=5), LIMITS) as deltas:
+            assert sum([len(delta.token_ids) async for delta in deltas]) == 5
+            with pytest.raises(StopAsyncIteration):
                 await anext(deltas)
-                assert not is_empty(running.engine)
-            await until(lambda: is_empty(running.engine), 1.0)
+        async with await Deltas.of(stage.road(), make_request("long", tokens=300), LIMITS) as deltas:
+            await anext(deltas)
+            assert not is_empty(running.engine)
+        await until(lambda: is_empty(running.engine), 1.0)
+        stage.nothing_left()
 
-    run_virtual(scenario)
+    staged(body, lambda: [None])
 
 
 def test_the_decision_is_obeyed_and_its_sources_travel_with_the_request() -> None:
-    async def scenario() -> None:
-        async with Lab() as lab:
-            engines = [ScriptedEngine(), ScriptedEngine()]
-            workers = [await lab.worker(f"w{i}", engine) for i, engine in enumerate(engines)]
-            client = await lab.client(workers[0])
-            await until(lambda: len(client.candidates()) == 2)
-            chosen = client.instance(InstanceId(workers[1].worker._instance))
-            source = KvSource(InstanceId("peer"), Tier.HOST, 4)
-            request = make_request()
-            for decision, sources in (
-                (Decision(chosen, kv_sources=(source,)), (source,)),
-                (Decision(chosen), ()),
-            ):
-                async with await Journey(Fixed(decision), client).begin(request, LIMITS):
-                    await until(lambda: bool(engines[1].submitted))
-                    got = engines[1].submitted.pop()
-                    assert got.deadline_s is not None  # the worker's own addition
-                    assert got == replace(request, kv_sources=sources, deadline_s=got.deadline_s)
-                await until(lambda: bool(engines[1].aborted))
-                engines[1].aborted.clear()
-            assert engines[0].submitted == []
+    engines = []
 
-    run_virtual(scenario)
+    async def body(stage: Stage) -> None:
+        source = KvSource(InstanceId("peer"), Tier.HOST, 4)
+        request = make_request()
+        chosen = stage.decision(1)
+        for decision, sources in ((replace(chosen, kv_sources=(source,)), (source,)), (chosen, ())):
+            inbox = Inbox()
+            journey = Journey(stage.road(Fixed(decision)), request, inbox, LIMITS)
+            await journey.begin()
+            assert journey.decision == decision
+            await until(lambda: bool(engines[1].submitted))
+            got = engines[1].submitted.pop()
+            assert got.deadline_s is not None  # the worker's own addition
+            assert got == replace(request, kv_sources=sources, deadline_s=got.deadline_s)
+            journey.cancel()
+            await until(lambda: bool(engines[1].aborted))
+            engines[1].aborted.clear()
+        assert engines[0].submitted == []
+
+    def make() -> list[ScriptedEngine]:
+        engines[:] = [ScriptedEngine(), ScriptedEngine()]
+        return engines
+
+    staged(body, make)
 
 
 def test_a_refusal_of_the_router_is_the_answer() -> None:
-    async def scenario() -> None:
-        async with Lab() as lab:
-            client = await lab.client(await lab.worker("w0"))
-            with pytest.raises(Overloaded):
-                await Journey(Full(), client).begin(make_request(), LIMITS)
+    async def body(stage: Stage) -> None:
+        for error in (Overloaded("too many wait"), Unavailable("nobody")):
+            inbox = Inbox()
+            router = Fixed(error)
+            journey = Journey(stage.road(router), make_request(), inbox, LIMITS)
+            with pytest.raises(type(error)):
+                await journey.begin()
+            assert (inbox.items, inbox.ends) == ([], [])
+            assert router.excluded == [frozenset()]
+        with pytest.raises(Overloaded):
+            await Deltas.of(stage.road(Fixed(Overloaded("full"))), make_request(), LIMITS)
 
-    run_virtual(scenario)
+    staged(body, lambda: [None])
 
 
-def test_a_worker_that_crashes_ends_the_stream_with_an_error() -> None:
-    async def scenario() -> None:
-        async with Lab() as lab:
-            journey = round_robin(await lab.client(await lab.worker("w0")))
-            async with await journey.begin(make_request(tokens=300), LIMITS) as deltas:
-                await anext(deltas)
-                lab.network.crash("w0", silent=False)
-                with pytest.raises(NetworkFault):
-                    async for _ in deltas:
-                        pass
+# --- elsewhere
 
-    run_virtual(scenario)
+
+@pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("draining")], ids=repr)
+def test_a_worker_that_gives_up_early_is_replaced(error: KvoltError) -> None:
+    async def body(stage: Stage) -> None:
+        router = Fixed(stage.decision(0), stage.decision(1))
+        road = stage.road(router)
+        inbox = Inbox()
+        journey = Journey(road, make_request(tokens=6), inbox, LIMITS)
+        await journey.begin()
+        await until(lambda: bool(inbox.ends))
+        assert (inbox.ends, inbox.num_tokens) == ([None], 6)
+        first = stage.decision(0).instance.id
+        assert router.excluded == [frozenset(), frozenset({first})]
+        assert road.stats.retries == {error.code: 1}
+        assert journey.num_attempts == 2
+        assert journey.decision == stage.decision(1)
+        stage.nothing_left()
+
+    staged(body, lambda: [Refusing(error), None])
+
+
+def test_a_lost_worker_is_replaced_before_its_first_token() -> None:
+    async def body(stage: Stage) -> None:
+        silent = stage.workers[0].engine
+        inbox = Inbox()
+        router = Fixed(stage.decision(0), stage.decision(1))
+        road = stage.road(router)
+        await Journey(road, make_request(tokens=6), inbox, LIMITS).begin()
+        await until(lambda: bool(silent.submitted))
+        stage.lab.network.crash("w0", silent=False)
+        await until(lambda: bool(inbox.ends))
+        assert (inbox.ends, inbox.num_tokens) == ([None], 6)
+        assert road.stats.retries == {"worker_lost": 1}
+
+    staged(body, lambda: [ScriptedEngine(), None])
+
+
+def test_an_instance_that_cannot_be_reached_is_replaced_within_begin() -> None:
+    async def body(stage: Stage) -> None:
+        nobody = Decision(replace(stage.decision(0).instance, id=InstanceId("gone"), address="w0:9"))
+        router = Fixed(nobody, stage.decision(1))
+        road = stage.road(router)
+        inbox = Inbox()
+        journey = Journey(road, make_request(tokens=3), inbox, LIMITS)
+        await journey.begin()
+        assert journey.num_attempts == 2
+        await until(lambda: inbox.ends == [None])
+        assert road.stats.retries == {"connect_failed": 1}
+        assert router.excluded[-1] == {"gone"}
+
+    staged(body, lambda: [None, None])
+
+
+@pytest.mark.parametrize(
+    "error", [Overloaded("full"), Unavailable("draining"), EngineFailed("oops")], ids=repr
+)
+def test_after_the_first_token_nothing_is_tried_again(error: KvoltError) -> None:
+    async def body(stage: Stage) -> None:
+        router = Fixed(stage.decision(0), stage.decision(1))
+        road = stage.road(router)
+        inbox = Inbox()
+        await Journey(road, make_request(), inbox, LIMITS).begin()
+        await until(lambda: bool(inbox.ends))
+        assert [type(end) for end in inbox.ends] == [type(error)]
+        assert inbox.num_tokens == 2
+        assert len(router.excluded) == 1
+        assert not road.stats.retries
+        stage.nothing_left()
+
+    staged(body, lambda: [Refusing(error, 2), None])
+
+
+def test_a_worker_that_crashes_after_its_first_token_ends_the_stream() -> None:
+    async def body(stage: Stage) -> None:
+        async with await Deltas.of(stage.road(), make_request(tokens=300), LIMITS) as deltas:
+            await anext(deltas)
+            stage.lab.network.crash("w0", silent=False)
+            with pytest.raises(NetworkFault):
+                async for _ in deltas:
+                    pass
+
+    staged(body, lambda: [None])
+
+
+@pytest.mark.parametrize("error", [EngineFailed("oops"), InvalidRequest("bad")], ids=repr)
+def test_what_another_worker_could_not_do_better_is_final(error: KvoltError) -> None:
+    async def body(stage: Stage) -> None:
+        router = Fixed(stage.decision(0), stage.decision(1))
+        inbox = Inbox()
+        await Journey(stage.road(router), make_request(), inbox, LIMITS).begin()
+        await until(lambda: bool(inbox.ends))
+        assert [type(end) for end in inbox.ends] == [type(error)]
+        assert len(router.excluded) == 1
+
+    staged(body, lambda: [Refusing(error), None])
+
+
+@pytest.mark.parametrize("max_attempts", [1, 2, 3])
+def test_attempts_are_bounded_and_each_goes_to_another(max_attempts: int) -> None:
+    async def body(stage: Stage) -> None:
+        road = stage.road(max_attempts=max_attempts)
+        inbox = Inbox()
+        journey = Journey(road, make_request(), inbox, LIMITS)
+        await journey.begin()
+        await until(lambda: bool(inbox.ends))
+        assert [type(end) for end in inbox.ends] == [Overloaded]
+        assert journey.num_attempts == max_attempts
+        asked = [len(running.engine.submitted) for running in stage.workers]
+        assert sorted(asked, reverse=True) == [1] * max_attempts + [0] * (4 - max_attempts)
+        assert sum(road.stats.retries.values()) == max_attempts - 1
+
+    staged(body, lambda: [Refusing(Overloaded("full")) for _ in range(4)])
+
+
+def test_the_last_failure_is_told_when_nobody_is_left() -> None:
+    async def body(stage: Stage) -> None:
+        road = stage.road(max_attempts=5)
+        inbox = Inbox()
+        await Journey(road, make_request(), inbox, LIMITS).begin()
+        await until(lambda: bool(inbox.ends))
+        (end,) = inbox.ends
+        assert isinstance(end, Overloaded)
+        assert end.message == "full"
+        assert sum(road.stats.retries.values()) == 1  # the third had nowhere to go, so it was none
+        stage.nothing_left()
+
+    staged(body, lambda: [Refusing(Overloaded("full")) for _ in range(2)])
+
+
+def test_one_deadline_for_all_attempts() -> None:
+    """Each of three silent workers is lost after a while; the time of the third ends with the request's."""
+
+    async def body(stage: Stage) -> None:
+        loop = asyncio.get_running_loop()
+        inbox = Inbox()
+        router = Fixed(stage.decision(0), stage.decision(1), stage.decision(2))
+        limits = Deadlines(connect_s=1.0, first_s=5.0, between_s=5.0, total_s=5.0)
+        started = loop.time()
+        await Journey(stage.road(router), make_request(), inbox, limits).begin()
+        for number in range(2):
+            await asyncio.sleep(2)
+            stage.lab.network.crash(f"w{number}", silent=False)
+        await until(lambda: bool(inbox.ends))
+        (end,) = inbox.ends
+        assert isinstance(end, DeadlineExceeded)
+        assert end.fields["stage"] == "total"
+        assert 4.9 < loop.time() - started < 5.2
+        last = stage.workers[2].engine
+        assert 0.8 < last.submitted[0].deadline_s < 1.1
+        await until(lambda: bool(last.aborted))
+
+    staged(body, lambda: [ScriptedEngine() for _ in range(3)])
+
+
+# --- cancel
+
+
+@pytest.mark.parametrize("moment", ["new", "routing", "opening", "waiting", "streaming", "retrying", "ended"])
+def test_cancelled_at_any_moment_it_leaves_nothing(moment: str) -> None:
+    async def body(stage: Stage) -> None:
+        inbox = Inbox()
+        first, second = stage.workers
+        router = Fixed(stage.decision(0), stage.decision(1))
+        if moment == "opening":
+            stage.lab.network.crash("w0", silent=False)
+            await asyncio.sleep(0.1)
+            stage.lab.network.restart("w0")  # known, not connected
+        journey = Journey(stage.road(router), make_request(tokens=200), inbox, LIMITS)
+        gate = router.gate = asyncio.Event()
+        begun = Crew("begin", on_error=stage.lab.errors.append)
+        if moment == "new":
+            journey.cancel()
+        else:
+            task = begun.start(journey.begin(), "begin")
+        if moment in ("routing", "retrying"):
+            await asyncio.sleep(0.1)
+        if moment == "retrying":
+            gate.set()
+            await until(lambda: bool(first.engine.submitted))
+            gate.clear()
+            stage.lab.network.crash("w0", silent=False)
+            await until(lambda: len(router.excluded) == 2)
+        if moment in ("opening", "waiting", "streaming", "ended"):
+            gate.set()
+        if moment == "opening":
+            while journey._machine.state is not State.OPENING:
+                await asyncio.sleep(0)
+        if moment in ("waiting", "streaming", "ended"):
+            await until(lambda: bool(first.engine.submitted))
+            request_id = RequestId("r")
+            if moment != "waiting":
+                first.engine.put(StepOutput(((request_id, Delta((300,))),)))
+                await until(lambda: bool(inbox.items))
+            if moment == "ended":
+                first.engine.put(StepOutput(((request_id, Delta((300,), finish=FinishReason.STOP)),)))
+                await until(lambda: bool(inbox.ends))
+        journey.cancel()
+        journey.cancel()  # twice does no harm
+        gate.set()
+        await asyncio.sleep(3)
+        assert inbox.ends == ([None] if moment == "ended" else [])
+        assert len(begun) == 0
+        if moment != "new":
+            assert task.exception() is None
+        stage.nothing_left()
+        if moment != "retrying":  # a worker that was lost is told nothing
+            for engine in (first.engine, second.engine):
+                ended = moment == "ended" and engine is first.engine
+                assert len(engine.aborted) == len(engine.submitted) - ended
+        assert second.engine.submitted == []
+        await begun.close()
+
+    staged(body, lambda: [ScriptedEngine(), ScriptedEngine()])
+
+
+def test_a_task_that_is_cancelled_within_begin_opens_nothing() -> None:
+    async def body(stage: Stage) -> None:
+        router = Fixed(stage.decision(0))
+        router.gate = asyncio.Event()
+        crew = Crew("ask")
+        task = crew.start(Deltas.of(stage.road(router), make_request(), LIMITS), "ask")
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.sleep(0.1)
+        router.gate.set()
+        await asyncio.sleep(1)
+        assert task.cancelled()
+        assert stage.workers[0].engine.submitted == []
+        await crew.close()
+
+    staged(body, lambda: [ScriptedEngine()])
+
+
+def test_cancelling_tells_the_receiver_nothing_and_counts_nothing() -> None:
+    async def body(stage: Stage) -> None:
+        inbox = Inbox()
+        road = stage.road()
+        journey = Journey(road, make_request(tokens=200), inbox, LIMITS)
+        await journey.begin()
+        await until(lambda: bool(inbox.items))
+        journey.cancel()
+        seen = len(inbox.items)
+        await asyncio.sleep(1)
+        assert (len(inbox.items), inbox.ends) == (seen, [])
+        assert not road.stats.retries
+        assert not any(isinstance(end, Cancelled) for end in inbox.ends)
+
+    staged(body, lambda: [None])
+
+
+# --- back-pressure
+
+
+def test_a_held_journey_leaves_the_tokens_at_the_worker() -> None:
+    async def body(stage: Stage) -> None:
+        inbox = Inbox()
+        journey = Journey(stage.road(), make_request(tokens=400, prompt=5), inbox, LIMITS)
+        await journey.begin()
+        await until(lambda: bool(inbox.items))
+        journey.hold()
+        await asyncio.sleep(6)  # all are made by now
+        seen = inbox.num_tokens
+        assert seen < 400
+        assert not inbox.ends
+        await asyncio.sleep(LIMITS.between_s + 5)  # our own silence is not the worker's
+        assert (inbox.num_tokens, inbox.ends) == (seen, [])
+        journey.release()
+        await until(lambda: bool(inbox.ends))
+        assert (inbox.ends, inbox.num_tokens) == ([None], 400)
+
+    staged(body, lambda: [None])
+
+
+def test_a_journey_held_before_it_has_a_worker_is_held_when_it_has_one() -> None:
+    async def body(stage: Stage) -> None:
+        inbox = Inbox()
+        journey = Journey(stage.road(), make_request(tokens=400, prompt=5), inbox, LIMITS)
+        journey.hold()
+        await journey.begin()
+        await asyncio.sleep(8)
+        assert inbox.num_tokens < 400
+        assert not inbox.ends
+        journey.release()
+        await until(lambda: bool(inbox.ends))
+        assert inbox.num_tokens == 400
+
+    staged(body, lambda: [None])
+
+
+def test_a_slow_reader_of_deltas_holds_the_worker_back() -> None:
+    async def body(stage: Stage) -> None:
+        road = stage.road()
+        request = make_request(tokens=400, prompt=5)
+        async with await Deltas.of(road, request, LIMITS, hold_above=8) as deltas:
+            await asyncio.sleep(8)
+            assert 8 < len(deltas._items) < 300
+            tokens = [token async for delta in deltas for token in delta.token_ids]
+        assert len(tokens) == 400
+
+    staged(body, lambda: [None])

@@ -1,4 +1,4 @@
-"""The round-robin router: each in turn, a pin obeyed, an answer when there is nobody."""
+"""The round-robin router: each in turn, a pin obeyed, who has failed left out, an answer when there is nobody."""
 
 from __future__ import annotations
 
@@ -66,5 +66,44 @@ def test_nobody_there_is_unavailable() -> None:
             with pytest.raises(Unavailable) as caught:
                 await RoundRobinRouter(client).route(make_request())
             assert caught.value.retryable
+
+    run_virtual(scenario)
+
+
+def test_those_that_have_failed_are_left_out() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            workers = [await lab.worker(f"w{i}") for i in range(3)]
+            client = await lab.client(workers[0])
+            await until(lambda: len(client.candidates()) == 3)
+            router = RoundRobinRouter(client)
+            first, second, third = (instance.id for instance in client.candidates())
+            left = [(await router.route(make_request(), frozenset({first}))).instance.id for _ in range(4)]
+            assert set(left) == {second, third}
+            assert left[:2] == left[2:]  # in turn, too
+            only = await router.route(make_request(), frozenset({first, second}))
+            assert only.instance.id == third
+            with pytest.raises(Unavailable) as caught:
+                await router.route(make_request(), frozenset({first, second, third}))
+            assert caught.value.fields["reason"] == "none_left"
+            gone = frozenset({InstanceId("gone long ago")})
+            assert len({(await router.route(make_request(), gone)).instance.id for _ in range(3)}) == 3
+
+    run_virtual(scenario)
+
+
+def test_a_pinned_instance_that_has_failed_is_not_replaced() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            workers = [await lab.worker(f"w{i}") for i in range(2)]
+            client = await lab.client(workers[0])
+            await until(lambda: len(client.candidates()) == 2)
+            router = RoundRobinRouter(client)
+            first, second = (instance.id for instance in client.candidates())
+            with pytest.raises(Unavailable) as caught:
+                await router.route(pinned(first), frozenset({InstanceId(first)}))
+            assert caught.value.fields["reason"] == "pin"
+            decision = await router.route(pinned(first), frozenset({InstanceId(second)}))
+            assert decision.instance.id == first
 
     run_virtual(scenario)

@@ -139,6 +139,12 @@ async def test_a_bad_drain_time_is_refused(
 async def test_web_pages_cannot_use_the_controls(
     client: httpx.AsyncClient, controls: RecordedControls, header: dict[str, str]
 ) -> None:
-    for path in ("/cordon", "/drain", "/resume"):
+    for path in ("/cordon", "/drain", "/resume", "/clear_kv_blocks"):
         assert (await client.post(path, headers=header)).status_code == 403
     assert controls.calls == []
+
+
+async def test_what_has_no_mechanism_yet_says_so(client: httpx.AsyncClient) -> None:
+    refused = await client.post("/clear_kv_blocks")
+    assert refused.status_code == 501
+    assert refused.json()["error"]["code"] == "unsupported"

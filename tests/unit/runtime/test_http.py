@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import random
 import socket
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -429,6 +431,33 @@ async def test_a_body_over_the_limit_is_413_and_closes() -> None:
         await until(lambda: server.num_connections == 0)
 
 
+async def test_bodies_over_what_all_may_take_together_are_503() -> None:
+    limits = HttpLimits(max_buffered_bytes=1000)
+    head = b"POST / HTTP/1.1\r\ncontent-length: 600\r\n\r\n"
+    async with serving({"POST /": echo}, limits) as (server, address), raw(address) as first:
+        first.send(head + b"x" * 599)
+        await until(lambda: server.bodies.left == 401)
+        async with raw(address) as second:
+            second.send(head + b"x" * 600)
+            answer = await second.answer()
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert await second.closed()
+        first.send(b"x")
+        assert (await first.answer()).status == 200
+        async with raw(address) as gone:
+            gone.send(head + b"x" * 500)
+            await until(lambda: server.bodies.left == 500)
+        await until(lambda: server.bodies.left == 1000)
+
+
+async def test_a_long_path_is_not_told_in_full() -> None:
+    async with serving({"GET /": echo, "POST /{name}": echo}) as (_, address), raw(address) as client:
+        client.send(get("/a/" + "b" * 20_000) + get("/" + "b" * 20_000))
+        for status in (404, 405):
+            answer = await client.answer()
+            assert (answer.status, len(answer.body) < 500) == (status, True)
+
+
 @pytest.mark.parametrize("prefix", [b"GET /", b"GET / HTTP/1.1\r\nx: ", b"GET / HTTP/1.1\r\n", b"\r\n"])
 @pytest.mark.parametrize("piece", [b"a" * 100, b"a: b\r\n"])
 async def test_endless_headers_are_431(prefix: bytes, piece: bytes) -> None:
@@ -553,6 +582,29 @@ async def test_a_disconnect_cancels_the_handler() -> None:
             await until(lambda: story == ["began"])
         await until(lambda: server.num_connections == 0)
         assert story == ["began", "told", "cancelled", "told late"]
+
+
+async def test_what_waits_for_a_disconnect_is_freed_with_the_answer() -> None:
+    class Held:
+        pass
+
+    held: list[weakref.ref[Held]] = []
+
+    async def handler(request: HttpRequest) -> Response:
+        here = Held()
+        held.append(weakref.ref(here))
+        request.on_disconnect(lambda: print(here, request))
+        return Response(200)
+
+    gc.collect()
+    gc.disable()
+    try:
+        async with serving({"GET /": handler}) as (_, address), raw(address) as client:
+            client.send(get("/"))
+            assert (await client.answer()).status == 200
+            await until(lambda: held[0]() is None)
+    finally:
+        gc.enable()
 
 
 async def test_a_disconnect_closes_the_stream() -> None:

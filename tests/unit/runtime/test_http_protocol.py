@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvolt.runtime.http_protocol import HttpLimits, Phase, RequestReader
+from kvolt.runtime.http_protocol import BodyBudget, HttpLimits, Phase, RequestReader
 
 
 def test_phase_names_what_comes_next() -> None:
@@ -28,6 +28,59 @@ def test_endless_trailers_and_chunk_extensions_are_refused() -> None:
             reader.feed(b"a" * 100)
         assert reader.refusal is not None
         assert reader.refusal.status == 431
+
+
+def test_zeros_before_a_length_are_only_zeros() -> None:
+    reader = RequestReader(HttpLimits(max_body_bytes=5), "")
+    reader.feed(b"POST / HTTP/1.1\r\ncontent-length: " + b"0" * 5000 + b"3\r\n\r\nabc")
+    assert [request.body for request in reader.requests] == [b"abc"]
+    reader.feed(b"POST / HTTP/1.1\r\ncontent-length: " + b"0" * 5000 + b"6\r\n\r\nabc")
+    assert reader.refusal is not None
+    assert reader.refusal.status == 413
+
+
+def test_very_many_very_small_chunks_are_refused() -> None:
+    head = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    reader = RequestReader(HttpLimits(), "")
+    reader.feed(head + b"1\r\nx\r\n" * 16_000 + b"0\r\n\r\n")
+    reader.feed(head + (b"40\r\n" + b"x" * 64 + b"\r\n") * 20_000 + b"0\r\n\r\n")
+    assert [len(request.body) for request in reader.requests] == [16_000, 64 * 20_000]
+    reader.feed(head + b"1\r\nx\r\n" * 17_000)
+    assert reader.refusal is not None
+    assert reader.refusal.status == 400
+
+
+def test_what_cannot_be_read_safely_is_refused_with_the_headers() -> None:
+    for line, status in (
+        (b"transfer-encoding: gzip, chunked", 501),
+        (b"host: b", 400),
+        (b"host: a, b", 400),
+    ):
+        reader = RequestReader(HttpLimits(), "")
+        reader.feed(b"POST / HTTP/1.1\r\nhost: a\r\n" + line + b"\r\n\r\n")
+        assert reader.refusal is not None, line
+        assert (reader.refusal.status, reader.done, list(reader.requests)) == (status, True, [])
+
+
+def test_all_bodies_together_are_bounded() -> None:
+    limits, budget = HttpLimits(max_buffered_bytes=100), BodyBudget(100)
+    head = b"POST / HTTP/1.1\r\ncontent-length: 60\r\n\r\n"
+    first, second = RequestReader(limits, "", budget), RequestReader(limits, "", budget)
+    first.feed(head + b"x" * 59)
+    second.feed(head + b"x" * 41)
+    assert budget.left == 0
+    third = RequestReader(limits, "", budget)
+    third.feed(head + b"x")
+    assert third.refusal is not None
+    assert (third.refusal.status, third.refusal.headers["retry-after"]) == (503, "1")
+    second.release()
+    first.feed(b"x" + head + b"x" * 40)  # complete, and the next one behind it
+    assert budget.left == 0
+    assert first.take().body == b"x" * 60
+    assert budget.left == 60
+    first.release()
+    third.release()
+    assert budget.left == 100
 
 
 METHODS = [b"GET ", b"POST ", b"HEAD ", b"CONNECT ", b"PRI ", b"OPTIONS "]
@@ -57,7 +110,8 @@ PIECES = st.one_of(
 def test_the_reader_takes_any_bytes(pieces: list[bytes]) -> None:
     """Every input ends as requests, a refusal, or a wait that has a deadline; cutting it changes nothing."""
     limits = HttpLimits(max_body_bytes=20, max_header_bytes=200)
-    whole = RequestReader(limits, "")
+    budget = BodyBudget(limits.max_buffered_bytes)
+    whole = RequestReader(limits, "", budget)
     whole.feed(b"".join(pieces))
     cut = RequestReader(limits, "")
     for byte in b"".join(pieces):
@@ -68,6 +122,8 @@ def test_the_reader_takes_any_bytes(pieces: list[bytes]) -> None:
     if whole.refusal is not None:
         assert 400 <= whole.refusal.status <= 505
         assert whole.done
+    whole.release()
+    assert budget.left == limits.max_buffered_bytes
 
 
 def _facts(reader: RequestReader) -> object:

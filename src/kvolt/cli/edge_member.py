@@ -1,0 +1,83 @@
+"""One HTTP process as one of several on a port: what it shares with the others, ready to be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from kvolt.cli.process import Process
+from kvolt.frontend.admission import Admission
+from kvolt.frontend.models import Models
+from kvolt.frontend.shared_count import SharedCounts, SharedSlot
+from kvolt.frontend.siblings import Group, Siblings, sibling_endpoint
+from kvolt.router.metrics import LinkCollector
+from kvolt.router.service import RemoteRouter, RouterLink, router_endpoint
+from kvolt.runtime.client import EndpointClient
+
+EDGE_DETAILS = "edge"
+"""What such a process tells of itself in its status: group, models with their workers, router."""
+
+_SYNC_S = 2.0
+
+
+class Member(msgspec.Struct, frozen=True):
+    """What its supervisor tells a process on the command line."""
+
+    group: str
+    slot: int
+    counts: Path
+    """The table that all of the group count in."""
+
+
+class Membership:
+    """A process's part in its group."""
+
+    def __init__(self, process: Process, member: Member, routers: EndpointClient) -> None:
+        self._process = process
+        self._member = member
+        self._routers = routers
+        self._counts = SharedCounts(member.counts)
+        self._link = RouterLink(routers)
+        self._siblings: Siblings | None = None
+        self.slot = SharedSlot(self._counts, member.slot)
+        process.metrics.registry.register(LinkCollector(self._link))
+
+    @classmethod
+    async def join(cls, process: Process, member: Member) -> Membership:
+        routers = await process.runtime.client(router_endpoint(process.settings.namespace))
+        return cls(process, member, routers)
+
+    def new_router(self, client: EndpointClient) -> RemoteRouter:
+        return RemoteRouter(self._link, client)
+
+    def siblings(self, admission: Admission) -> Siblings:
+        settings = self._process.settings
+        self._siblings = Siblings(
+            self._process.runtime,
+            sibling_endpoint(settings.namespace, self._member.group),
+            Group(self._member.slot, self._counts.num_slots),
+            admission,
+            self._process.metrics.registry,
+            settings.frontend.metrics_prefix,
+        )
+        return self._siblings
+
+    async def settle(self, models: Models) -> None:
+        """Until we know what our siblings know: from then on any connection to the port may come to us."""
+        assert self._siblings is not None
+        await self._siblings.start()
+        await self._routers.wait_synced(_SYNC_S)
+        await models.settle(_SYNC_S)
+        self._process.runtime.add_details(
+            EDGE_DETAILS,
+            lambda: {
+                "group": self._member.group,
+                "models": {model.card.name: len(model.client.candidates()) for model in models.ready()},
+                "router": self._link.present,
+            },
+        )
+
+    async def close(self) -> None:
+        if self._siblings is not None:
+            await self._siblings.close()

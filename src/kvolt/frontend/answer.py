@@ -1,0 +1,172 @@
+"""What both kinds of answer share: what was asked, one state per choice, usage, what is told at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvolt.core.delta import Delta, FinishReason, StageTimes, TokenLogprobs
+from kvolt.frontend.choice import Choice
+from kvolt.frontend.detokenizer import Vocabulary
+from kvolt.frontend.openai_api.wording import Wording
+from kvolt.frontend.parsers.port import TextParser
+from kvolt.frontend.stops import StopMatcher
+from kvolt.journey.journey import Journey
+
+_FINISH_TOLD = {FinishReason.CANCELLED: "stop"}
+"""Words that clients do not know."""
+
+
+class Observer(Protocol):
+    """Told of the moments that metrics are made of."""
+
+    def first_token(self) -> None: ...
+
+    def gap(self, seconds: float, num_tokens: int) -> None:
+        """That long since the token before, for so many tokens."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """One HTTP request, as far as its answer needs to know it."""
+
+    request_id: str
+    created: int
+    model: str
+    wording: Wording
+    vocabulary: Vocabulary
+    prompts: Sequence[tuple[int, ...]]
+    num_choices: int = 1
+    """For each prompt."""
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    new_parser: Callable[[], TextParser | None] = lambda: None
+    named_call: bool = False
+    """The caller has named the function to call: ending with it is no choice of the model's."""
+    with_logprobs: bool = False
+    with_prompt_logprobs: bool = False
+    """Told with each choice, as vLLM does; in a stream there are none."""
+    echo: Sequence[str] = ()
+    """Texts of the prompts, where they are part of the answer."""
+    include_usage: bool = False
+    continuous_usage: bool = False
+    extra_fields: frozenset[str] = frozenset()
+    annotations: Sequence[tuple[str, Any]] = ()
+    timing: Callable[[], dict[str, float]] = dict
+    """Where the time went so far, in milliseconds."""
+    late_headers: Callable[[], Mapping[str, str]] = dict
+    """Headers that are only known when the first token is there."""
+    observer: Observer
+    now: Callable[[], float]
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """A choice and what has been told of it."""
+
+    index: int
+    choice: Choice
+    told_role: bool = False
+    num_chars: int = 0
+    pending_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int] | None = None
+    """All of them, where the caller wants to see them."""
+
+
+class Answer:
+    """Base of an answer as a stream and of one in a piece. One receiver per prompt."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.cached_tokens = 0
+        self.stages: StageTimes | None = None
+        self._journeys: list[Journey] = []
+
+    @property
+    def states(self) -> list[ChoiceState]:
+        """Of all prompts, in the order of their indices."""
+        raise NotImplementedError
+
+    def add_journey(self, journey: Journey) -> None:
+        self._journeys.append(journey)
+
+    def cancel(self) -> None:
+        """All that still runs for it, up to the engines."""
+        for journey in self._journeys:
+            journey.cancel()
+
+    def close(self) -> None:
+        """Cancel, and let go of all that holds on to the answer in turn: it is freed at once, not some time later."""
+        self.cancel()
+        self._journeys.clear()
+
+    def choices_of(self, prompt: int) -> list[ChoiceState]:
+        plan = self.plan
+        states = []
+        for number in range(plan.num_choices):
+            choice = Choice(
+                plan.vocabulary.detokenizer(plan.skip_special_tokens),
+                StopMatcher(plan.stop, plan.include_stop) if plan.stop else None,
+                plan.new_parser(),
+                plan.include_stop,
+            )
+            kept: list[int] | None = [] if "completion_token_ids" in plan.extra_fields else None
+            states.append(ChoiceState(prompt * plan.num_choices + number, choice, token_ids=kept))
+        return states
+
+    def observe(self, last_at: float, num_tokens: int, first: bool) -> float:
+        """Tokens came: tell the metrics, and when that was."""
+        now = self.plan.now()
+        if first:
+            self.plan.observer.first_token()
+        elif num_tokens:
+            self.plan.observer.gap((now - last_at) / num_tokens, num_tokens)
+        return now
+
+    def note(self, delta: Delta) -> None:
+        """What a delta says of the request rather than of its text."""
+        if delta.cached_tokens and not delta.index:  # all choices share the prompt, and each may say so
+            self.cached_tokens += delta.cached_tokens
+        if delta.stages is not None:
+            self.stages = delta.stages
+        if delta.usage is not None and delta.usage.cached_tokens and not self.cached_tokens:
+            self.cached_tokens = delta.usage.cached_tokens
+
+    def finish_told(self, choice: Choice) -> str | None:
+        """How a choice ended, in the client's words."""
+        if choice.finish is FinishReason.STOP and choice.num_tool_calls and not self.plan.named_call:
+            return FinishReason.TOOL_CALLS.value
+        return None if choice.finish is None else _FINISH_TOLD.get(choice.finish, choice.finish.value)
+
+    def usage(self, choices: Sequence[ChoiceState]) -> dict[str, Any]:
+        prompt_tokens = sum(map(len, self.plan.prompts))
+        completion_tokens = sum(state.choice.num_tokens for state in choices)
+        reasoning_tokens = sum(state.choice.num_reasoning_tokens for state in choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        }
+
+    def extras(self, choices: Sequence[ChoiceState]) -> dict[str, Any]:
+        """The `nvext` object of the last event or of the body; empty when nothing was asked for."""
+        wanted = self.plan.extra_fields
+        told: dict[str, Any] = {}
+        if "worker_id" in wanted:
+            told["worker_id"] = self._workers()
+        if "timing" in wanted:
+            told["timing"] = self.plan.timing()
+        if "completion_token_ids" in wanted:
+            told["completion_token_ids"] = [token for state in choices for token in state.token_ids or ()]
+        if "stop_reason" in wanted:
+            told["stop_reason"] = choices[0].choice.stop_reason
+        return {"nvext": told} if told else {}
+
+    def _workers(self) -> dict[str, Any]:
+        ids = [journey.decision.instance.id for journey in self._journeys if journey.decision is not None]
+        return {"decode_worker_id": ids[0]} if ids else {}

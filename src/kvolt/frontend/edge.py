@@ -1,0 +1,48 @@
+"""The parts of an edge put together into a server: the command and the tests wire it the same way."""
+
+from __future__ import annotations
+
+from kvolt.frontend.admission import Admission
+from kvolt.frontend.app import FrontendApp
+from kvolt.frontend.generate import GenerateOptions, Generation
+from kvolt.frontend.metrics import FrontendMetrics
+from kvolt.frontend.models import Models
+from kvolt.frontend.models_metrics import ModelsCollector
+from kvolt.frontend.openai_api.errors import openai_error
+from kvolt.frontend.siblings import Siblings
+from kvolt.runtime.http import HttpLimits, HttpServer
+from kvolt.runtime.metrics import Metrics
+from kvolt.runtime.network import Network
+from kvolt.runtime.runtime import Runtime
+
+
+def edge_server(
+    runtime: Runtime,
+    models: Models,
+    admission: Admission,
+    metrics: Metrics,
+    options: GenerateOptions,
+    *,
+    metrics_prefix: str = "dynamo_frontend",
+    limits: HttpLimits | None = None,
+    network: Network | None = None,
+    siblings: Siblings | None = None,
+) -> HttpServer:
+    """A server of the public interface, not started. What it measures is registered with `metrics`."""
+    own = FrontendMetrics(metrics_prefix)
+    own.add(ModelsCollector(models, metrics_prefix).collect)
+    metrics.registry.register(own)
+    generation = Generation(runtime, models, admission, own, options)
+    clock = runtime.ports.clock
+    app = FrontendApp(models, generation, admission, metrics, int(clock.wall()), siblings)
+    server = HttpServer(
+        network or runtime.ports.network,
+        app.routes(),
+        clock,
+        limits,
+        openai_error,
+        metrics.http_observer("frontend"),
+        runtime.ports.rng,
+    )
+    server.tick.observe = own.stages["write"].observe
+    return server

@@ -1,0 +1,449 @@
+"""One request for text, from a typed body to an answer: what chat and completions do alike.
+
+Validation and preprocessing come before anything is sent; then each prompt is a journey, and its tokens
+go straight into the answer. An error before the first event becomes a real status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvolt.core.card import ModelCard
+from kvolt.core.errors import InvalidRequest, KvoltError
+from kvolt.core.hashing import SequenceHasher, request_seed
+from kvolt.core.ids import RequestId
+from kvolt.core.request import Request, Sampling, StopConditions
+from kvolt.frontend.admission import Admission
+from kvolt.frontend.answer import Answer, Plan
+from kvolt.frontend.live import LiveAnswer, TokenFan
+from kvolt.frontend.metrics import FrontendMetrics
+from kvolt.frontend.models import Model, Models
+from kvolt.frontend.openai_api.checks import check_vocabulary
+from kvolt.frontend.openai_api.decoding import Parsed
+from kvolt.frontend.openai_api.generation import (
+    GenerationOptions,
+    chat_options,
+    completion_options,
+    prompts_of,
+)
+from kvolt.frontend.openai_api.headers import RequestHints, check_json, hints
+from kvolt.frontend.openai_api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse_chat,
+    parse_completion,
+)
+from kvolt.frontend.openai_api.templating import template_input
+from kvolt.frontend.openai_api.wording import ChatWording, CompletionWording, Wording
+from kvolt.frontend.parsers.chain import ParserChain
+from kvolt.frontend.parsers.guided import NamedToolParser, RequiredToolParser
+from kvolt.frontend.parsers.port import TextParser
+from kvolt.frontend.parsers.registry import tool_parser
+from kvolt.frontend.record import RequestRecord
+from kvolt.frontend.whole import WholeAnswer
+from kvolt.journey.journey import Journey, Receiver
+from kvolt.runtime.call import Deadlines
+from kvolt.runtime.clock import Clock, new_id
+from kvolt.runtime.http import HttpRequest, Response, WrittenResponse
+from kvolt.runtime.http_writer import ResponseWriter
+from kvolt.runtime.logs import bind
+from kvolt.runtime.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+_MAX_PROMPT_LOGPROBS = 131_072
+
+_SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator may set about answers."""
+
+    strict_fields: bool = False
+    """Refuse fields that nobody knows; else they are named in a header."""
+    hold_headers_s: float = 5.0
+    """How long a stream's headers wait for the first token, so that an early error gets its own status."""
+    request_timeout_s: float = 600.0
+    default_max_tokens: int | None = None
+    """For requests that name none; None for what the context has room for."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request on its way to an answer."""
+
+    http: HttpRequest
+    body: GenerationRequest
+    model: Model
+    hints: RequestHints
+    options: GenerationOptions
+    wording: Wording
+    record: RequestRecord
+    request_id: str
+    headers: dict[str, str]
+    prompts: list[tuple[int, ...]]
+    prompt_text: str = ""
+    """The rendered prompt of a chat."""
+
+
+class Generation:
+    """The handlers of the two endpoints."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        models: Models,
+        admission: Admission,
+        metrics: FrontendMetrics,
+        options: GenerateOptions,
+    ) -> None:
+        self._models = models
+        self._admission = admission
+        self._metrics = metrics
+        self._options = options
+        self._clock: Clock = runtime.ports.clock
+        self._rng = runtime.ports.rng
+        self._loop = asyncio.get_running_loop()
+        self._fan = TokenFan(self._clock.monotonic, metrics.stages["detokenize"].observe)
+        limits = runtime.options.deadlines
+        self._deadlines = Deadlines(
+            connect_s=limits.connect_s,
+            first_s=min(limits.first_s, options.request_timeout_s),
+            between_s=limits.between_s,
+            total_s=options.request_timeout_s,
+        )
+
+    async def chat(self, http: HttpRequest) -> Response | WrittenResponse:
+        with self._record("chat_completions") as record:
+            check_json(http.headers)
+            parsed = parse_chat(http.body)
+            http.body = b""  # megabytes perhaps, and the answer may take minutes
+            body = parsed.request
+            asked = self._begin(http, parsed, ChatWording(self._new_call_id), record, chat_options)
+            await self._prepare_chat(asked, body)
+            return await self._answer(asked)
+
+    async def complete(self, http: HttpRequest) -> Response | WrittenResponse:
+        with self._record("completions") as record:
+            check_json(http.headers)
+            parsed = parse_completion(http.body)
+            http.body = b""  # megabytes perhaps, and the answer may take minutes
+            body = parsed.request
+            asked = self._begin(http, parsed, CompletionWording(), record, completion_options)
+            given = asked.hints.token_data
+            for prompt in prompts_of(body) if given is None else [given]:
+                ids = (
+                    await asked.model.processor.encode(prompt, "prompt", body.add_special_tokens is not False)
+                    if isinstance(prompt, str)
+                    else tuple(prompt)
+                )
+                if len(ids) >= asked.model.card.context_length:
+                    raise _too_long(asked.model.card, len(ids), asked.options.max_tokens or 1, "prompt")
+                asked.prompts.append(ids)
+            record.stage("tokenize")
+            return await self._answer(asked)
+
+    # --- before anything is sent
+
+    def _begin(
+        self,
+        http: HttpRequest,
+        parsed: Parsed[Any],
+        wording: Wording,
+        record: RequestRecord,
+        options_of: Callable[[Any, Sampling], GenerationOptions],
+    ) -> _Asked:
+        body: GenerationRequest = parsed.request
+        unknown = parsed.unknown
+        said = hints(http.headers, body.nvext, body.cache_salt, body.priority)
+        headers: dict[str, str] = {}
+        if unknown:
+            names = ", ".join(unknown)
+            if self._options.strict_fields:
+                raise InvalidRequest(f"unknown fields: {names}", param=unknown[0], code="unknown_parameter")
+            headers["x-kvolt-warning"] = f"ignored unknown fields: {names}"
+        record.streams = bool(body.stream)
+        model = self._models.get(body.model)
+        record.of_model(model.card.name)
+        record.on_end = self._admission.enter()
+        self._admission.check(model.card.name, model.client.candidates(), model.capacity.max_batch_tokens)
+        check_vocabulary(body, model.processor.vocabulary.size)
+        options = options_of(body, model.defaults)
+        record.stage("parse")
+        # A client may use its own id for several requests at once; ours must tell them apart.
+        request_id = http.id if said.request_id is None else new_id(self._rng)
+        return _Asked(http, body, model, said, options, wording, record, request_id, headers, [])
+
+    async def _prepare_chat(self, asked: _Asked, body: ChatRequest) -> None:
+        processor = asked.model.processor
+        if asked.hints.token_data is not None:
+            asked.prompts.append(asked.hints.token_data)
+            return
+        given = template_input(body, asked.options.tools, keep_developer=True)
+        if asked.hints.use_raw_prompt:
+            asked.prompt_text = "".join(str(message.get("content") or "") for message in given.messages)
+        else:
+            asked.prompt_text = processor.render(
+                given.messages,
+                given.tools,
+                {
+                    "add_generation_prompt": given.add_generation_prompt,
+                    "continue_final_message": given.continue_final_message,
+                    **given.kwargs,
+                },
+            )
+        asked.record.stage("template")
+        asked.prompts.append(await processor.encode(asked.prompt_text, "messages"))
+        asked.record.stage("tokenize")
+
+    def _requests(self, asked: _Asked) -> list[Request]:
+        several = len(asked.prompts) > 1
+        requests = []
+        for number, prompt in enumerate(asked.prompts):
+            request_id = f"{asked.request_id}-{number}" if several else asked.request_id
+            requests.append(
+                build_request(
+                    RequestId(request_id),
+                    asked.model,
+                    prompt,
+                    asked.options,
+                    asked.hints,
+                    self._options.default_max_tokens,
+                    "messages" if isinstance(asked.body, ChatRequest) else "prompt",
+                )
+            )
+        return requests
+
+    # --- the answer
+
+    async def _answer(self, asked: _Asked) -> Response | WrittenResponse:
+        requests = self._requests(asked)
+        record = asked.record
+        record.prompt_tokens(sum(map(len, asked.prompts)))
+        plan = self._plan(asked)
+        if asked.body.stream:
+            record.hand_over()
+
+            async def produce(writer: ResponseWriter) -> None:
+                with record:
+                    await self._stream(asked, plan, requests, writer)
+
+            return WrittenResponse(produce, headers={**_SSE_HEADERS, **asked.headers})
+        answer = WholeAnswer(plan, self._new_call_id, self._fan)
+        try:
+            await self._run(asked, answer, answer.receivers, requests, answer.done)
+            return Response(200, answer.body(), {**asked.headers, **plan.late_headers()})
+        finally:
+            _count(record, answer)
+            answer.close()
+
+    async def _stream(
+        self, asked: _Asked, plan: Plan, requests: list[Request], writer: ResponseWriter
+    ) -> None:
+        answer = LiveAnswer(plan, writer, self._fan)
+        patience = self._loop.call_later(self._options.hold_headers_s, answer.open)
+        try:
+            await self._run(asked, answer, answer.receivers, requests, answer.done)
+        except KvoltError as error:
+            if not writer.head_sent:
+                raise
+            answer.fail(error)  # the headers could wait no longer, so it goes into the stream
+        finally:
+            asked.record.failure = answer.failure
+            patience.cancel()
+            _count(asked.record, answer)
+            answer.close()
+
+    async def _run(
+        self,
+        asked: _Asked,
+        answer: Answer,
+        receivers: Sequence[Receiver],
+        requests: list[Request],
+        done: asyncio.Future[None],
+    ) -> None:
+        """Until the answer is complete. However it ends, nothing of it runs afterwards."""
+        asked.http.on_disconnect(answer.cancel)
+        deadlines = self._time_left(asked)
+        journeys = [
+            Journey(asked.model.road, request, receiver, deadlines)
+            for request, receiver in zip(requests, receivers, strict=True)
+        ]
+        for journey in journeys:
+            answer.add_journey(journey)
+        try:
+            with bind(request_id=asked.http.id, traceparent=asked.hints.traceparent):
+                if len(journeys) == 1:
+                    await journeys[0].begin()
+                else:
+                    await _begin_all(journeys)
+            asked.record.stage("route")
+            await done
+        finally:
+            answer.cancel()
+
+    def _time_left(self, asked: _Asked) -> Deadlines:
+        """The request's time runs since it came, not since it was ready to be sent."""
+        deadlines = self._deadlines
+        total_s = deadlines.total_s
+        if asked.hints.deadline_s is not None:
+            total_s = min(asked.hints.deadline_s, total_s)
+        left_s = max(total_s - asked.record.elapsed_s, 0.0)
+        return msgspec.structs.replace(deadlines, total_s=left_s, first_s=min(deadlines.first_s, left_s))
+
+    def _plan(self, asked: _Asked) -> Plan:
+        options, body = asked.options, asked.body
+        streamed = body.stream_options
+        echo: list[str] = []
+        if isinstance(body, CompletionRequest) and body.echo:
+            decode = asked.model.processor.vocabulary.decode
+            echo = [decode(prompt, options.skip_special_tokens) for prompt in asked.prompts]
+        plan = Plan(
+            request_id=asked.request_id,
+            created=int(self._clock.wall()),
+            model=asked.model.card.name if body.model == asked.model.card.name else body.model,
+            wording=asked.wording,
+            vocabulary=asked.model.processor.vocabulary,
+            prompts=asked.prompts,
+            num_choices=options.sampling.num_choices,
+            stop=options.stop,
+            include_stop=options.include_stop,
+            skip_special_tokens=options.skip_special_tokens,
+            with_logprobs=options.sampling.logprobs is not None,
+            with_prompt_logprobs=body.prompt_logprobs is not None,
+            echo=echo,
+            include_usage=bool(streamed and streamed.include_usage),
+            continuous_usage=bool(streamed and streamed.continuous_usage_stats),
+            extra_fields=frozenset(asked.hints.extra_fields),
+            annotations=_annotations(asked),
+            timing=asked.record.timing,
+            late_headers=asked.record.timing_headers if asked.hints.timing else dict,
+            observer=asked.record,
+            now=self._clock.monotonic,
+        )
+        if isinstance(body, ChatRequest):
+            plan.new_parser = self._parsers(asked)
+            plan.named_call = _names_function(options)
+        return plan
+
+    def _parsers(self, asked: _Asked) -> Callable[[], TextParser | None]:
+        options, processor, prompt = asked.options, asked.model.processor, asked.prompt_text
+        max_calls = None if options.parallel_tool_calls else 1
+        named = _names_function(options)
+
+        def new_parser() -> TextParser | None:
+            if (
+                options.tool_choice == "required"
+            ):  # a grammar holds the model to calls from its first token on
+                return ParserChain(None, RequiredToolParser(), max_calls=max_calls)
+            if named:
+                return NamedToolParser(options.tool_choice)
+            tools = None
+            if options.tools and processor.parsers.tools is not None:
+                tools = tool_parser(processor.parsers.tools)
+            return processor.new_parser(prompt, tools, max_calls)
+
+        return new_parser
+
+    def _record(self, endpoint: str) -> RequestRecord:
+        return RequestRecord(self._metrics, endpoint, self._clock.monotonic)
+
+    def _new_call_id(self) -> str:
+        return f"call_{new_id(self._rng)[:24]}"
+
+
+async def _begin_all(journeys: list[Journey]) -> None:
+    """All prompts of a batch. The first that cannot begin speaks for all; the rest are cancelled by the caller."""
+    results = await asyncio.gather(*(journey.begin() for journey in journeys), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+def _names_function(options: GenerationOptions) -> bool:
+    return options.tool_choice not in ("none", "auto", "required")
+
+
+def _count(record: RequestRecord, answer: Answer) -> None:
+    record.output_tokens = sum(state.choice.num_tokens for state in answer.states)
+    record.cached_tokens = answer.cached_tokens
+
+
+def _annotations(asked: _Asked) -> list[tuple[str, object]]:
+    values: Mapping[str, Callable[[], object]] = {
+        "request_id": lambda: asked.request_id,
+        "formatted_prompt": lambda: asked.prompt_text,
+        "token_ids": lambda: asked.prompts[0] if len(asked.prompts) == 1 else asked.prompts,
+    }
+    return [(name, values[name]()) for name in asked.hints.annotations if name in values]
+
+
+def _too_long(card: ModelCard, num_tokens: int, num_wanted: int, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"this model's context is {card.context_length} tokens; the prompt has {num_tokens} and "
+        f"{num_wanted} more were asked for",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def _check_prompt_logprobs(num_tokens: int, num_alternatives: int | None) -> None:
+    """They come all at once, so the whole process would wait for those of a long prompt."""
+    if num_alternatives is None:
+        return
+    num_told = num_tokens * (num_alternatives + 1)
+    if num_told > _MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{num_tokens} prompt tokens with {num_alternatives} alternatives each make {num_told} log "
+            f"probabilities; at most {_MAX_PROMPT_LOGPROBS} can be told at once",
+            param="prompt_logprobs",
+        )
+
+
+def build_request(
+    request_id: RequestId,
+    model: Model,
+    prompt: tuple[int, ...],
+    options: GenerationOptions,
+    said: RequestHints,
+    default_max_tokens: int | None = None,
+    param: str = "prompt",
+) -> Request:
+    """What the worker gets, checked against the model's context. `param` is what the client calls the prompt."""
+    card = model.card
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", param=param)
+    room = card.context_length - len(prompt)
+    wanted = options.max_tokens
+    if wanted is None:
+        wanted = max(room, 1) if default_max_tokens is None else min(default_max_tokens, max(room, 1))
+    if wanted > room:
+        raise _too_long(card, len(prompt), wanted, "max_tokens" if room > 0 else param)
+    _check_prompt_logprobs(len(prompt), options.sampling.prompt_logprobs)
+    hasher = SequenceHasher(card.block_size, request_seed(None, said.salt))
+    hasher.extend(prompt)
+    return Request(
+        request_id=request_id,
+        model=card.name,
+        token_ids=prompt,
+        block_size=card.block_size,
+        local_hashes=tuple(hasher.local),
+        sequence_hashes=tuple(hasher.sequence),
+        stop=StopConditions(
+            max_tokens=wanted,
+            min_tokens=min(options.min_tokens, wanted),
+            stop_token_ids=options.stop_token_ids,
+            ignore_eos=options.ignore_eos,
+        ),
+        sampling=options.sampling,
+        grammar=options.grammar,
+        salt=said.salt,
+        routing=said.routing,
+    )

@@ -1,0 +1,161 @@
+"""The metrics of several processes as one: what Prometheus would see if they were one process.
+
+Counters and histograms are summed. A gauge is summed only where the sum means something; what each process
+says of the same thing is told once; what is a process's own (memory, files) gets a `process` label. Pure:
+who is asked, and how, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum, auto
+
+import msgspec
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Rule(Enum):
+    """What becomes of the values that several processes give for one series."""
+
+    SUM = auto()
+    MAX = auto()
+    """All of them look at the same thing; one that has not seen all of it yet says less."""
+    MIN = auto()
+    """Good only if it is for all."""
+    EACH = auto()
+    """Kept apart by a `process` label."""
+
+
+GAUGES = {
+    # With the frontend's prefix:
+    "*_disconnected_clients": Rule.SUM,
+    "*_active_requests": Rule.SUM,
+    "*_inflight_requests": Rule.SUM,
+    "*_tokenizer_cache_bytes": Rule.SUM,
+    "*_model_context_length": Rule.MAX,
+    "*_model_kv_cache_block_size": Rule.MAX,
+    "*_model_total_kv_blocks": Rule.MAX,
+    "*_model_max_num_seqs": Rule.MAX,
+    "*_model_max_num_batched_tokens": Rule.MAX,
+    "*_model_workers": Rule.MAX,
+    # Of every process:
+    "kvolt_connections": Rule.SUM,
+    "kvolt_streams_active": Rule.SUM,
+    "kvolt_send_buffer_bytes": Rule.SUM,
+    "kvolt_queue_depth": Rule.SUM,
+    "kvolt_discovery_connected": Rule.MIN,
+    "kvolt_router_present": Rule.MIN,
+}
+"""Gauges by name. One that is missing here is kept apart by process, which is never wrong."""
+
+_OWN = "process_"
+"""What the system says of a process, counters included."""
+
+
+class Family(msgspec.Struct, frozen=True, array_like=True):
+    """One metric of one process."""
+
+    name: str
+    help: str
+    kind: str
+    samples: list[tuple[str, dict[str, str], float]]
+
+
+class Exposition(msgspec.Struct, frozen=True):
+    """All metrics of one process at one moment."""
+
+    process: str
+    families: list[Family]
+
+
+def snapshot(registry: Collector, process: str) -> Exposition:
+    """What this process would answer by itself."""
+    return Exposition(
+        process,
+        [
+            Family(
+                metric.name,
+                metric.documentation,
+                metric.type,
+                [(sample.name, dict(sample.labels), float(sample.value)) for sample in metric.samples],
+            )
+            for metric in registry.collect()
+        ],
+    )
+
+
+def rule_of(name: str, kind: str, prefix: str) -> Rule:
+    if name.startswith(_OWN):
+        return Rule.EACH
+    if kind in ("counter", "histogram"):
+        return Rule.SUM
+    if kind != "gauge":
+        return Rule.EACH
+    if name.startswith(f"{prefix}_"):
+        name = f"*{name.removeprefix(prefix)}"
+    return GAUGES.get(name, Rule.EACH)
+
+
+def merge(expositions: Iterable[Exposition], prefix: str) -> list[Metric]:
+    """One set of all. The order in which the processes are given changes nothing."""
+    merged: dict[str, _Merged] = {}
+    for exposition in sorted(expositions, key=lambda one: one.process):
+        for family in exposition.families:
+            into = merged.get(family.name)
+            if into is None:
+                rule = rule_of(family.name, family.kind, prefix)
+                into = merged[family.name] = _Merged(family, rule)
+            into.add(family, exposition.process)
+    return [family.metric() for family in merged.values()]
+
+
+_CHOOSE: dict[Rule, Callable[[float, float], float]] = {
+    Rule.SUM: lambda one, other: one + other,
+    Rule.MAX: max,
+    Rule.MIN: min,
+}
+
+
+class _Merged:
+    """One family on its way to being one."""
+
+    def __init__(self, first: Family, rule: Rule) -> None:
+        self._family = first
+        self._rule = rule
+        self._created = f"{first.name}_created"
+        self._values: dict[tuple[str, Labels], float] = {}
+
+    def add(self, family: Family, process: str) -> None:
+        values = self._values
+        for name, labels, value in family.samples:
+            if self._rule is Rule.EACH:
+                values[name, (*labels.items(), ("process", process))] = value
+                continue
+            key = (name, tuple(sorted(labels.items())))
+            before = values.get(key)
+            # A counter has existed since the first process made it.
+            choose = min if name == self._created else _CHOOSE[self._rule]
+            values[key] = value if before is None else choose(before, value)
+
+    def metric(self) -> Metric:
+        metric = Metric(self._family.name, self._family.help, self._family.kind)
+        for (name, labels), value in self._values.items():
+            metric.add_sample(name, dict(labels), value)
+        return metric
+
+
+class _Collected(Collector):
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._metrics)
+
+
+def render(metrics: Sequence[Metric]) -> bytes:
+    """As text for Prometheus."""
+    return generate_latest(_Collected(metrics))

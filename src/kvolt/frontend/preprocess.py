@@ -1,0 +1,193 @@
+"""From what a client wrote to tokens, and back to what it reads: one model's, behind a port.
+
+The default works from the ModelCard alone, so a frontend needs no files. An engine that brings its own
+pre- and postprocessing puts another `Processor` in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from kvolt.core.card import ModelCard
+from kvolt.core.errors import InvalidRequest
+from kvolt.frontend.detokenizer import Vocabulary
+from kvolt.frontend.parsers.chain import ParserChain
+from kvolt.frontend.parsers.port import TextParser
+from kvolt.frontend.parsers.registry import (
+    detect_reasoning_parser,
+    detect_tool_parser,
+    prompt_opens_reasoning,
+    reasoning_parser,
+    tool_parser,
+)
+from kvolt.frontend.template import ChatTemplate
+from kvolt.frontend.token_cache import CachedEncoder, EncoderStats
+from kvolt.runtime.clock import Blocking
+
+_CHARACTERS_PER_TOKEN = 32
+"""A text that is longer for each token of the context is refused unread: tokenizing it would take some
+hundred bytes of memory per character. No language comes near; a page of blanks might."""
+
+_INLINE_CHARACTERS = 16 * 1024
+"""A longer text is tokenized in a thread: the loop carries other people's tokens."""
+
+MOST_CONTEXTS = 4
+"""A text of tokens for that many contexts is refused as soon as that is certain: a token takes 170 bytes
+until all are there."""
+
+_COUNTED_CHARACTERS = 32 * 1024
+_TOKENS_PER_CUT = 256
+"""How many more tokens a text may seem to have for each cut through it, when it is counted in parts."""
+
+_TIMEOUT_S = 60.0
+
+
+NO_PARSER = "none"
+
+
+class ParserNames(NamedTuple):
+    """Which parsers a model's output goes through; None for none."""
+
+    tools: str | None
+    reasoning: str | None
+
+
+class Processor(Protocol):
+    """The port."""
+
+    vocabulary: Vocabulary
+    parsers: ParserNames
+
+    @property
+    def stats(self) -> EncoderStats:
+        """Of its tokenization cache."""
+        ...
+
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: Mapping[str, Any]
+    ) -> str:
+        """A conversation as the text of a prompt. InvalidRequest when the model's template refuses it."""
+        ...
+
+    async def encode(self, text: str, param: str, with_special: bool = False) -> tuple[int, ...]:
+        """`param` is what the client called the text.
+
+        With special tokens the model's own are put around it, as a bare text needs them; a chat template
+        has written them already.
+        """
+        ...
+
+    def new_parser(self, prompt: str, tools: TextParser | None, max_calls: int | None) -> TextParser | None:
+        """For one choice of the answer to a chat; `tools` reads its calls, if it may make any."""
+        ...
+
+
+class CardProcessor:
+    """Works from a card."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        blocking: Blocking,
+        cache_bytes: int,
+        override: ParserNames,
+        wall: Callable[[], float] | None = None,
+    ) -> None:
+        self.vocabulary = Vocabulary(card.tokenizer_json)
+        self.parsers = ParserNames(
+            _chosen(override.tools or card.tool_parser, detect_tool_parser, card.chat_template),
+            _chosen(override.reasoning or card.reasoning_parser, detect_reasoning_parser, card.chat_template),
+        )
+        check_parsers(self.parsers)
+        self._encoder = CachedEncoder(self.vocabulary.tokenizer, cache_bytes)
+        self._template = ChatTemplate(card.chat_template, *self._markers(card), wall=wall)
+        self._blocking = blocking
+        self._around = _special_around(self.vocabulary)
+        self._context_length = card.context_length
+        self._most_characters = _CHARACTERS_PER_TOKEN * card.context_length
+
+    @property
+    def stats(self) -> EncoderStats:
+        return self._encoder.stats
+
+    def _markers(self, card: ModelCard) -> tuple[str, str]:
+        """The texts of the tokens that begin and end a sequence, which templates like to name."""
+        ids = (card.bos_token_id, card.eos_token_ids[0] if card.eos_token_ids else None)
+        texts = [self.vocabulary.decode([each], False) if each is not None else "" for each in ids]
+        return texts[0], texts[1]
+
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: Mapping[str, Any]
+    ) -> str:
+        return self._template.render(messages, tools, **options)
+
+    async def encode(self, text: str, param: str, with_special: bool = False) -> tuple[int, ...]:
+        ids = await self._encode(text, param)
+        return (*self._around[0], *ids, *self._around[1]) if with_special else ids
+
+    async def _encode(self, text: str, param: str) -> tuple[int, ...]:
+        if len(text) > self._most_characters:
+            raise InvalidRequest(
+                f"{len(text)} characters are too many for a context of {self._context_length} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if len(text) <= _INLINE_CHARACTERS:
+            return self._encoder.encode(text)
+        return await self._blocking.run(lambda: self._encode_long(text, param), _TIMEOUT_S)
+
+    def _encode_long(self, text: str, param: str) -> tuple[int, ...]:
+        most = MOST_CONTEXTS * self._context_length
+        num_bytes = len(text) if text.isascii() else len(text.encode())
+        if num_bytes > most:  # with fewer bytes there cannot be more tokens
+            self._check_count(text, most, param)
+        return self._encoder.encode(text)
+
+    def _check_count(self, text: str, most: int, param: str) -> None:
+        num_tokens = 0
+        encode = self.vocabulary.tokenizer.encode_batch_fast
+        for start in range(0, len(text), _COUNTED_CHARACTERS):
+            [part] = encode([text[start : start + _COUNTED_CHARACTERS]], add_special_tokens=False)
+            num_tokens += max(len(part) - _TOKENS_PER_CUT, 0)
+            if num_tokens > most:
+                raise InvalidRequest(
+                    f"this model's context is {self._context_length} tokens; the text has more than {most}",
+                    param=param,
+                    code="context_length_exceeded",
+                )
+
+    def new_parser(self, prompt: str, tools: TextParser | None, max_calls: int | None) -> TextParser | None:
+        name = self.parsers.reasoning
+        if name is None and tools is None:
+            return None
+        reasoning = None
+        if name is not None:
+            reasoning = reasoning_parser(name, starts_inside=prompt_opens_reasoning(prompt))
+        return ParserChain(reasoning, tools, max_calls=max_calls)
+
+
+def _chosen(name: str | None, detect: Callable[[str], str | None], chat_template: str) -> str | None:
+    """By name, `none` for no parser at all, or as the chat template shows."""
+    if name is None:
+        return detect(chat_template)
+    return None if name == NO_PARSER else name
+
+
+def _special_around(vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
+    """The tokens that the tokenizer puts before and after a text when it is asked to."""
+    tokenizer = vocabulary.tokenizer
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    full = tokenizer.encode("a", add_special_tokens=True).ids
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start], full[start + len(bare) :]
+    return [], []
+
+
+def check_parsers(names: ParserNames) -> None:
+    """ConfigError for a name that nobody knows: now, and not at the first request."""
+    if names.tools not in (None, NO_PARSER):
+        tool_parser(names.tools)
+    if names.reasoning not in (None, NO_PARSER):
+        reasoning_parser(names.reasoning)

@@ -1,0 +1,188 @@
+"""An answer in one piece: tokens are kept until the end and turned into text in one go, where that is possible."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
+from kvolt.core.errors import KvoltError
+from kvolt.frontend.answer import Answer, ChoiceState, Plan
+from kvolt.frontend.choice import Choice, Told
+from kvolt.frontend.openai_api.wording import (
+    CallIds,
+    Envelope,
+    ToolCall,
+    WholeChoice,
+    prompt_logprobs,
+)
+from kvolt.frontend.parsers.port import Content, Piece, Reasoning, ToolArguments, ToolStart
+from kvolt.runtime.streams import StepSink
+
+
+class WholeReceiver:
+    """One prompt's. Tokens of a choice without stop strings and log probabilities are only collected."""
+
+    __slots__ = (
+        "_answer",
+        "_collected",
+        "has_begun",
+        "last_at",
+        "prompt_logprobs",
+        "states",
+        "steps",
+        "told",
+        "write",
+    )
+
+    def __init__(self, answer: WholeAnswer, states: list[ChoiceState], steps: StepSink | None) -> None:
+        plan = answer.plan
+        self._answer = answer
+        self.states = states
+        self.steps = steps
+        self.write = None
+        """Never written to while it runs."""
+        self.last_at = 0.0
+        self.has_begun = False
+        self.told: list[list[Told]] = [[] for _ in states]
+        self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
+        keeps_all = not plan.with_logprobs and all(state.choice.is_plain for state in states)
+        self._collected: list[list[int]] | None = [[] for _ in states] if keeps_all else None
+
+    def on_token(self, token_id: int) -> None:
+        """A plain token of the first choice."""
+        if self._collected is not None:
+            self._begin(1)
+            self._collected[0].append(token_id)
+            if self.states[0].token_ids is not None:
+                self.states[0].token_ids.append(token_id)
+        else:
+            self.on_item(Delta((token_id,)))
+
+    def on_item(self, delta: Delta) -> None:
+        self._begin(len(delta.token_ids))
+        self._answer.note(delta)
+        if not 0 <= delta.index < len(self.states):
+            return
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        state = self.states[delta.index]
+        told = self.told[delta.index]
+        if state.token_ids is not None:
+            state.token_ids.extend(delta.token_ids)
+        if self._collected is not None:
+            kept = self._collected[delta.index]
+            kept.extend(delta.token_ids)
+            if delta.finish is not None:
+                told.append(self._decode(state.choice, kept, delta))
+            return
+        new = state.choice.feed_delta(delta)
+        told += new
+        if not new or state.choice.finish is None or (delta.finish is not None and len(self.states) == 1):
+            return  # not over, over already, or the worker knows
+        if all(each.choice.finish is not None for each in self.states):
+            self._answer.stop(self)
+
+    def on_end(self, error: KvoltError | None) -> None:
+        self._answer.end(self, error)
+
+    def _decode(self, choice: Choice, token_ids: list[int], delta: Delta) -> Told:
+        plan = self._answer.plan
+        num_tokens = len(token_ids)
+        if choice.hides_last(delta):
+            del token_ids[-1:]
+        return choice.feed_whole(
+            plan.vocabulary.decode(token_ids, plan.skip_special_tokens), num_tokens, delta
+        )
+
+    def _begin(self, num_tokens: int) -> None:
+        self.last_at = self._answer.observe(self.last_at, num_tokens, first=not self.has_begun)
+        self.has_begun = True
+
+
+class WholeAnswer(Answer):
+    """Collects all receivers; `body` when the future is done."""
+
+    def __init__(self, plan: Plan, new_call_id: CallIds, steps: StepSink | None = None) -> None:
+        super().__init__(plan)
+        self._new_call_id = new_call_id
+        self.receivers = [
+            WholeReceiver(self, self.choices_of(number), steps) for number in range(len(plan.prompts))
+        ]
+        self._num_running = len(self.receivers)
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def states(self) -> list[ChoiceState]:
+        return [state for receiver in self.receivers for state in receiver.states]
+
+    def close(self) -> None:
+        super().close()
+        self.receivers.clear()
+
+    def stop(self, receiver: WholeReceiver) -> None:
+        """Every choice of a prompt has met a stop string before its worker knew."""
+        self._journeys[self.receivers.index(receiver)].cancel()
+        self.end(receiver, None)
+
+    def end(self, receiver: WholeReceiver, error: KvoltError | None) -> None:
+        self._num_running -= 1
+        if self.done.done():
+            return
+        if error is not None:
+            self.done.set_exception(error)
+            self.done.exception()  # whoever has left already need not hear of it
+        elif self._num_running == 0:
+            self.done.set_result(None)
+
+    def body(self) -> bytes:
+        plan = self.plan
+        wording = plan.wording
+        fields = {
+            "id": wording.id_prefix + plan.request_id,
+            "object": wording.whole,
+            "created": plan.created,
+            "model": plan.model,
+        }
+        choices = [
+            wording.whole_choice(self._whole(echo, receiver, state, told))
+            for receiver, echo in zip(self.receivers, plan.echo or [""] * len(self.receivers), strict=True)
+            for state, told in zip(receiver.states, receiver.told, strict=True)
+        ]
+        return Envelope(fields, False).body(choices, self.usage(self.states), self.extras(self.states))
+
+    def _whole(self, echo: str, receiver: WholeReceiver, state: ChoiceState, told: list[Told]) -> WholeChoice:
+        plan = self.plan
+        whole = WholeChoice(index=state.index, finish=self.finish_told(state.choice), calls=[], extra={})
+        texts: list[str] = []
+        reasoning: list[str] = []
+        logprobs: list[TokenLogprobs] = []
+        for each in told:
+            logprobs.extend(each.logprobs)
+            for piece in each.pieces:
+                self._add(whole, piece, texts, reasoning)
+        whole.text = echo + "".join(texts)
+        whole.reasoning = "".join(reasoning) if reasoning else None
+        if plan.with_logprobs:
+            of_prompt = receiver.prompt_logprobs if echo else ()
+            known = [each for each in of_prompt if each is not None]
+            # Nothing comes before a prompt's first token, so it has a place and no log probability.
+            without = plan.prompts[self.receivers.index(receiver)][: len(of_prompt) - len(known)]
+            offset = 0 if of_prompt else len(echo)
+            whole.logprobs = plan.wording.logprobs(plan.vocabulary, [*known, *logprobs], offset, without)
+        if isinstance(state.choice.stop_reason, int | str) and state.choice.finish is FinishReason.STOP:
+            whole.extra["stop_reason"] = state.choice.stop_reason
+        if plan.with_prompt_logprobs:
+            whole.extra["prompt_logprobs"] = prompt_logprobs(plan.vocabulary, receiver.prompt_logprobs)
+        return whole
+
+    def _add(self, whole: WholeChoice, piece: Piece, texts: list[str], reasoning: list[str]) -> None:
+        match piece:
+            case Content(text):
+                texts.append(text)
+            case Reasoning(text):
+                reasoning.append(text)
+            case ToolStart(_, name):
+                whole.calls.append(ToolCall(self._new_call_id(), name))
+            case ToolArguments(number, text):
+                whole.calls[number].arguments += text

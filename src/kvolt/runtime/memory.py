@@ -1,0 +1,31 @@
+"""Freed memory goes back to the system.
+
+glibc takes a large block that was freed as a sign that more of that size will come: from then on it keeps
+such blocks, up to 32 MiB each, and per thread. For a process that meets an unusual request now and then,
+the largest it has ever met would be its size for good.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+
+_LARGE_BYTES = 256 * 1024
+"""Blocks from this size on are the system's as soon as they are freed."""
+_SPARE_BYTES = 4 * 1024 * 1024
+"""What may stay free at the end of the heap."""
+_MAX_ARENAS = 2
+"""Heaps for threads: one for the loop's, one that the others share."""
+
+
+def return_freed_memory() -> bool:
+    """For the whole process, best before it has threads. False where the C library has no such setting."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    wanted = {_M_MMAP_THRESHOLD: _LARGE_BYTES, _M_TRIM_THRESHOLD: _SPARE_BYTES, _M_ARENA_MAX: _MAX_ARENAS}
+    taken = [mallopt(option, value) for option, value in wanted.items()]
+    return all(taken)

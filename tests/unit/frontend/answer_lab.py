@@ -1,0 +1,199 @@
+"""An answer without HTTP and without workers: deltas in, events or a body out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
+
+from kvolt.core.delta import Delta
+from kvolt.engines.sim_model import tokenizer_json, word_token_ids
+from kvolt.frontend.answer import Answer, Plan
+from kvolt.frontend.detokenizer import Vocabulary
+from kvolt.frontend.live import LiveAnswer, LiveReceiver, TokenFan
+from kvolt.frontend.openai_api.wording import ChatWording, CompletionWording
+from kvolt.frontend.whole import WholeAnswer
+from kvolt.journey.journey import Journey
+from kvolt.runtime.http_writer import ResponseWriter, TickWrites
+
+WORDS = word_token_ids()
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    return Vocabulary(tokenizer_json())
+
+
+def encode(text: str) -> tuple[int, ...]:
+    return tuple(vocabulary().tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def text_of(*token_ids: int) -> str:
+    return vocabulary().decode(token_ids)
+
+
+class Watch:
+    """An observer that remembers, and a clock that moves on by a second with each look."""
+
+    def __init__(self) -> None:
+        self.num_firsts = 0
+        self.gaps: list[tuple[float, int]] = []
+        self._time = 100.0
+
+    def first_token(self) -> None:
+        self.num_firsts += 1
+
+    def gap(self, seconds: float, num_tokens: int) -> None:
+        self.gaps.append((seconds, num_tokens))
+
+    def now(self) -> float:
+        self._time += 1.0
+        return self._time
+
+
+class FakeJourney:
+    """Remembers what an answer wants of it."""
+
+    def __init__(self) -> None:
+        self.cancelled = 0
+        self.held = 0
+        self.decision = SimpleNamespace(instance=SimpleNamespace(id="w1"))
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+    def hold(self) -> None:
+        self.held += 1
+
+    def release(self) -> None:
+        self.held -= 1
+
+
+def make_plan(chat: bool = True, prompts: int = 1, watch: Watch | None = None, **fields: Any) -> Plan:
+    watch = watch or Watch()
+    numbers = iter(range(1000))
+    wording = ChatWording(lambda: f"call_{next(numbers)}") if chat else CompletionWording()
+    return Plan(
+        request_id="r",
+        created=7,
+        model="m",
+        wording=wording,
+        vocabulary=vocabulary(),
+        prompts=[(1, 2, 3)] * prompts,
+        observer=watch,
+        now=watch.now,
+        **fields,
+    )
+
+
+def with_journeys(answer: Answer, count: int) -> list[FakeJourney]:
+    journeys = [FakeJourney() for _ in range(count)]
+    for journey in journeys:
+        answer.add_journey(cast(Journey, journey))
+    return journeys
+
+
+class Wire:
+    """The transport of a connection; what has left it."""
+
+    def __init__(self) -> None:
+        self.raw = b""
+        self.num_writes = 0
+
+    def write(self, data: bytes) -> None:
+        self.raw += data
+        self.num_writes += 1
+
+
+class Live:
+    """A LiveAnswer with its writer, its journeys and the fan that steps go through."""
+
+    def __init__(self, plan: Plan, chunked: bool = True) -> None:
+        self.wire = Wire()
+        self.writer = ResponseWriter(
+            cast(asyncio.Transport, self.wire),
+            TickWrites(asyncio.get_running_loop()),
+            b"HEAD\r\n\r\n",
+            chunked,
+            True,
+        )
+        self._chunked = chunked
+        self.fan = TokenFan(plan.now)
+        self.answer = LiveAnswer(plan, self.writer, self.fan)
+        self.journeys = with_journeys(self.answer, len(plan.prompts))
+
+    @property
+    def receivers(self) -> list[LiveReceiver]:
+        return self.answer.receivers
+
+    def give(self, *deltas: Delta, prompt: int = 0) -> None:
+        for delta in deltas:
+            self.receivers[prompt].on_item(delta)
+
+    def step(self, token_id: int, prompt: int = 0) -> None:
+        """A plain token, as a step of a worker brings it."""
+        self.fan.on_step([self.receivers[prompt]], [token_id])
+
+    async def body(self) -> bytes:
+        """All that has left, without head and framing."""
+        await asyncio.sleep(0)
+        self.writer.flush()
+        head, _, rest = self.wire.raw.partition(b"HEAD\r\n\r\n")
+        assert head == b""
+        if not self._chunked:
+            return rest
+        body = b""
+        while rest:
+            size, _, rest = rest.partition(b"\r\n")
+            length = int(size, 16)
+            assert rest[length : length + 2] == b"\r\n"
+            body, rest = body + rest[:length], rest[length + 2 :]
+            assert length or not rest, "something came after the last chunk"
+        return body
+
+    async def events(self) -> list[Any]:
+        found = [event for event in (await self.body()).decode().split("\n\n") if event.startswith("data: ")]
+        return [event[6:] if event == "data: [DONE]" else json.loads(event[6:]) for event in found]
+
+    async def choices(self) -> list[dict[str, Any]]:
+        """Of all events before [DONE]."""
+        return [choice for event in await self.events() if event != "[DONE]" for choice in event["choices"]]
+
+    async def text(self, index: int = 0) -> str:
+        return "".join(shown(choice) for choice in await self.choices() if choice["index"] == index)
+
+
+class Whole:
+    """A WholeAnswer with its journeys."""
+
+    def __init__(self, plan: Plan) -> None:
+        numbers = iter(range(1000))
+        self.fan = TokenFan(plan.now)
+        self.answer = WholeAnswer(plan, lambda: f"call_{next(numbers)}", self.fan)
+        self.journeys = with_journeys(self.answer, len(plan.prompts))
+
+    def give(self, *deltas: Delta, prompt: int = 0) -> None:
+        for delta in deltas:
+            self.answer.receivers[prompt].on_item(delta)
+
+    def step(self, token_id: int, prompt: int = 0) -> None:
+        self.fan.on_step([self.answer.receivers[prompt]], [token_id])
+
+    def end(self, prompt: int = 0) -> None:
+        self.answer.receivers[prompt].on_end(None)
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.answer.body())
+
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        return list(self.body["choices"])
+
+
+def shown(choice: dict[str, Any]) -> str:
+    if "text" in choice:
+        return str(choice["text"])
+    return str((choice.get("message") or choice.get("delta") or {}).get("content") or "")

@@ -1,0 +1,148 @@
+"""A model's preprocessing, from its card alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.frontend.serving import TOOL
+
+from kvolt.core.card import ModelCard
+from kvolt.core.errors import ConfigError, InvalidRequest
+from kvolt.engines.sim_model import sim_card
+from kvolt.frontend import preprocess
+from kvolt.frontend.parsers.hermes import HermesParser
+from kvolt.frontend.parsers.port import Content, Reasoning, ToolStart
+from kvolt.frontend.preprocess import CardProcessor, ParserNames, check_parsers
+from kvolt.testing import InlineBlocking, run_virtual
+
+CARD = sim_card("m", 2048, 16)
+NONE = ParserNames(None, None)
+MESSAGES = [{"role": "user", "content": "the water"}]
+
+
+class Counting(InlineBlocking):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    async def run(self, call: Any, timeout_s: float) -> Any:
+        self.calls += 1
+        return await super().run(call, timeout_s)
+
+
+def processor(card: ModelCard = CARD, override: ParserNames = NONE, **fields: Any) -> CardProcessor:
+    return CardProcessor(replace(card, **fields), Counting(), 1 << 20, override)
+
+
+# --- which parsers
+
+
+def test_parsers_by_template_card_and_operator() -> None:
+    assert processor().parsers == ParserNames("hermes", "qwen3")  # by its template
+    assert processor(chat_template="{{ messages }}").parsers == NONE
+    named = processor(tool_parser="llama3_json", reasoning_parser="qwen3")
+    assert named.parsers == ParserNames("llama3_json", "qwen3")
+    beaten = processor(CARD, ParserNames("hermes", "deepseek_r1"), tool_parser="llama3_json")
+    assert beaten.parsers == ParserNames("hermes", "deepseek_r1")
+
+
+@pytest.mark.parametrize("names", [ParserNames("nobody", None), ParserNames(None, "nobody")], ids=str)
+def test_an_unknown_name_is_told_at_the_start(names: ParserNames) -> None:
+    with pytest.raises(ConfigError, match="nobody"):
+        check_parsers(names)
+    with pytest.raises(ConfigError):
+        processor(CARD, names)
+    check_parsers(NONE)
+
+
+def test_a_parser_only_where_there_is_something_to_find() -> None:
+    made = processor(chat_template="{{ messages }}")
+    assert made.new_parser("prompt", None, None) is None
+    tools = made.new_parser("prompt", HermesParser(), 1)
+    assert tools is not None
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    pieces = tools.feed(call + call) + tools.finish()
+    assert [piece for piece in pieces if isinstance(piece, ToolStart)] == [ToolStart(0, "f")]
+
+
+def test_the_prompt_says_whether_the_answer_begins_with_reasoning() -> None:
+    made = processor(reasoning_parser="qwen3")
+    inside = made.new_parser("user<think>\n", None, None)
+    outside = made.new_parser("user<think>\n\n</think>\n\n", None, None)
+    assert inside is not None
+    assert outside is not None
+    assert (inside.feed("hm</think>ok") + inside.finish()) == [Reasoning("hm"), Content("ok")]
+    assert (outside.feed("hm, ok") + outside.finish()) == [Content("hm, ok")]
+
+
+# --- text and tokens
+
+
+def test_a_conversation_becomes_text() -> None:
+    made = processor()
+    plain = made.render(MESSAGES, None, {"add_generation_prompt": True, "continue_final_message": False})
+    assert plain == "<|im_start|>user\nthe water<|im_end|>\n<|im_start|>assistant\n"
+    quiet = made.render(MESSAGES, None, {"add_generation_prompt": True, "enable_thinking": False})
+    assert quiet.endswith("<think>\n\n</think>\n\n")
+    tools = made.render(MESSAGES, [TOOL], {"add_generation_prompt": True})
+    assert '"weather"' in tools
+    with pytest.raises(InvalidRequest) as caught:
+        processor(chat_template="{{ raise_exception('no system role') }}").render(MESSAGES, None, {})
+    assert caught.value.fields["param"] == "messages"
+
+
+def test_templates_know_the_tokens_that_begin_and_end_a_sequence() -> None:
+    template = "[{{ bos_token }}][{{ eos_token }}]"
+    assert processor(chat_template=template).render(MESSAGES, None, {}) == "[][<|im_end|>]"
+    with_bos = processor(chat_template=template, bos_token_id=0, eos_token_ids=())
+    assert with_bos.render(MESSAGES, None, {}) == "[<|endoftext|>][]"
+
+
+def test_short_texts_are_tokenized_here_and_long_ones_in_a_thread() -> None:
+    async def scenario() -> None:
+        made = processor(context_length=1 << 16)
+        blocking = made._blocking
+        assert isinstance(blocking, Counting)
+        text = " the water" * 10
+        assert await made.encode(text, "prompt") == tuple(
+            made.vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+        )
+        assert blocking.calls == 0
+        long = " the water" * (preprocess._INLINE_CHARACTERS // 10 + 1)
+        assert len(await made.encode(long, "prompt")) == len(long) // 5
+        assert blocking.calls == 1
+        assert made.stats.misses > 0
+
+    run_virtual(scenario)
+
+
+def test_a_text_that_cannot_fit_is_refused_unread() -> None:
+    async def scenario() -> None:
+        made = processor(context_length=10)
+        with pytest.raises(InvalidRequest) as caught:
+            await made.encode("x" * 10**7, "messages")
+        assert caught.value.fields == {"param": "messages", "code": "context_length_exceeded"}
+        assert "10000000" in caught.value.message
+        assert "10 tokens" in caught.value.message
+        assert made.stats.misses == 0
+        # Ten tokens of the longest kind still pass.
+        assert len(await made.encode(" important" * 10, "prompt")) == 10
+
+    run_virtual(scenario)
+
+
+def test_a_text_of_many_contexts_is_refused_before_it_is_tokenized() -> None:
+    async def scenario() -> None:
+        made = processor(context_length=2048)
+        for text in ("zq" * 30_000, "\u00e9" * 60_000, " " * 60_000):
+            with pytest.raises(InvalidRequest) as caught:
+                await made.encode(text, "prompt")
+            assert caught.value.fields == {"param": "prompt", "code": "context_length_exceeded"}
+            assert "context is 2048 tokens; the text has more than 8192" in caught.value.message
+        assert made.stats.misses == 0
+        # Too long by less: whoever asks hears the exact number.
+        assert len(await made.encode(" important" * 4000, "prompt")) == 4000
+
+    run_virtual(scenario)

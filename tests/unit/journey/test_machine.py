@@ -1,0 +1,208 @@
+"""The journey's machine: every transition, every illegal one, and random walks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvolt.core.errors import (
+    Cancelled,
+    ConnectFailed,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    KvoltError,
+    NotFound,
+    Overloaded,
+    ProtocolError,
+    Unavailable,
+    Unsupported,
+    WorkerLost,
+)
+from kvolt.core.ids import InstanceId
+from kvolt.journey.machine import (
+    Action,
+    Delivered,
+    End,
+    Event,
+    Failed,
+    Finished,
+    IllegalTransition,
+    JourneyMachine,
+    Open,
+    Opened,
+    Route,
+    Routed,
+    Start,
+    State,
+    Stopped,
+    Wait,
+)
+from kvolt.router.port import Decision
+from kvolt.runtime.address import EndpointAddress, Instance
+
+RETRYABLE = [WorkerLost("w"), ConnectFailed("c"), Overloaded("o"), Unavailable("u")]
+FINAL = [
+    InvalidRequest("i"),
+    NotFound("n"),
+    Unsupported("u"),
+    DeadlineExceeded("d"),
+    EngineFailed("e"),
+    ProtocolError("p"),
+    Cancelled("c"),
+    KvoltError("k"),
+]
+
+
+def to(name: str) -> Decision:
+    return Decision(Instance(id=InstanceId(name), endpoint=EndpointAddress("n", "c", "e"), address="host:1"))
+
+
+WAY: dict[State, list[Event]] = {
+    State.NEW: [],
+    State.ROUTING: [Start()],
+    State.OPENING: [Start(), Routed(to("a"))],
+    State.WAITING: [Start(), Routed(to("a")), Opened()],
+    State.STREAMING: [Start(), Routed(to("a")), Opened(), Delivered()],
+    State.DONE: [Stopped()],
+}
+EVENTS: list[Event] = [
+    Start(),
+    Routed(to("b")),
+    Opened(),
+    Delivered(),
+    Failed(WorkerLost("lost")),
+    Finished(),
+    Stopped(),
+]
+LEGAL: dict[tuple[State, type], tuple[State, type]] = {
+    (State.NEW, Start): (State.ROUTING, Route),
+    (State.NEW, Stopped): (State.DONE, End),
+    (State.ROUTING, Routed): (State.OPENING, Open),
+    (State.ROUTING, Failed): (State.DONE, End),
+    (State.ROUTING, Stopped): (State.DONE, End),
+    (State.OPENING, Opened): (State.WAITING, Wait),
+    (State.OPENING, Failed): (State.ROUTING, Route),
+    (State.OPENING, Stopped): (State.DONE, End),
+    (State.WAITING, Delivered): (State.STREAMING, Wait),
+    (State.WAITING, Failed): (State.ROUTING, Route),
+    (State.WAITING, Finished): (State.DONE, End),
+    (State.WAITING, Stopped): (State.DONE, End),
+    (State.STREAMING, Failed): (State.DONE, End),
+    (State.STREAMING, Finished): (State.DONE, End),
+    (State.STREAMING, Stopped): (State.DONE, End),
+}
+
+
+def at(state: State, max_attempts: int = 3) -> JourneyMachine:
+    machine = JourneyMachine(max_attempts)
+    for event in WAY[state]:
+        machine.on(event)
+    assert machine.state is state
+    return machine
+
+
+def inside(machine: JourneyMachine) -> dict[str, Any]:
+    return {name: getattr(machine, name) for name in JourneyMachine.__slots__}
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_the_whole_table(state: State, event: Event) -> None:
+    machine = at(state)
+    before = inside(machine)
+    wanted = LEGAL.get((state, type(event)))
+    if wanted is None:
+        with pytest.raises(IllegalTransition, match=f"{type(event).__name__} in state {state}"):
+            machine.on(event)
+        assert inside(machine) == before
+    else:
+        action = machine.on(event)
+        assert (machine.state, type(action)) == wanted
+
+
+@pytest.mark.parametrize("error", RETRYABLE, ids=repr)
+@pytest.mark.parametrize("state", [State.OPENING, State.WAITING])
+def test_before_the_first_answer_another_instance_is_tried(state: State, error: KvoltError) -> None:
+    machine = at(state)
+    assert machine.on(Failed(error)) == Route(frozenset({InstanceId("a")}))
+    assert machine.failure is error
+    machine.on(Routed(to("b")))
+    machine.on(Opened())
+    assert machine.on(Failed(error)) == Route(frozenset({InstanceId("a"), InstanceId("b")}))
+    machine.on(Routed(to("c")))
+    assert machine.num_attempts == 3
+    last = WorkerLost("the third")
+    assert machine.on(Failed(last)) == End(last)
+
+
+@pytest.mark.parametrize("error", FINAL, ids=repr)
+@pytest.mark.parametrize("state", [State.OPENING, State.WAITING])
+def test_what_no_other_instance_could_do_better_is_final(state: State, error: KvoltError) -> None:
+    assert at(state).on(Failed(error)) == End(error)
+
+
+@pytest.mark.parametrize("error", RETRYABLE + FINAL, ids=repr)
+def test_after_the_first_answer_everything_is_final(error: KvoltError) -> None:
+    assert at(State.STREAMING).on(Failed(error)) == End(error)
+
+
+def test_a_single_attempt() -> None:
+    error = WorkerLost("w")
+    assert at(State.WAITING, max_attempts=1).on(Failed(error)) == End(error)
+
+
+def test_why_the_last_one_failed_says_more_than_that_nobody_is_left() -> None:
+    nobody, full, lost = Unavailable("nobody"), Overloaded("the router is full"), WorkerLost("lost")
+    assert at(State.ROUTING).on(Failed(nobody)) == End(nobody)
+    machine = at(State.WAITING)
+    machine.on(Failed(lost))
+    assert machine.on(Failed(nobody)) == End(lost)
+    machine = at(State.WAITING)
+    machine.on(Failed(lost))
+    assert machine.on(Failed(full)) == End(full)
+
+
+def test_stopping_is_cancelled_and_finishing_is_no_error() -> None:
+    action = at(State.STREAMING).on(Stopped())
+    assert isinstance(action, End)
+    assert isinstance(action.error, Cancelled)
+    assert at(State.WAITING).on(Finished()) == End(None)
+
+
+@given(st.integers(1, 4), st.lists(st.sampled_from(range(9)), max_size=40))
+def test_random_walks(max_attempts: int, picks: list[int]) -> None:
+    """However the world behaves: few attempts, none after something was delivered, one end."""
+    machine = JourneyMachine(max_attempts)
+    actions: list[Action] = []
+    delivered = False
+    tried: list[InstanceId] = []
+    for number, pick in enumerate(picks):
+        event: Event = [
+            Start(),
+            Routed(to(f"w{number}")),
+            Opened(),
+            Delivered(),
+            Failed(WorkerLost("w")),
+            Failed(Unavailable("u")),
+            Failed(EngineFailed("e")),
+            Finished(),
+            Stopped(),
+        ][pick]
+        try:
+            action = machine.on(event)
+        except IllegalTransition:
+            continue
+        delivered = delivered or isinstance(event, Delivered)
+        actions.append(action)
+        if isinstance(action, Route):
+            assert not delivered
+            assert action.excluded == frozenset(tried)
+        if isinstance(action, Open):
+            tried.append(action.decision.instance.id)
+    assert sum(isinstance(action, Open) for action in actions) == machine.num_attempts <= max_attempts
+    ends = [number for number, action in enumerate(actions) if isinstance(action, End)]
+    assert ends == ([len(actions) - 1] if machine.state is State.DONE else [])
