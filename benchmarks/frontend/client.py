@@ -1,0 +1,252 @@
+"""The load: a client that asks for streamed chat completions and counts what comes.
+
+Chosen over wrk for the figures, because it ends when the last answer has ended: wrk cuts off the
+answers under way, whose CPU is then counted and whose tokens are not (with 512 connections that is most of
+the run). It counts events and reads while it loads. Requests are made before the clock starts; a read
+costs it a few microseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+from benchmarks.frontend.prompts import chat_request
+from benchmarks.frontend.system import Edge
+from benchmarks.runtime.pair import BrokenRun
+
+_OK = b"HTTP/1.1 200"
+_EVENT = b"data: "
+_LAST_EVENT = b"data: [DONE]"
+_END = b"0\r\n\r\n"
+_SETTLE_S = 0.5
+
+WAIT_S = 120.0
+"""No wait for answers is longer."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has come on all connections of a load."""
+
+    events: int = 0
+    """Without `[DONE]`."""
+    reads: int = 0
+    num_bytes: int = 0
+    responses: int = 0
+
+
+class Connection(asyncio.Protocol):
+    """A kept-alive connection with one request at a time under way."""
+
+    def __init__(self, tally: Tally, fail: Callable[[BrokenRun], None]) -> None:
+        self._tally = tally
+        self._fail = fail
+        self._transport: asyncio.Transport | None = None
+        self._tail = b""
+        self._begun = False
+        self._last_seen = False
+        self._closing = False
+        self.events = 0
+        """Of all responses so far."""
+        self.on_read: Callable[[bytes], None] | None = None
+        self.on_end: Callable[[Connection], None] = lambda _: None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class is not one by name
+
+    def ask(self, request: bytes) -> None:
+        assert self._transport is not None
+        self._tail = b""
+        self._begun = self._last_seen = False
+        self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._begun:
+            if not data.startswith(_OK):
+                self._fail(BrokenRun(f"a request was refused:\n{data[:1000].decode(errors='replace')}"))
+                return
+            self._begun = True
+        if self.on_read is not None:
+            self.on_read(data)
+        tally, tail = self._tally, self._tail
+        joined = tail + data
+        count = joined.count(_EVENT) - tail.count(_EVENT)
+        if not self._last_seen and _LAST_EVENT in joined:
+            self._last_seen = True
+            count -= 1
+        self.events += count
+        tally.events += count
+        tally.reads += 1
+        tally.num_bytes += len(data)
+        self._tail = joined[-16:]
+        if self._last_seen and joined.endswith(_END):
+            tally.responses += 1
+            self.on_end(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._closing:
+            self._fail(BrokenRun(f"the edge hung up: {error}"))
+
+    def close(self) -> None:
+        self._closing = True
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class Load:
+    """Open connections to an edge; a context, at whose end they are closed."""
+
+    def __init__(self, port: int, num_connections: int) -> None:
+        self._port = port
+        self._num_connections = num_connections
+        self.tally = Tally()
+        self.connections: list[Connection] = []
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def __aenter__(self) -> Load:
+        loop = asyncio.get_running_loop()
+        for _ in range(self._num_connections):
+            _, connection = await loop.create_connection(
+                lambda: Connection(self.tally, self._fail), "127.0.0.1", self._port
+            )
+            self.connections.append(connection)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for connection in self.connections:
+            connection.close()
+        self._ended.cancel()
+
+    def end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    async def ended(self, timeout_s: float = WAIT_S) -> None:
+        """Until `end` is called; BrokenRun if a connection fails before."""
+        done, _ = await asyncio.wait([self._ended], timeout=timeout_s)
+        if not done:
+            raise BrokenRun(f"answers did not end within {timeout_s:.0f} s: {self.tally}")
+        self._ended.result()
+
+    async def sleep(self, seconds: float) -> None:
+        """BrokenRun if a connection fails meanwhile."""
+        done, _ = await asyncio.wait([self._ended], timeout=seconds)
+        if done:
+            self._ended.result()
+            raise BrokenRun("the answers ended early: the mock is faster than it was told to be")
+
+    def _fail(self, error: BrokenRun) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What a load took, and what came of it."""
+
+    wall_s: float
+    edge_cpu_s: float
+    mock_cpu_s: float
+    client_cpu_s: float
+    responses: int
+    events: int
+    reads: int
+    num_bytes: int
+
+
+class _Window:
+    """From its making to `end`."""
+
+    def __init__(self, edge: Edge, tally: Tally) -> None:
+        self._edge = edge
+        self._tally = tally
+        self._before = (tally.responses, tally.events, tally.reads, tally.num_bytes)
+        if edge.window_hooks is not None:
+            edge.window_hooks[0]()
+        self._meters = self._read()
+
+    def end(self) -> Measured:
+        used = [after - before for after, before in zip(self._read(), self._meters, strict=True)]
+        if self._edge.window_hooks is not None:
+            self._edge.window_hooks[1]()
+        tally = self._tally
+        after = (tally.responses, tally.events, tally.reads, tally.num_bytes)
+        counts = [new - old for new, old in zip(after, self._before, strict=True)]
+        return Measured(*used, *counts)  # type: ignore[arg-type]
+
+    def _read(self) -> tuple[float, float, float, float]:
+        edge = self._edge
+        return time.monotonic(), edge.meter.cpu_s(), edge.mock_meter.cpu_s(), time.process_time()
+
+
+async def closed_load(edge: Edge, requests: Sequence[Sequence[bytes]]) -> Measured:
+    """One connection for each list of requests, which it asks one after another; until all have ended."""
+    left = [iter(each) for each in requests]
+    open_count = len(requests)
+
+    async with Load(edge.port, len(requests)) as load:
+
+        def following(number: int) -> Callable[[Connection], None]:
+            def ask_next(connection: Connection) -> None:
+                nonlocal open_count
+                request = next(left[number], None)
+                if request is not None:
+                    connection.ask(request)
+                    return
+                open_count -= 1
+                if not open_count:
+                    load.end()
+
+            return ask_next
+
+        window = _Window(edge, load.tally)
+        for number, connection in enumerate(load.connections):
+            connection.on_end = following(number)
+            connection.on_end(connection)
+        await load.ended()
+        return window.end()
+
+
+async def steady_load(edge: Edge, requests: Sequence[bytes], seconds: float) -> Measured:
+    """All streams at once, measured while all are under way: neither requests nor ends are in the window."""
+    async with Load(edge.port, len(requests)) as load:
+        for connection, request in zip(load.connections, requests, strict=True):
+            connection.on_end = lambda _: load.end()
+            connection.ask(request)
+        deadline = time.monotonic() + WAIT_S
+        while min(connection.events for connection in load.connections) < 2:
+            await load.sleep(0.05)
+            if time.monotonic() > deadline:
+                raise BrokenRun(f"some streams have not begun after {WAIT_S:.0f} s")
+        await load.sleep(_SETTLE_S)
+        window = _Window(edge, load.tally)
+        await load.sleep(seconds)
+        return window.end()
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """How a stream is cut into events."""
+
+    events_per_token: float
+    """Events that have text in them."""
+    other_events: int
+    """Those without, per answer: a role, a finish reason."""
+
+
+def shape_of_stream(edge: Edge, num_tokens: int = 512) -> Shape:
+    """Read by a plain HTTP client, parsed as JSON."""
+    request = chat_request([{"role": "user", "content": "count the events"}], num_tokens)
+    body = request.partition(b"\r\n\r\n")[2]
+    address = f"http://127.0.0.1:{edge.port}/v1/chat/completions"
+    asked = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=WAIT_S) as response:
+        lines = response.read().split(b"\n")
+    chunks = [json.loads(line[len(_EVENT) :]) for line in lines if line.startswith(b"data: {")]
+    told = sum(1 for chunk in chunks if chunk["choices"] and chunk["choices"][0]["delta"].get("content"))
+    return Shape(told / num_tokens, len(chunks) - told)

@@ -1,0 +1,253 @@
+"""512 connections with random disconnects: is memory flat, is nothing left behind?
+
+usage: python -m benchmarks.frontend.soak [--minutes 10] [--connections 512] [--out FILE]
+
+Starts a frontend and two simulated workers, then keeps the connections busy: chats, whole and streamed,
+of random length, with and without stop strings, tools and log probabilities; a third of the clients hang
+up at a random moment, before the answer, in the middle of a stream or in the middle of their own request.
+Every few seconds the frontend's memory, file descriptors, tasks and open requests are read. At the end
+all clients leave, and what is open must go back to what it was before the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+_WARM_UP_SHARE = 0.3
+_MAX_GROWTH = 1.05
+_HANG_UP_SHARE = 0.33
+_START_S = 30.0
+_SETTLE_S = 20.0
+
+
+@dataclass
+class Sample:
+    """The frontend at one moment."""
+
+    at_s: float
+    rss_mb: float
+    fds: int
+    active: float
+    calls: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--connections", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="keep all samples as JSON")
+    options = parser.parse_args()
+    with _cluster() as (port, frontend):
+        before = _sample(port, frontend, 0.0)
+        counts, samples = asyncio.run(_soak(port, frontend, options))
+        after = _settled(port, frontend, before)
+    warm = [sample for sample in samples if sample.at_s >= options.minutes * 60 * _WARM_UP_SHARE]
+    first, last = warm[: len(warm) // 4 or 1], warm[-(len(warm) // 4 or 1) :]
+    growth = _mean(last) / _mean(first)
+    print(f"requests: {counts}")
+    for sample in samples[:: max(len(samples) // 20, 1)]:
+        print(
+            f"{sample.at_s:6.0f} s  {sample.rss_mb:7.1f} MB  {sample.fds:5d} fds  {sample.active:5.0f} active"
+        )
+    verdicts = {
+        f"memory after warm-up grew by a factor of {growth:.3f} (at most {_MAX_GROWTH})": growth
+        <= _MAX_GROWTH,
+        f"file descriptors {before.fds} before, {after.fds} after": after.fds <= before.fds,
+        f"requests still open: {after.active:.0f}": after.active == 0,
+        f"calls to workers still open: {after.calls:.0f}": after.calls <= before.calls,
+    }
+    for text, good in verdicts.items():
+        print(("ok      " if good else "FAILED  ") + text)
+    if options.out is not None:
+        document = {
+            "command": " ".join(["python -m benchmarks.frontend.soak", *sys.argv[1:]]),
+            "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
+            "requests": counts,
+            "growth": growth,
+            "before": asdict(before),
+            "after": asdict(after),
+            "samples": [asdict(sample) for sample in samples],
+        }
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0 if all(verdicts.values()) else 1
+
+
+def _mean(samples: list[Sample]) -> float:
+    return sum(sample.rss_mb for sample in samples) / len(samples)
+
+
+# --- the system
+
+
+@contextlib.contextmanager
+def _cluster() -> Iterator[tuple[int, psutil.Process]]:
+    kvolt = [sys.executable, "-m", "kvolt"]
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {**os.environ, "KVOLT_DISCOVERY_PATH": f"{folder}/discovery", "KVOLT_LOG_LEVEL": "warning"}
+        commands = [
+            [*kvolt, "frontend", "--port", "0"],
+            *([*kvolt, "worker", "sim-tiny", "--name", f"worker-{n}", "--arg", "speed=5"] for n in range(2)),
+        ]
+        environ["KVOLT_LOG_LEVEL"] = "info"
+        log = Path(folder) / "frontend.log"
+        with log.open("wb") as out:
+            running = [subprocess.Popen(command, env=environ, stdout=out, stderr=out) for command in commands]
+            try:
+                port = _wait_for_port(log)
+                _wait_for_model(port)
+                yield port, psutil.Process(running[0].pid)
+            finally:
+                for process in running:
+                    process.terminate()
+                for process in running:
+                    process.wait()
+
+
+def _wait_for_port(log: Path) -> int:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        found = re.search(r"listening on http://[^\"]*:(\d+)", log.read_text())
+        if found:
+            return int(found[1])
+        time.sleep(0.1)
+    raise SystemExit(f"the frontend did not start:\n{log.read_text()[-2000:]}")
+
+
+def _wait_for_model(port: int) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+            return
+        time.sleep(0.1)
+    raise SystemExit("no worker has registered")
+
+
+def _sample(port: int, frontend: psutil.Process, at_s: float) -> Sample:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+        text = response.read().decode()
+
+    def total(name: str) -> float:
+        return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? ([\d.e+]+)$", text, re.M))
+
+    return Sample(
+        at_s=at_s,
+        rss_mb=frontend.memory_info().rss / 1e6,
+        fds=frontend.num_fds(),
+        active=total("dynamo_frontend_active_requests"),
+        calls=total("kvolt_plane_streams"),
+    )
+
+
+def _settled(port: int, frontend: psutil.Process, before: Sample) -> Sample:
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        after = _sample(port, frontend, 0.0)
+        if (after.fds <= before.fds and not after.active) or time.monotonic() > deadline:
+            return after
+        time.sleep(0.5)
+
+
+# --- the clients
+
+
+async def _soak(
+    port: int, frontend: psutil.Process, options: argparse.Namespace
+) -> tuple[dict[str, int], list[Sample]]:
+    counts = {"whole": 0, "streamed": 0, "hung_up": 0, "errors": 0}
+    samples: list[Sample] = []
+    started = time.monotonic()
+    end = started + options.minutes * 60
+
+    async def client(number: int) -> None:
+        rng = random.Random(f"{options.seed}/{number}")
+        while time.monotonic() < end:
+            try:
+                await _connection(port, rng, counts, end)
+            except (OSError, asyncio.IncompleteReadError):
+                counts["errors"] += 1
+                await asyncio.sleep(0.1)
+
+    async def watch() -> None:
+        interval_s = max(options.minutes * 60 / 120, 1.0)
+        while time.monotonic() < end:
+            await asyncio.sleep(interval_s)
+            at_s = time.monotonic() - started
+            samples.append(await asyncio.to_thread(_sample, port, frontend, at_s))
+            if sys.stderr.isatty():
+                print(f"\r{at_s:5.0f} s {samples[-1].rss_mb:7.1f} MB {counts}", end="", file=sys.stderr)
+
+    await asyncio.gather(watch(), *(client(number) for number in range(options.connections)))
+    return counts, samples
+
+
+async def _connection(port: int, rng: random.Random, counts: dict[str, int], end: float) -> None:
+    """Requests on one connection until the client has had enough of it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        while time.monotonic() < end:
+            body = _body(rng)
+            data = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            data += b"content-length: %d\r\n\r\n%b" % (len(body), body)
+            if rng.random() < _HANG_UP_SHARE:
+                counts["hung_up"] += 1
+                writer.write(data[: rng.choice((len(data) // 2, len(data)))])
+                await asyncio.sleep(rng.expovariate(4))
+                return
+            writer.write(data)
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            if length:
+                await reader.readexactly(int(length[1]))
+                counts["whole" if head.startswith(b"HTTP/1.1 200") else "errors"] += 1
+            else:
+                while not (await reader.readuntil(b"\r\n")).startswith(b"0\r\n"):
+                    pass
+                await reader.readexactly(2)
+                counts["streamed"] += 1
+    finally:
+        writer.close()
+
+
+def _body(rng: random.Random) -> bytes:
+    words = " ".join(
+        rng.choice(("water", "house", "paper", "light", "story")) for _ in range(rng.randint(5, 300))
+    )
+    body: dict[str, object] = {
+        "model": "sim-tiny",
+        "messages": [{"role": "user", "content": f"{rng.random()} {words}"}],
+        "max_tokens": rng.randint(1, 200),
+        "stream": rng.random() < 0.7,
+    }
+    if rng.random() < 0.2:
+        body["stop"] = [" light", "never said"]
+    if rng.random() < 0.1:
+        body |= {"logprobs": True, "top_logprobs": 3}
+    if rng.random() < 0.1:
+        body["n"] = 2
+    if rng.random() < 0.2:
+        body["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    return json.dumps(body).encode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
