@@ -53,7 +53,9 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         context_token_s=2e-8,
     )
     say: str | None = None
-    """The text of every answer; None for words until max_tokens."""
+    """The text of every answer; None for words."""
+    words: _AtLeastOne | None = None
+    """After so many words an answer ends by itself, where EOS may end it; None for words until max_tokens."""
     say_from_prompt: bool = False
     """Let a prompt say what its answer is: `<say>one text<or/>another for the next choice</say>`, the last
     such span. Other prompts are answered as ever."""
@@ -107,7 +109,7 @@ class SimEngine:
         self._arguments = arguments
         model = _model(spec.model, arguments)
         self._card = model.card
-        self._speaker = Speaker(model, arguments.say, arguments.say_from_prompt)
+        self._speaker = Speaker(model, arguments.say, arguments.say_from_prompt, arguments.words)
         self._waiting: OrderedDict[RequestId, _Sequence] = OrderedDict()
         self._running: dict[RequestId, _Sequence] = {}
         self._free_blocks = arguments.kv_blocks

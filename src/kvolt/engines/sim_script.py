@@ -63,7 +63,13 @@ class Choice:
     )
 
     def __init__(
-        self, model: SimModel, request: Request, index: int, seed: int, script: _Script | None
+        self,
+        model: SimModel,
+        request: Request,
+        index: int,
+        seed: int,
+        script: _Script | None,
+        num_words: int | None,
     ) -> None:
         stop, sampling = request.stop, request.sampling
         self.index = index
@@ -78,8 +84,9 @@ class Choice:
         self._num_logprobs = sampling.logprobs
         self._script = script or ()
         self._eos = model.card.eos_token_ids[0]
-        says_eos = script is not None and self._eos in self.enders
-        self._eos_at = max(len(self._script), stop.min_tokens) if says_eos else _NEVER
+        length = num_words if script is None else len(script)
+        says_eos = length is not None and self._eos in self.enders
+        self._eos_at = max(length or 0, stop.min_tokens) if says_eos else _NEVER
 
     def token(self, position: int) -> int:
         if position < len(self._script):
@@ -107,8 +114,11 @@ class Choice:
 class Speaker:
     """Finds what is to be said in answer to a request. One per engine."""
 
-    def __init__(self, model: SimModel, say: str | None, from_prompt: bool) -> None:
+    def __init__(
+        self, model: SimModel, say: str | None, from_prompt: bool, num_words: int | None = None
+    ) -> None:
         self._model = model
+        self._num_words = num_words
         self._tokenizer = _tokenizer(model) if say is not None or from_prompt else None
         self._from_prompt = from_prompt
         self._said = None if say is None else (self._encode(say),)
@@ -128,6 +138,7 @@ class Speaker:
                 index,
                 (base + index * _CHOICE_STEP) % 2**64,
                 scripts[index % len(scripts)] if scripts is not None else None,
+                self._num_words,
             )
             for index in range(request.sampling.num_choices)
         ]

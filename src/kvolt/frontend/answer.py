@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvolt.core.delta import Delta, FinishReason, StageTimes, TokenLogprobs
-from kvolt.frontend.choice import Choice
+from kvolt.frontend.choice import Choice, Placed, placed_prompt
 from kvolt.frontend.detokenizer import Vocabulary
 from kvolt.frontend.openai_api.wording import Wording
 from kvolt.frontend.parsers.port import TextParser
@@ -70,8 +70,9 @@ class ChoiceState:
     index: int
     choice: Choice
     told_role: bool = False
-    num_chars: int = 0
-    pending_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_echoed: int = 0
+    """Characters of the prompt that were told before it."""
+    pending_logprobs: list[Placed] = field(default_factory=list)
     token_ids: list[int] | None = None
     """All of them, where the caller wants to see them."""
 
@@ -116,6 +117,12 @@ class Answer:
             kept: list[int] | None = [] if "completion_token_ids" in plan.extra_fields else None
             states.append(ChoiceState(prompt * plan.num_choices + number, choice, token_ids=kept))
         return states
+
+    def placed_prompt(self, prompt: int, logprobs: Sequence[TokenLogprobs | None]) -> list[Placed]:
+        """The tokens of a prompt that is part of the answer, with what the worker said of them."""
+        plan = self.plan
+        detokenizer = plan.vocabulary.detokenizer(plan.skip_special_tokens)
+        return placed_prompt(detokenizer, plan.prompts[prompt], logprobs)
 
     def observe(self, last_at: float, num_tokens: int, first: bool) -> float:
         """Tokens came: tell the metrics, and when that was."""

@@ -16,21 +16,22 @@ from kvolt.frontend.parsers.port import Content, Piece, Reasoning, TextParser, T
 from kvolt.frontend.stops import StopMatcher
 
 
+class Placed(NamedTuple):
+    """A token, where its text begins in the text of its choice or prompt, and how likely it was, if known."""
+
+    start: int
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
 class Told(NamedTuple):
     """What came of one token, or of the end."""
 
     pieces: Sequence[Piece] = ()
-    logprobs: Sequence[TokenLogprobs] = ()
+    logprobs: Sequence[Placed] = ()
 
 
 NOTHING = Told()
-
-
-class _Waiting(NamedTuple):
-    """A token's log probabilities, and where its text begins in all the text."""
-
-    start: int
-    logprobs: TokenLogprobs
 
 
 class Choice:
@@ -66,7 +67,7 @@ class Choice:
         """Characters that have left the detokenizer."""
         self._sent = 0
         """Of these, those that can be no part of a stop string."""
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[Placed] = deque()
         self.finish: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.num_tokens = 0
@@ -95,7 +96,7 @@ class Choice:
             return NOTHING
         self.num_tokens += 1
         if logprobs is not None:
-            self._waiting.append(_Waiting(self._fed, logprobs))
+            self._waiting.append(Placed(self._fed, token_id, logprobs))
         text = self._detokenizer.feed(token_id)
         return self._take(text) if text or self._waiting else NOTHING
 
@@ -166,11 +167,23 @@ class Choice:
                 self.num_reasoning_tokens = self.num_tokens  # it comes first, so all so far were of it
         return pieces
 
-    def _released(self) -> list[TokenLogprobs]:
+    def _released(self) -> list[Placed]:
         """Those whose text is out, at least its beginning. What a stop string took away is never told."""
         stops = self._stops
         held = stops is not None and (stops.num_held > 0 or stops.matched is not None)
-        out: list[TokenLogprobs] = []
+        out: list[Placed] = []
         while self._waiting and (self._waiting[0].start < self._sent or not held):
-            out.append(self._waiting.popleft().logprobs)
+            out.append(self._waiting.popleft())
         return out
+
+
+def placed_prompt(
+    detokenizer: Detokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+) -> list[Placed]:
+    """The tokens of an echoed prompt. Nothing comes before the first, so it has no probability."""
+    placed: list[Placed] = []
+    start = 0
+    for token_id, known in zip(token_ids, logprobs, strict=False):
+        placed.append(Placed(start, token_id, known))
+        start += len(detokenizer.feed(token_id))
+    return placed

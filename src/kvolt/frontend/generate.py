@@ -387,7 +387,7 @@ def _annotations(asked: _Asked) -> list[tuple[str, object]]:
 
 def _too_long(card: ModelCard, num_tokens: int, num_wanted: int, param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"this model's context is {card.context_length} tokens; the prompt has {num_tokens} and "
+        f"this model's maximum context length is {card.context_length} tokens; the prompt has {num_tokens} and "
         f"{num_wanted} more were asked for",
         param=param,
         code="context_length_exceeded",

@@ -135,7 +135,9 @@ class LiveReceiver:
         if not 0 <= delta.index < len(self.states):
             return
         self.last_at = answer.observe(self.last_at, len(delta.token_ids), first=not self.has_begun)
-        self.has_begun = True
+        if not self.has_begun:
+            self.has_begun = True
+            answer.echo(self, delta)
         answer.note(delta)
         state = self.states[delta.index]
         self.settle()
@@ -176,9 +178,6 @@ class LiveAnswer(Answer):
         self.receivers = [
             LiveReceiver(self, self.choices_of(number), steps) for number in range(len(plan.prompts))
         ]
-        for receiver, text in zip(self.receivers, plan.echo, strict=False):
-            for state in receiver.states:
-                state.num_chars = len(text)
         self._num_running = len(self.receivers)
         self.failure: KvoltError | None = None
         """What the client was told inside the stream."""
@@ -212,17 +211,27 @@ class LiveAnswer(Answer):
         events = [
             b"event: %b\n: %b\n\n" % (name.encode(), encode(value)) for name, value in self.plan.annotations
         ]
-        if self.plan.echo:
-            for receiver, text in zip(self.receivers, self.plan.echo, strict=True):
-                for state in receiver.states:
-                    events.append(
-                        self._event(state, self.plan.wording.text_choice(state.index, text, None, None, True))
-                    )
-                    state.told_role = True
         if events:
             self._writer.write(b"".join(events))
         else:
             self._writer.send_head()
+
+    def echo(self, receiver: LiveReceiver, first: Delta) -> None:
+        """The prompt as the beginning of its answers, with what the first delta says of it."""
+        plan = self.plan
+        if not plan.echo:
+            return
+        number = self.receivers.index(receiver)
+        logprobs = None
+        if plan.with_logprobs:
+            placed = self.placed_prompt(number, first.prompt_logprobs or ())
+            logprobs = plan.wording.logprobs(plan.vocabulary, placed, 0)
+        self.open()
+        for state in receiver.states:
+            choice = plan.wording.text_choice(state.index, plan.echo[number], None, logprobs, True)
+            self._writer.write(self._event(state, choice))
+            state.told_role = True
+            state.num_echoed = len(plan.echo[number])
 
     def tell(self, state: ChoiceState, told: Sequence[Told]) -> None:
         events = self._events(state, told)
@@ -300,9 +309,8 @@ class LiveAnswer(Answer):
                 if isinstance(piece, Content):
                     logprobs = None
                     if state.pending_logprobs:
-                        logprobs = wording.logprobs(vocabulary, state.pending_logprobs, state.num_chars)
+                        logprobs = wording.logprobs(vocabulary, state.pending_logprobs, state.num_echoed)
                         state.pending_logprobs = []
-                    state.num_chars += len(piece.text)
                     choices.append(wording.text_choice(state.index, piece.text, None, logprobs, first))
                 else:
                     choices.append(wording.piece_choice(state.index, piece, first))
@@ -313,7 +321,7 @@ class LiveAnswer(Answer):
                 state.told_role = True
             if state.pending_logprobs and choices[-1]["logprobs"] is None:
                 choices[-1]["logprobs"] = wording.logprobs(
-                    vocabulary, state.pending_logprobs, state.num_chars
+                    vocabulary, state.pending_logprobs, state.num_echoed
                 )
                 state.pending_logprobs = []
             choices[-1]["finish_reason"] = finish

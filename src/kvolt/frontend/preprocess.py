@@ -152,7 +152,8 @@ class CardProcessor:
             num_tokens += max(len(part) - _TOKENS_PER_CUT, 0)
             if num_tokens > most:
                 raise InvalidRequest(
-                    f"this model's context is {self._context_length} tokens; the text has more than {most}",
+                    f"this model's maximum context length is {self._context_length} tokens; the text has "
+                    f"more than {most}",
                     param=param,
                     code="context_length_exceeded",
                 )

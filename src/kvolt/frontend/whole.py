@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
 from kvolt.core.errors import KvoltError
 from kvolt.frontend.answer import Answer, ChoiceState, Plan
-from kvolt.frontend.choice import Choice, Told
+from kvolt.frontend.choice import Choice, Placed, Told
 from kvolt.frontend.openai_api.wording import (
     CallIds,
     Envelope,
@@ -156,7 +156,7 @@ class WholeAnswer(Answer):
         whole = WholeChoice(index=state.index, finish=self.finish_told(state.choice), calls=[], extra={})
         texts: list[str] = []
         reasoning: list[str] = []
-        logprobs: list[TokenLogprobs] = []
+        logprobs: list[Placed] = []
         for each in told:
             logprobs.extend(each.logprobs)
             for piece in each.pieces:
@@ -164,12 +164,11 @@ class WholeAnswer(Answer):
         whole.text = echo + "".join(texts)
         whole.reasoning = "".join(reasoning) if reasoning else None
         if plan.with_logprobs:
-            of_prompt = receiver.prompt_logprobs if echo else ()
-            known = [each for each in of_prompt if each is not None]
-            # Nothing comes before a prompt's first token, so it has a place and no log probability.
-            without = plan.prompts[self.receivers.index(receiver)][: len(of_prompt) - len(known)]
-            offset = 0 if of_prompt else len(echo)
-            whole.logprobs = plan.wording.logprobs(plan.vocabulary, [*known, *logprobs], offset, without)
+            of_prompt = (
+                self.placed_prompt(self.receivers.index(receiver), receiver.prompt_logprobs) if echo else []
+            )
+            after = [each._replace(start=each.start + len(echo)) for each in logprobs]
+            whole.logprobs = plan.wording.logprobs(plan.vocabulary, [*of_prompt, *after], 0)
         if isinstance(state.choice.stop_reason, int | str) and state.choice.finish is FinishReason.STOP:
             whole.extra["stop_reason"] = state.choice.stop_reason
         if plan.with_prompt_logprobs:

@@ -230,7 +230,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def _default_workers() -> list[WorkerSettings]:
-    return [WorkerSettings(count=2)]
+    """Simulated ones, whose answers come to an end: nothing else would end a chat that names no limit."""
+    return [WorkerSettings(count=2, args={"words": 120})]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -250,9 +250,22 @@ async def test_a_choice_that_nobody_asked_for_is_not_told() -> None:
 async def test_echo_comes_first_once_per_choice() -> None:
     live = Live(make_plan(chat=False, prompts=2, num_choices=2, echo=["one", "two"]))
     live.give(Delta((A,), index=1))
-    assert [await live.text(index) for index in range(4)] == ["one", "one" + text_of(A), "two", "two"]
+    live.give(Delta((B,)), prompt=1)
+    whole = ["one", "one" + text_of(A), "two" + text_of(B), "two"]
+    assert [await live.text(index) for index in range(4)] == whole
     live.answer.open()
     assert await live.text(0) == "one"
+
+
+async def test_echo_brings_what_is_known_of_the_prompt() -> None:
+    plan = make_plan(chat=False, echo=[text_of(A, B)], with_logprobs=True)
+    plan.prompts = [(A, B)]
+    live = Live(plan)
+    live.give(Delta((C,), logprobs=(TokenLogprobs(C, -1.0),), prompt_logprobs=(None, TokenLogprobs(B, -0.5))))
+    echoed, said = [choice["logprobs"] for choice in await live.choices()]
+    assert echoed["token_logprobs"] == [None, -0.5]
+    assert echoed["text_offset"] == [0, len(text_of(A))]
+    assert said["text_offset"] == [len(text_of(A, B))]
 
 
 async def test_offsets_count_from_the_beginning_of_the_echo() -> None:

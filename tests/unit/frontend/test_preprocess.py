@@ -140,7 +140,7 @@ def test_a_text_of_many_contexts_is_refused_before_it_is_tokenized() -> None:
             with pytest.raises(InvalidRequest) as caught:
                 await made.encode(text, "prompt")
             assert caught.value.fields == {"param": "prompt", "code": "context_length_exceeded"}
-            assert "context is 2048 tokens; the text has more than 8192" in caught.value.message
+            assert "context length is 2048 tokens; the text has more than 8192" in caught.value.message
         assert made.stats.misses == 0
         # Too long by less: whoever asks hears the exact number.
         assert len(await made.encode(" important" * 4000, "prompt")) == 4000

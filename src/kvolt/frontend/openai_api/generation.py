@@ -15,6 +15,9 @@ from kvolt.frontend.openai_api.tools import NO_TOOLS, Tool, Toolset, resolve_too
 
 _DEFAULTS = Sampling()
 
+_COMPLETION_TOKENS = 16
+"""Of a completion that names no limit, as OpenAI's and vLLM's are; a chat may take what the context has."""
+
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """One request's, in our own words."""
@@ -67,7 +70,7 @@ def completion_options(request: CompletionRequest, defaults: Sampling = _DEFAULT
     return _options(
         request,
         sampling=_sampling(request, defaults, request.logprobs, prompt_logprobs),
-        max_tokens=request.max_tokens,
+        max_tokens=request.max_tokens or _COMPLETION_TOKENS,
         grammar=request_grammar(request),
     )
 

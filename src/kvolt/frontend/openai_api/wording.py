@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvolt.core.delta import TokenLogprobs
+from kvolt.frontend.choice import Placed
 from kvolt.frontend.detokenizer import Vocabulary
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning, ToolArguments, ToolStart
 
@@ -47,14 +48,8 @@ class Wording(Protocol):
 
     def whole_choice(self, choice: WholeChoice) -> dict[str, Any]: ...
 
-    def logprobs(
-        self,
-        vocabulary: Vocabulary,
-        tokens: Sequence[TokenLogprobs],
-        offset: int,
-        without: Sequence[int] = (),
-    ) -> Any:
-        """`offset`: characters of the answer before these tokens. `without`: tokens before these that have none."""
+    def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[Placed], offset: int) -> Any:
+        """`offset`: characters before the text that the tokens are placed in."""
         ...
 
 
@@ -165,14 +160,9 @@ class ChatWording:
             **choice.extra,
         }
 
-    def logprobs(
-        self,
-        vocabulary: Vocabulary,
-        tokens: Sequence[TokenLogprobs],
-        offset: int,
-        without: Sequence[int] = (),
-    ) -> Any:
-        return {"content": [_chat_logprob(vocabulary, token) for token in tokens], "refusal": None}
+    def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[Placed], offset: int) -> Any:
+        known = [token.logprobs for token in tokens if token.logprobs is not None]
+        return {"content": [_chat_logprob(vocabulary, token) for token in known], "refusal": None}
 
 
 def _chat_logprob(vocabulary: Vocabulary, token: TokenLogprobs) -> dict[str, Any]:
@@ -228,27 +218,15 @@ class CompletionWording:
             **choice.extra,
         }
 
-    def logprobs(
-        self,
-        vocabulary: Vocabulary,
-        tokens: Sequence[TokenLogprobs],
-        offset: int,
-        without: Sequence[int] = (),
-    ) -> Any:
-        token_ids = [*without, *(token.token_id for token in tokens)]
-        texts = [vocabulary.token_text(token_id) for token_id in token_ids]
-        none = [None] * len(without)
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+    def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[Placed], offset: int) -> Any:
+        known = [token.logprobs for token in tokens]
         return {
-            "tokens": texts,
-            "token_logprobs": [*none, *(max(token.logprob, -9999.0) for token in tokens)],
-            "top_logprobs": none
-            + [
-                {vocabulary.token_text(token_id): max(logprob, -9999.0) for token_id, logprob in token.top}
-                for token in tokens
-            ],
-            "text_offset": offsets,
+            "tokens": [vocabulary.token_text(token.token_id) for token in tokens],
+            "token_logprobs": [each and max(each.logprob, -9999.0) for each in known],
+            "top_logprobs": [each and _top(vocabulary, each) for each in known],
+            "text_offset": [offset + token.start for token in tokens],
         }
+
+
+def _top(vocabulary: Vocabulary, token: TokenLogprobs) -> dict[str, float]:
+    return {vocabulary.token_text(token_id): max(logprob, -9999.0) for token_id, logprob in token.top}

@@ -35,7 +35,8 @@ def completion(**fields: Any) -> GenerationOptions:
 
 
 def test_a_plain_request_is_all_defaults() -> None:
-    assert chat() == completion() == GenerationOptions(sampling=Sampling())
+    assert chat() == GenerationOptions(sampling=Sampling())
+    assert completion() == GenerationOptions(sampling=Sampling(), max_tokens=16)
 
 
 @pytest.mark.parametrize(

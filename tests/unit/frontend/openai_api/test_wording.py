@@ -12,6 +12,7 @@ import pytest
 
 from kvolt.core.delta import TokenLogprobs
 from kvolt.engines.sim_model import tokenizer_json
+from kvolt.frontend.choice import Placed
 from kvolt.frontend.detokenizer import Vocabulary
 from kvolt.frontend.openai_api.responses import ChatCompletion, ChatCompletionChunk, Completion
 from kvolt.frontend.openai_api.wording import (
@@ -105,7 +106,10 @@ def test_a_whole_chat() -> None:
     assert (thought["message"]["reasoning_content"], thought["message"]["content"]) == ("hm", "ok")
 
 
-LOGPROBS = (TokenLogprobs(300, -0.5, ((300, -0.5), (301, -2.0))), TokenLogprobs(301, float("-inf")))
+LOGPROBS = (
+    Placed(0, 300, TokenLogprobs(300, -0.5, ((300, -0.5), (301, -2.0)))),
+    Placed(7, 301, TokenLogprobs(301, float("-inf"))),
+)
 
 
 def test_log_probabilities_of_a_chat() -> None:
@@ -123,17 +127,15 @@ def test_log_probabilities_of_a_completion() -> None:
     told = CompletionWording().logprobs(vocabulary(), LOGPROBS, 5)
     assert told["tokens"] == texts
     assert told["token_logprobs"] == [-0.5, -9999.0]
-    assert told["text_offset"] == [5, 5 + len(texts[0])]
+    assert told["text_offset"] == [5, 12]
     assert told["top_logprobs"] == [{texts[0]: -0.5, texts[1]: -2.0}, {}]
 
 
 def test_a_token_without_a_log_probability_keeps_its_place() -> None:
-    told = CompletionWording().logprobs(vocabulary(), LOGPROBS, 0, without=[302])
-    first = vocabulary().token_text(302)
-    assert told["tokens"][0] == first
+    told = CompletionWording().logprobs(vocabulary(), [Placed(0, 302, None), *LOGPROBS], 0)
+    assert told["tokens"][0] == vocabulary().token_text(302)
     assert told["token_logprobs"] == [None, -0.5, -9999.0]
     assert told["top_logprobs"][0] is None
-    assert told["text_offset"][:2] == [0, len(first)]
 
 
 def test_the_structs_of_the_schema_can_read_it() -> None:
@@ -157,7 +159,7 @@ def test_the_structs_of_the_schema_can_read_it() -> None:
     msgspec.json.decode(body, type=ChatCompletion)
     text = CompletionWording()
     envelope = Envelope({**fields, "object": text.chunk}, False)
-    told = text.logprobs(vocabulary(), LOGPROBS, 0, [1])
+    told = text.logprobs(vocabulary(), [Placed(0, 1, None), *LOGPROBS], 0)
     event = envelope.event(text.text_choice(0, "a", "length", told, True))
     msgspec.json.decode(event[6:], type=Completion)
     choice = text.whole_choice(WholeChoice(index=0, text="a", finish="stop", logprobs=told))
