@@ -144,7 +144,8 @@ class Answer:
 
     def finish_told(self, choice: Choice) -> str | None:
         """How a choice ended, in the client's words."""
-        if choice.finish is FinishReason.STOP and choice.num_tool_calls and not self.plan.named_call:
+        cut = isinstance(choice.stop_reason, str)  # by a stop string, perhaps in the middle of its arguments
+        if choice.finish is FinishReason.STOP and choice.num_tool_calls and not (self.plan.named_call or cut):
             return FinishReason.TOOL_CALLS.value
         return None if choice.finish is None else _FINISH_TOLD.get(choice.finish, choice.finish.value)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from tests.unit.engines.lab import ARGUMENTS, NAMESPACE, Frontend, Lab, RunningWorker, sim
-from tests.unit.frontend.serving import saying, served
+from tests.unit.frontend.serving import TOOL, saying, served
 from tokenizers import Tokenizer, processors
 
 from kvolt.core.errors import ConfigError
@@ -124,3 +124,15 @@ def test_models_of_several_namespaces() -> None:
             await models.close()
 
     run_virtual(scenario)
+
+
+def test_a_call_cut_by_a_stop_string_is_no_call_to_make() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        for stop, finish in (([], "tool_calls"), (["Par"], "stop")):
+            (choice,) = (await edge.chat(max_tokens=200, tools=[TOOL], stop=stop)).json["choices"]
+            assert choice["message"]["tool_calls"]
+            assert choice["finish_reason"] == finish
+
+    served(body, saying(text))

@@ -221,7 +221,7 @@ class CompletionWording:
     def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[Placed], offset: int) -> Any:
         known = [token.logprobs for token in tokens]
         return {
-            "tokens": [vocabulary.token_text(token.token_id) for token in tokens],
+            "tokens": [_name(vocabulary, token.token_id) for token in tokens],
             "token_logprobs": [each and max(each.logprob, -9999.0) for each in known],
             "top_logprobs": [each and _top(vocabulary, each) for each in known],
             "text_offset": [offset + token.start for token in tokens],
@@ -229,4 +229,12 @@ class CompletionWording:
 
 
 def _top(vocabulary: Vocabulary, token: TokenLogprobs) -> dict[str, float]:
-    return {vocabulary.token_text(token_id): max(logprob, -9999.0) for token_id, logprob in token.top}
+    return {_name(vocabulary, token_id): max(logprob, -9999.0) for token_id, logprob in token.top}
+
+
+def _name(vocabulary: Vocabulary, token_id: int) -> str:
+    """A token's text; half of a character by its bytes, as OpenAI does, since two of them would look alike."""
+    text = vocabulary.token_text(token_id)
+    if "\ufffd" not in text:
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in vocabulary.token_bytes(token_id))

@@ -170,3 +170,11 @@ def test_completions_have_no_parsers() -> None:
     assert CompletionWording().piece_choice(0, Content("a"), True)["text"] == "a"
     with pytest.raises(AssertionError):
         CompletionWording().piece_choice(0, Reasoning("a"), True)
+
+
+def test_halves_of_characters_are_told_apart() -> None:
+    first, second = vocabulary().tokenizer.encode("é", add_special_tokens=False).ids
+    likely = TokenLogprobs(first, -0.5, ((first, -0.5), (second, -2.0)))
+    told = CompletionWording().logprobs(vocabulary(), [Placed(0, first, likely)], 0)
+    assert told["tokens"] == ["bytes:\\xc3"]
+    assert told["top_logprobs"] == [{"bytes:\\xc3": -0.5, "bytes:\\xa9": -2.0}]

@@ -1,0 +1,43 @@
+"""The SDKs' clients, and what they talk to: real processes, started once for each test runner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from tests.compat.sdk.server import Server, start
+from tests.integration.processes import Bench
+
+KEY = "any"
+
+
+@pytest.fixture(autouse=True)
+def _without_coverage(no_cover: None) -> None:
+    """kvolt runs in its own processes here; to trace the SDKs would take twice the time."""
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Bench(tmp_path_factory.mktemp("sdk")) as bench:
+        yield asyncio.run(start(bench))
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=server.api, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def narrow(server: Server) -> Iterator[OpenAI]:
+    """To the frontend that takes one request at a time, small ones, without unknown fields."""
+    with OpenAI(base_url=server.narrow_api, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def aclient(server: Server) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=server.api, api_key=KEY, max_retries=0) as client:
+        yield client
