@@ -135,4 +135,4 @@ def test_a_call_cut_by_a_stop_string_is_no_call_to_make() -> None:
             assert choice["message"]["tool_calls"]
             assert choice["finish_reason"] == finish
 
-    served(body, saying(text))
+    served(body, saying(text, context_length=4096, kv_blocks=1024))
