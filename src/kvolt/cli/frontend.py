@@ -20,7 +20,7 @@ from kvolt.router.port import RoundRobinRouter
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.config import LoadedConfig
 from kvolt.runtime.http import HttpLimits
-from kvolt.runtime.memory import return_freed_memory
+from kvolt.runtime.memory import return_freed_memory, settle_garbage_collector
 from kvolt.runtime.network import SocketNetwork, join_address
 from kvolt.runtime.settings import Settings
 from kvolt.runtime.tasks import Crew
@@ -124,5 +124,6 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
         lambda stream: stream.end(),
         info={"http": address},
     )
+    settle_garbage_collector()
     log.info("listening on http://%s", address)
     await asyncio.get_running_loop().create_future()

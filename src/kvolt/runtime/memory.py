@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system.
+"""What a long-running process does about its memory: freed blocks go back to the system, old objects are left alone.
 
 glibc takes a large block that was freed as a sign that more of that size will come: from then on it keeps
 such blocks, up to 32 MiB each, and per thread. For a process that meets an unusual request now and then,
@@ -8,6 +8,7 @@ the largest it has ever met would be its size for good.
 from __future__ import annotations
 
 import ctypes
+import gc
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -29,3 +30,14 @@ def return_freed_memory() -> bool:
     wanted = {_M_MMAP_THRESHOLD: _LARGE_BYTES, _M_TRIM_THRESHOLD: _SPARE_BYTES, _M_ARENA_MAX: _MAX_ARENAS}
     taken = [mallopt(option, value) for option, value in wanted.items()]
     return all(taken)
+
+
+def settle_garbage_collector() -> None:
+    """Once all is loaded: what is there now stays, so no collection needs to look at it again.
+
+    Requests and answers free themselves; the collector is for what forms a circle by accident, and need
+    not come every seven hundred objects.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)

@@ -39,3 +39,11 @@ def test_large_blocks_do_not_stay() -> None:
         return
     assert left_behind("kept") > 40 * MIB, "then it is not needed any more"
     assert left_behind("returned") < 4 * MIB
+
+
+def test_the_collector_leaves_alone_what_is_loaded() -> None:
+    program = (
+        "import gc; from kvolt.runtime.memory import settle_garbage_collector; settle_garbage_collector(); "
+        "assert gc.get_freeze_count() > 1000; assert gc.isenabled(); assert gc.get_threshold()[0] == 10_000"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
