@@ -5,6 +5,7 @@ Every verb that starts a process comes through here, so all of them log, count, 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import secrets
@@ -95,8 +96,23 @@ def run_process(settings: Settings, name: str, body: Body) -> int:
         stop = StopSignal()
         stop.install()
         await check_directory(settings)
-        async with running(settings, name) as process:
-            await _until_stopped(process, body, stop)
+        started = asyncio.Event()
+
+        async def live() -> None:
+            async with running(settings, name) as process:
+                started.set()
+                await _until_stopped(process, body, stop)
+            scope.cancel()
+
+        async def give_up_starting() -> None:
+            """A process that still waits for discovery has nothing to drain."""
+            await stop.wait()
+            if not started.is_set():
+                scope.cancel()
+
+        async with Scope(name) as scope:
+            scope.start(live(), "live")
+            scope.start(give_up_starting(), "start")
         return 0
 
     return run_loop(main)

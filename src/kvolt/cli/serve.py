@@ -280,7 +280,7 @@ class _Serve:
         print(
             f"\nkvolt: ready at {base} with {_in_words(models)}. Try:\n\n"
             f"  curl -N {base}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n\n"
-            "Ctrl-C stops everything.\n",
+            f"or `kvolt chat --url {base}`; {base}/docs tells the rest. Ctrl-C stops everything.\n",
             flush=True,
         )
 

@@ -106,7 +106,7 @@ class Unavailable(KvoltError):
 
 
 class DeadlineExceeded(KvoltError):
-    """A wait ended at its deadline. Fields: stage (connect, first, between, total), after_s."""
+    """A wait ended at its deadline. Fields: stage (route, connect, first, between, total), after_s."""
 
     code = "deadline_exceeded"
     fault = Fault.SERVER

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvolt.core.delta import Delta, FinishReason, StageTimes, TokenLogprobs
+from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
+from kvolt.core.errors import EngineFailed, KvoltError
 from kvolt.frontend.choice import Choice, Placed, placed_prompt
 from kvolt.frontend.detokenizer import Vocabulary
-from kvolt.frontend.openai_api.wording import Wording
+from kvolt.frontend.openai_api.wording import Wording, prompt_logprobs
 from kvolt.frontend.parsers.port import TextParser
 from kvolt.frontend.stops import StopMatcher
 from kvolt.journey.journey import Journey
 
-_FINISH_TOLD = {FinishReason.CANCELLED: "stop"}
-"""Words that clients do not know."""
+log = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
@@ -42,6 +43,7 @@ class Plan:
     """For each prompt."""
     stop: tuple[str, ...] = ()
     include_stop: bool = False
+    min_tokens: int = 0
     skip_special_tokens: bool = True
     new_parser: Callable[[], TextParser | None] = lambda: None
     named_call: bool = False
@@ -83,7 +85,8 @@ class Answer:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.cached_tokens = 0
-        self.stages: StageTimes | None = None
+        self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
+        """Of the first prompt."""
         self._journeys: list[Journey] = []
 
     @property
@@ -104,6 +107,14 @@ class Answer:
         self.cancel()
         self._journeys.clear()
 
+    def break_off(self, fault: Exception) -> None:
+        """Something of ours failed on this answer: it ends, and nothing else."""
+        log.error("an answer could not be worded", exc_info=fault)
+        self.fail(KvoltError("internal error"))
+
+    def fail(self, error: KvoltError) -> None:
+        raise NotImplementedError
+
     def choices_of(self, prompt: int) -> list[ChoiceState]:
         plan = self.plan
         states = []
@@ -113,6 +124,7 @@ class Answer:
                 StopMatcher(plan.stop, plan.include_stop) if plan.stop else None,
                 plan.new_parser(),
                 plan.include_stop,
+                plan.min_tokens,
             )
             kept: list[int] | None = [] if "completion_token_ids" in plan.extra_fields else None
             states.append(ChoiceState(prompt * plan.num_choices + number, choice, token_ids=kept))
@@ -135,10 +147,10 @@ class Answer:
 
     def note(self, delta: Delta) -> None:
         """What a delta says of the request rather than of its text."""
+        if delta.prompt_logprobs is not None and not self.prompt_logprobs:
+            self.prompt_logprobs = delta.prompt_logprobs
         if delta.cached_tokens and not delta.index:  # all choices share the prompt, and each may say so
             self.cached_tokens += delta.cached_tokens
-        if delta.stages is not None:
-            self.stages = delta.stages
         if delta.usage is not None and delta.usage.cached_tokens and not self.cached_tokens:
             self.cached_tokens = delta.usage.cached_tokens
 
@@ -147,7 +159,7 @@ class Answer:
         cut = isinstance(choice.stop_reason, str)  # by a stop string, perhaps in the middle of its arguments
         if choice.finish is FinishReason.STOP and choice.num_tool_calls and not (self.plan.named_call or cut):
             return FinishReason.TOOL_CALLS.value
-        return None if choice.finish is None else _FINISH_TOLD.get(choice.finish, choice.finish.value)
+        return None if choice.finish is None else choice.finish.value
 
     def usage(self, choices: Sequence[ChoiceState]) -> dict[str, Any]:
         prompt_tokens = sum(map(len, self.plan.prompts))
@@ -171,6 +183,8 @@ class Answer:
             told["timing"] = self.plan.timing()
         if "completion_token_ids" in wanted:
             told["completion_token_ids"] = [token for state in choices for token in state.token_ids or ()]
+        if "prompt_logprobs" in wanted and self.prompt_logprobs:
+            told["prompt_logprobs"] = prompt_logprobs(self.plan.vocabulary, self.prompt_logprobs)
         if "stop_reason" in wanted:
             told["stop_reason"] = choices[0].choice.stop_reason
         return {"nvext": told} if told else {}
@@ -178,3 +192,10 @@ class Answer:
     def _workers(self) -> dict[str, Any]:
         ids = [journey.decision.instance.id for journey in self._journeys if journey.decision is not None]
         return {"decode_worker_id": ids[0]} if ids else {}
+
+
+def unfinished(states: Sequence[ChoiceState]) -> KvoltError | None:
+    """An answer of which the worker has not said how it ends has not ended well."""
+    if all(state.choice.finish not in (None, FinishReason.CANCELLED) for state in states):
+        return None
+    return EngineFailed("the worker ended an answer without a reason", engine="?")

@@ -116,19 +116,10 @@ class FrontendApp:
         processor = model.processor
         if asked.messages is not None:
             given = template_input(asked, keep_developer=True)
-            text = processor.render(
-                given.messages,
-                given.tools,
-                {
-                    "add_generation_prompt": given.add_generation_prompt,
-                    "continue_final_message": given.continue_final_message,
-                    **given.kwargs,
-                },
-            )
-            token_ids = await processor.encode(text, "messages", bool(asked.add_special_tokens))
+            text, param, special = processor.render(given), "messages", bool(asked.add_special_tokens)
         else:
-            special = asked.add_special_tokens is not False
-            token_ids = await processor.encode(asked.prompt or "", "prompt", special)
+            text, param, special = asked.prompt or "", "prompt", asked.add_special_tokens is not False
+        (token_ids,) = await processor.encode([text], param, special)
         texts = None
         if asked.return_token_strs:
             texts = [processor.vocabulary.token_text(token_id) for token_id in token_ids]

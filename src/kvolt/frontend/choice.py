@@ -41,6 +41,7 @@ class Choice:
         "_detokenizer",
         "_fed",
         "_include_stop",
+        "_min_tokens",
         "_parser",
         "_sent",
         "_stops",
@@ -58,11 +59,14 @@ class Choice:
         stops: StopMatcher | None = None,
         parser: TextParser | None = None,
         include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = stops
         self._parser = parser
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        """Before so many, a stop string is text like any other."""
         self._fed = 0
         """Characters that have left the detokenizer."""
         self._sent = 0
@@ -126,7 +130,7 @@ class Choice:
 
     def _take(self, text: str, last: bool = False) -> Told:
         self._fed += len(text)
-        stops = self._stops
+        stops = self._stops if self.num_tokens > self._min_tokens else None
         if stops is not None:
             text = stops.feed(text)
             if last and stops.matched is None:

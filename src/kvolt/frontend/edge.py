@@ -9,6 +9,7 @@ from kvolt.frontend.metrics import FrontendMetrics
 from kvolt.frontend.models import Models
 from kvolt.frontend.models_metrics import ModelsCollector
 from kvolt.frontend.openai_api.errors import openai_error
+from kvolt.frontend.openai_api.headers import REQUEST_ID
 from kvolt.frontend.siblings import Siblings
 from kvolt.runtime.http import HttpLimits, HttpServer
 from kvolt.runtime.metrics import Metrics
@@ -43,6 +44,7 @@ def edge_server(
         openai_error,
         metrics.http_observer("frontend"),
         runtime.ports.rng,
+        REQUEST_ID,
     )
     server.tick.observe = own.stages["write"].observe
     return server

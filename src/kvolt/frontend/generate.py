@@ -14,11 +14,9 @@ from typing import Any
 
 import msgspec
 
-from kvolt.core.card import ModelCard
 from kvolt.core.errors import InvalidRequest, KvoltError
-from kvolt.core.hashing import SequenceHasher, request_seed
 from kvolt.core.ids import RequestId
-from kvolt.core.request import Request, Sampling, StopConditions
+from kvolt.core.request import Request, Sampling
 from kvolt.frontend.admission import Admission
 from kvolt.frontend.answer import Answer, Plan
 from kvolt.frontend.live import LiveAnswer, TokenFan
@@ -48,6 +46,7 @@ from kvolt.frontend.parsers.port import TextParser
 from kvolt.frontend.parsers.registry import tool_parser
 from kvolt.frontend.record import RequestRecord
 from kvolt.frontend.whole import WholeAnswer
+from kvolt.frontend.worker_request import build_request, check_prompt_logprobs, too_long
 from kvolt.journey.journey import Journey, Receiver
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.clock import Clock, new_id
@@ -58,7 +57,9 @@ from kvolt.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-_MAX_PROMPT_LOGPROBS = 131_072
+
+_COMPLETION_TOKENS = 16
+"""Of a completion that names no limit, as OpenAI's and vLLM's are; a chat may take what the context has."""
 
 _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -71,8 +72,6 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     hold_headers_s: float = 5.0
     """How long a stream's headers wait for the first token, so that an early error gets its own status."""
     request_timeout_s: float = 600.0
-    default_max_tokens: int | None = None
-    """For requests that name none; None for what the context has room for."""
 
 
 @dataclass(slots=True)
@@ -91,6 +90,17 @@ class _Asked:
     prompts: list[tuple[int, ...]]
     prompt_text: str = ""
     """The rendered prompt of a chat."""
+    texts: list[str] | None = None
+    """The prompts of a completion, where they came as text."""
+
+    @property
+    def param(self) -> str:
+        """What the client calls the prompt."""
+        return "messages" if isinstance(self.body, ChatRequest) else "prompt"
+
+    def warn(self, text: str) -> None:
+        known = self.headers.get("x-kvolt-warning")
+        self.headers["x-kvolt-warning"] = f"{known}; {text}" if known else text
 
 
 class Generation:
@@ -137,16 +147,7 @@ class Generation:
             http.body = b""  # megabytes perhaps, and the answer may take minutes
             body = parsed.request
             asked = self._begin(http, parsed, CompletionWording(), record, completion_options)
-            given = asked.hints.token_data
-            for prompt in prompts_of(body) if given is None else [given]:
-                ids = (
-                    await asked.model.processor.encode(prompt, "prompt", body.add_special_tokens is not False)
-                    if isinstance(prompt, str)
-                    else tuple(prompt)
-                )
-                if len(ids) >= asked.model.card.context_length:
-                    raise _too_long(asked.model.card, len(ids), asked.options.max_tokens or 1, "prompt")
-                asked.prompts.append(ids)
+            await self._prepare_completion(asked, body)
             record.stage("tokenize")
             return await self._answer(asked)
 
@@ -162,6 +163,9 @@ class Generation:
     ) -> _Asked:
         body: GenerationRequest = parsed.request
         unknown = parsed.unknown
+        record.streams = bool(body.stream)
+        model = self._models.get(body.model)
+        record.of_model(model.card.name)
         said = hints(http.headers, body.nvext, body.cache_salt, body.priority)
         headers: dict[str, str] = {}
         if unknown:
@@ -169,9 +173,6 @@ class Generation:
             if self._options.strict_fields:
                 raise InvalidRequest(f"unknown fields: {names}", param=unknown[0], code="unknown_parameter")
             headers["x-kvolt-warning"] = f"ignored unknown fields: {names}"
-        record.streams = bool(body.stream)
-        model = self._models.get(body.model)
-        record.of_model(model.card.name)
         record.on_end = self._admission.enter()
         self._admission.check(model.card.name, model.client.candidates(), model.capacity.max_batch_tokens)
         check_vocabulary(body, model.processor.vocabulary.size)
@@ -187,36 +188,45 @@ class Generation:
             asked.prompts.append(asked.hints.token_data)
             return
         given = template_input(body, asked.options.tools, keep_developer=True)
+        if given.tools and not processor.takes_tools:
+            asked.warn("the model's chat template has no place for tools")
         if asked.hints.use_raw_prompt:
-            asked.prompt_text = "".join(str(message.get("content") or "") for message in given.messages)
+            asked.prompt_text = "".join(_plain_text(message.get("content")) for message in given.messages)
         else:
-            asked.prompt_text = processor.render(
-                given.messages,
-                given.tools,
-                {
-                    "add_generation_prompt": given.add_generation_prompt,
-                    "continue_final_message": given.continue_final_message,
-                    **given.kwargs,
-                },
-            )
+            asked.prompt_text = processor.render(given)
         asked.record.stage("template")
-        asked.prompts.append(await processor.encode(asked.prompt_text, "messages"))
+        asked.prompts = await processor.encode([asked.prompt_text], "messages", bool(body.add_special_tokens))
         asked.record.stage("tokenize")
+
+    async def _prepare_completion(self, asked: _Asked, body: CompletionRequest) -> None:
+        given = asked.hints.token_data
+        prompts = prompts_of(body) if given is None else [given]
+        card = asked.model.card
+        if isinstance(prompts[0], str):
+            asked.texts = [str(prompt) for prompt in prompts]
+            special = body.add_special_tokens is not False
+            asked.prompts = await asked.model.processor.encode(asked.texts, "prompt", special)
+        else:
+            asked.prompts = [tuple(map(int, prompt)) for prompt in prompts]
+        for prompt in asked.prompts:
+            if len(prompt) >= card.context_length:
+                raise too_long(card, len(prompt), asked.options.max_tokens or 1, "prompt")
 
     def _requests(self, asked: _Asked) -> list[Request]:
         several = len(asked.prompts) > 1
         requests = []
+        check_prompt_logprobs(sum(map(len, asked.prompts)), asked.options.sampling.prompt_logprobs)
         for number, prompt in enumerate(asked.prompts):
             request_id = f"{asked.request_id}-{number}" if several else asked.request_id
             requests.append(
                 build_request(
                     RequestId(request_id),
-                    asked.model,
+                    asked.model.card,
                     prompt,
                     asked.options,
                     asked.hints,
-                    self._options.default_max_tokens,
-                    "messages" if isinstance(asked.body, ChatRequest) else "prompt",
+                    asked.param,
+                    None if isinstance(asked.body, ChatRequest) else _COMPLETION_TOKENS,
                 )
             )
         return requests
@@ -304,17 +314,18 @@ class Generation:
         echo: list[str] = []
         if isinstance(body, CompletionRequest) and body.echo:
             decode = asked.model.processor.vocabulary.decode
-            echo = [decode(prompt, options.skip_special_tokens) for prompt in asked.prompts]
+            echo = asked.texts or [decode(prompt, options.skip_special_tokens) for prompt in asked.prompts]
         plan = Plan(
             request_id=asked.request_id,
             created=int(self._clock.wall()),
-            model=asked.model.card.name if body.model == asked.model.card.name else body.model,
+            model=body.model,
             wording=asked.wording,
             vocabulary=asked.model.processor.vocabulary,
             prompts=asked.prompts,
             num_choices=options.sampling.num_choices,
             stop=options.stop,
             include_stop=options.include_stop,
+            min_tokens=options.min_tokens,
             skip_special_tokens=options.skip_special_tokens,
             with_logprobs=options.sampling.logprobs is not None,
             with_prompt_logprobs=body.prompt_logprobs is not None,
@@ -359,6 +370,13 @@ class Generation:
         return f"call_{new_id(self._rng)[:24]}"
 
 
+def _plain_text(content: Any) -> str:
+    """A message's text, whichever form it has."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content or () if isinstance(part, dict))
+
+
 async def _begin_all(journeys: list[Journey]) -> None:
     """All prompts of a batch. The first that cannot begin speaks for all; the rest are cancelled by the caller."""
     results = await asyncio.gather(*(journey.begin() for journey in journeys), return_exceptions=True)
@@ -383,67 +401,3 @@ def _annotations(asked: _Asked) -> list[tuple[str, object]]:
         "token_ids": lambda: asked.prompts[0] if len(asked.prompts) == 1 else asked.prompts,
     }
     return [(name, values[name]()) for name in asked.hints.annotations if name in values]
-
-
-def _too_long(card: ModelCard, num_tokens: int, num_wanted: int, param: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"this model's maximum context length is {card.context_length} tokens; the prompt has {num_tokens} and "
-        f"{num_wanted} more were asked for",
-        param=param,
-        code="context_length_exceeded",
-    )
-
-
-def _check_prompt_logprobs(num_tokens: int, num_alternatives: int | None) -> None:
-    """They come all at once, so the whole process would wait for those of a long prompt."""
-    if num_alternatives is None:
-        return
-    num_told = num_tokens * (num_alternatives + 1)
-    if num_told > _MAX_PROMPT_LOGPROBS:
-        raise InvalidRequest(
-            f"{num_tokens} prompt tokens with {num_alternatives} alternatives each make {num_told} log "
-            f"probabilities; at most {_MAX_PROMPT_LOGPROBS} can be told at once",
-            param="prompt_logprobs",
-        )
-
-
-def build_request(
-    request_id: RequestId,
-    model: Model,
-    prompt: tuple[int, ...],
-    options: GenerationOptions,
-    said: RequestHints,
-    default_max_tokens: int | None = None,
-    param: str = "prompt",
-) -> Request:
-    """What the worker gets, checked against the model's context. `param` is what the client calls the prompt."""
-    card = model.card
-    if not prompt:
-        raise InvalidRequest("the prompt is empty", param=param)
-    room = card.context_length - len(prompt)
-    wanted = options.max_tokens
-    if wanted is None:
-        wanted = max(room, 1) if default_max_tokens is None else min(default_max_tokens, max(room, 1))
-    if wanted > room:
-        raise _too_long(card, len(prompt), wanted, "max_tokens" if room > 0 else param)
-    _check_prompt_logprobs(len(prompt), options.sampling.prompt_logprobs)
-    hasher = SequenceHasher(card.block_size, request_seed(None, said.salt))
-    hasher.extend(prompt)
-    return Request(
-        request_id=request_id,
-        model=card.name,
-        token_ids=prompt,
-        block_size=card.block_size,
-        local_hashes=tuple(hasher.local),
-        sequence_hashes=tuple(hasher.sequence),
-        stop=StopConditions(
-            max_tokens=wanted,
-            min_tokens=min(options.min_tokens, wanted),
-            stop_token_ids=options.stop_token_ids,
-            ignore_eos=options.ignore_eos,
-        ),
-        sampling=options.sampling,
-        grammar=options.grammar,
-        salt=said.salt,
-        routing=said.routing,
-    )

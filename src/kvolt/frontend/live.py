@@ -7,23 +7,23 @@ written by `TokenFan` for a whole engine step in one loop; everything else goes 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError
-from kvolt.frontend.answer import Answer, ChoiceState, Observer, Plan
+from kvolt.frontend.answer import Answer, ChoiceState, Observer, Plan, unfinished
 from kvolt.frontend.choice import Told
 from kvolt.frontend.openai_api.errors import error_event
 from kvolt.frontend.openai_api.wording import DONE, Envelope, encode
 from kvolt.frontend.parsers.port import Content
-from kvolt.runtime.http_writer import ResponseWriter, chunk_head
+from kvolt.runtime.http_writer import CHUNK_HEADS, NUM_CHUNK_HEADS, ResponseWriter, chunk_head
 from kvolt.runtime.streams import Sink, StepSink
 
-_NUM_HEADS = 4096
-_CHUNK_HEADS = [chunk_head(size) for size in range(_NUM_HEADS)]
-
 _LINE_END = b"\r\n"
+
+log = logging.getLogger(__name__)
 
 
 def _nothing() -> None:
@@ -55,7 +55,7 @@ class TokenFan:
                 receiver.on_token(token_id)
                 continue
             size = receiver.size + len(text)
-            head = _CHUNK_HEADS[size] if size < _NUM_HEADS else chunk_head(size)
+            head = CHUNK_HEADS[size] if size < NUM_CHUNK_HEADS else chunk_head(size)
             write(b"%b%b%b%b" % (head, receiver.before, text, receiver.after))
             receiver.num_written += 1
             if receiver.last_at != last_at:  # those of one batch have all had their last token together
@@ -112,8 +112,13 @@ class LiveReceiver:
     def on_item(self, delta: Delta) -> None:
         if self.write is not None and delta == Delta(delta.token_ids):
             self._on_plain(delta.token_ids)
-        else:
+            return
+        try:
             self._on_more(delta)
+        except (
+            Exception
+        ) as fault:  # a parser's or a wording's: it must not cost the other streams of this worker
+            self._answer.break_off(fault)
 
     def _on_plain(self, token_ids: tuple[int, ...]) -> None:
         """Tokens and nothing else, more than one where a slow reader let them merge: still an event each."""
@@ -128,7 +133,8 @@ class LiveReceiver:
             self.num_written += num_plain
             self.last_at = self._answer.observe(self.last_at, num_plain, first=False)
         if num_plain < len(token_ids):
-            self._on_more(Delta(token_ids[num_plain:]))
+            self.write = None
+            self.on_item(Delta(token_ids[num_plain:]))
 
     def _on_more(self, delta: Delta) -> None:
         answer = self._answer
@@ -265,6 +271,7 @@ class LiveAnswer(Answer):
         self._num_running -= 1
         if self.done.done():
             return
+        error = error or unfinished(receiver.states)
         if error is not None:
             self.fail(error)
         elif self._num_running == 0:
@@ -273,12 +280,15 @@ class LiveAnswer(Answer):
 
     def fail(self, error: KvoltError) -> None:
         """Tell it in the stream, or to whoever waits for `done` while there is time for a real status."""
+        if self.done.done():
+            return
         self.cancel()
         if not self._writer.head_sent:
             self.done.set_exception(error)
             self.done.exception()  # whoever has left already need not hear of it
             return
         self.failure = error
+        log.warning("answer %s ended early: %s (%s)", self.plan.request_id, error.message, error.code)
         self._writer.write(error_event(error))  # and no [DONE]: it is not
         self._writer.end()
         self.done.set_result(None)

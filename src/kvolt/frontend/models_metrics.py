@@ -65,6 +65,14 @@ class ModelsCollector:
             labels=("model", "migration_type"),
         )
         for model in models:
-            for code, number in model.road.stats.retries.items():
-                retries.add_metric((model.card.name, f"new_request:{code}"), number)
+            number = sum(model.road.stats.retries.values())
+            if number:
+                retries.add_metric((model.card.name, "new_request"), number)
         yield retries
+        reasons = CounterMetricFamily(
+            "kvolt_journey_retries", "Requests tried on another worker, by why", labels=("model", "reason")
+        )
+        for model in models:
+            for code, number in model.road.stats.retries.items():
+                reasons.add_metric((model.card.name, code), number)
+        yield reasons

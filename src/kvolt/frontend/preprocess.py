@@ -6,12 +6,13 @@ pre- and postprocessing puts another `Processor` in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import InvalidRequest
 from kvolt.frontend.detokenizer import Vocabulary
+from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.chain import ParserChain
 from kvolt.frontend.parsers.port import TextParser
 from kvolt.frontend.parsers.registry import (
@@ -64,16 +65,19 @@ class Processor(Protocol):
         """Of its tokenization cache."""
         ...
 
-    def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: Mapping[str, Any]
-    ) -> str:
+    takes_tools: bool
+    """The model's template has a place for tools."""
+
+    def render(self, given: TemplateInput) -> str:
         """A conversation as the text of a prompt. InvalidRequest when the model's template refuses it."""
         ...
 
-    async def encode(self, text: str, param: str, with_special: bool = False) -> tuple[int, ...]:
-        """`param` is what the client called the text.
+    async def encode(
+        self, texts: Sequence[str], param: str, with_special: bool = False
+    ) -> list[tuple[int, ...]]:
+        """The tokens of each text. `param` is what the client called them.
 
-        With special tokens the model's own are put around it, as a bare text needs them; a chat template
+        With special tokens the model's own are put around each, as a bare text needs them; a chat template
         has written them already.
         """
         ...
@@ -102,6 +106,7 @@ class CardProcessor:
         check_parsers(self.parsers)
         self._encoder = CachedEncoder(self.vocabulary.tokenizer, cache_bytes)
         self._template = ChatTemplate(card.chat_template, *self._markers(card), wall=wall)
+        self.takes_tools = self._template.supports_tools
         self._blocking = blocking
         self._around = _special_around(self.vocabulary)
         self._context_length = card.context_length
@@ -117,32 +122,51 @@ class CardProcessor:
         texts = [self.vocabulary.decode([each], False) if each is not None else "" for each in ids]
         return texts[0], texts[1]
 
-    def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: Mapping[str, Any]
-    ) -> str:
-        return self._template.render(messages, tools, **options)
+    def render(self, given: TemplateInput) -> str:
+        return self._template.render(
+            given.messages,
+            given.tools,
+            given.add_generation_prompt,
+            given.continue_final_message,
+            **given.kwargs,
+        )
 
-    async def encode(self, text: str, param: str, with_special: bool = False) -> tuple[int, ...]:
-        ids = await self._encode(text, param)
-        return (*self._around[0], *ids, *self._around[1]) if with_special else ids
+    async def encode(
+        self, texts: Sequence[str], param: str, with_special: bool = False
+    ) -> list[tuple[int, ...]]:
+        for text in texts:
+            if len(text) > self._most_characters:
+                raise InvalidRequest(
+                    f"{len(text)} characters are too many for a context of {self._context_length} tokens",
+                    param=param,
+                    code="context_length_exceeded",
+                )
+        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
+            found = [self._encoder.encode(text) for text in texts]
+        else:
+            found = await self._blocking.run(lambda: self._encode_all(texts, param), _TIMEOUT_S)
+        before, after = self._around if with_special else ((), ())
+        return [(*before, *ids, *after) for ids in found] if before or after else found
 
-    async def _encode(self, text: str, param: str) -> tuple[int, ...]:
-        if len(text) > self._most_characters:
-            raise InvalidRequest(
-                f"{len(text)} characters are too many for a context of {self._context_length} tokens",
-                param=param,
-                code="context_length_exceeded",
-            )
-        if len(text) <= _INLINE_CHARACTERS:
-            return self._encoder.encode(text)
-        return await self._blocking.run(lambda: self._encode_long(text, param), _TIMEOUT_S)
+    def _encode_all(self, texts: Sequence[str], param: str) -> list[tuple[int, ...]]:
+        found = []
+        for text in texts:
+            found.append(self._encode_long(text, param))
+            if len(texts) > 1 and len(found[-1]) > self._context_length:  # the others need not be read
+                raise InvalidRequest(
+                    f"this model's maximum context length is {self._context_length} tokens; one of the prompts "
+                    f"has {len(found[-1])}",
+                    param=param,
+                    code="context_length_exceeded",
+                )
+        return found
 
     def _encode_long(self, text: str, param: str) -> tuple[int, ...]:
         most = MOST_CONTEXTS * self._context_length
         num_bytes = len(text) if text.isascii() else len(text.encode())
         if num_bytes > most:  # with fewer bytes there cannot be more tokens
             self._check_count(text, most, param)
-        return self._encoder.encode(text)
+        return self._encoder.encode(text, by_words=False)
 
     def _check_count(self, text: str, most: int, param: str) -> None:
         num_tokens = 0

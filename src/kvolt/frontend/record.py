@@ -9,9 +9,7 @@ from typing import Self
 
 from kvolt.core.errors import KvoltError
 from kvolt.frontend.metrics import FrontendMetrics, ModelSeries
-from kvolt.frontend.openai_api.errors import error_type_label, status_of
-
-_CANCELLED = 499
+from kvolt.frontend.openai_api.errors import CANCELLED_STATUS, error_type_label, status_of
 
 
 class RequestRecord:
@@ -139,7 +137,7 @@ class RequestRecord:
         if error is not None:
             error_type = error_type_label(error)
             status = status_of(error)
-            if status == _CANCELLED:
+            if status == CANCELLED_STATUS:
                 metrics.cancelled[labels] += 1
                 if isinstance(error, asyncio.CancelledError):
                     metrics.disconnected += 1

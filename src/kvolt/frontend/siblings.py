@@ -122,6 +122,8 @@ class Siblings:
         self._registry = registry
         self._metrics_prefix = metrics_prefix
         self._book = ThresholdBook(admission, group.slot)
+        self._last_words: dict[str, Exposition] = {}
+        """By process, of which there are as many as the group has places."""
         self._client: EndpointClient | None = None
         self._own: InstanceId | None = None
         self._news = asyncio.Event()
@@ -150,7 +152,12 @@ class Siblings:
         """The text that Prometheus scrapes, for all of us, and its content type."""
         answers: list[Exposition] = await self._ask_all(ShowMetrics(), _decode_exposition)
         answers.append(self._snapshot())
-        metrics = merge(answers, self._metrics_prefix)
+        # A counter must not go down because one was too busy to answer: its last figures stand in for it.
+        silent = self._last_words.keys() - {answer.process for answer in answers}
+        self._last_words.update((answer.process, answer) for answer in answers)
+        metrics = merge(
+            [*answers, *(self._last_words[name] for name in sorted(silent))], self._metrics_prefix
+        )
         processes = GaugeMetricFamily(
             "kvolt_frontend_processes",
             "HTTP processes of this edge: in these figures, or left out since they did not answer",

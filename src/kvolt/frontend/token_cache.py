@@ -87,8 +87,11 @@ class CachedEncoder:
         self._again_bytes = 0
         self.stats = EncoderStats()
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of `tokenizer.encode(text, add_special_tokens=False)`."""
+    def encode(self, text: str, by_words: bool = True) -> tuple[int, ...]:
+        """The ids of `tokenizer.encode(text, add_special_tokens=False)`.
+
+        By words is cheaper, but holds the interpreter lock: not for long texts in a thread.
+        """
         if self._cut is None:
             return self._encode_whole(text)
         starts = [match.start() for match in islice(self._cut.finditer(text), _MAX_CUTS)]
@@ -101,7 +104,8 @@ class CachedEncoder:
             self._evict()
         if None not in found:
             return _joined(found)  # type: ignore[arg-type]
-        new = self._encode_new([piece for piece, ids in zip(pieces, found, strict=True) if ids is None])
+        missing = [piece for piece, ids in zip(pieces, found, strict=True) if ids is None]
+        new = self._encode_new(missing, by_words)
         return _joined(new[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True))
 
     def clear(self) -> None:
@@ -113,15 +117,16 @@ class CachedEncoder:
             self.stats.entries = self.stats.bytes = 0
 
     def _encode_whole(self, text: str) -> tuple[int, ...]:
-        (ids,) = self._tokenize([text])
+        (ids,) = self._tokenize_whole([text])
         with self._lock:
             self.stats.misses += 1
             self.stats.uncached_tokens += len(ids)
         return tuple(ids)
 
-    def _encode_new(self, missing: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    def _encode_new(self, missing: Sequence[str], by_words: bool) -> dict[str, tuple[int, ...]]:
         distinct = list(dict.fromkeys(missing))
-        new = dict(zip(distinct, map(tuple, self._tokenize(distinct)), strict=True))
+        tokenize = self._tokenize if by_words else self._tokenize_whole
+        new = dict(zip(distinct, map(tuple, tokenize(distinct)), strict=True))
         num_new = sum(map(len, new.values()))
         num_repeated = sum(len(new[piece]) for piece in missing) - num_new
         with self._lock:

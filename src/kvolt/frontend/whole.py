@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
 from kvolt.core.errors import KvoltError
-from kvolt.frontend.answer import Answer, ChoiceState, Plan
+from kvolt.frontend.answer import Answer, ChoiceState, Plan, unfinished
 from kvolt.frontend.choice import Choice, Placed, Told
 from kvolt.frontend.openai_api.wording import (
     CallIds,
@@ -60,6 +60,12 @@ class WholeReceiver:
             self.on_item(Delta((token_id,)))
 
     def on_item(self, delta: Delta) -> None:
+        try:
+            self._take(delta)
+        except Exception as fault:  # a parser's: it must not cost the other streams of this worker
+            self._answer.break_off(fault)
+
+    def _take(self, delta: Delta) -> None:
         self._begin(len(delta.token_ids))
         self._answer.note(delta)
         if not 0 <= delta.index < len(self.states):
@@ -127,13 +133,16 @@ class WholeAnswer(Answer):
 
     def end(self, receiver: WholeReceiver, error: KvoltError | None) -> None:
         self._num_running -= 1
-        if self.done.done():
-            return
+        error = error or unfinished(receiver.states)
         if error is not None:
+            self.fail(error)
+        elif self._num_running == 0 and not self.done.done():
+            self.done.set_result(None)
+
+    def fail(self, error: KvoltError) -> None:
+        if not self.done.done():
             self.done.set_exception(error)
             self.done.exception()  # whoever has left already need not hear of it
-        elif self._num_running == 0:
-            self.done.set_result(None)
 
     def body(self) -> bytes:
         plan = self.plan

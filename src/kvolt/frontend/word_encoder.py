@@ -1,18 +1,23 @@
-"""Byte-level BPE of plain ASCII text by looking up words.
+"""Byte-level BPE of text by looking up words.
 
 Such a tokenizer cuts text into words by a regular expression and merges each word for itself, so a word
 has the same ids wherever it stands. Most words of a prompt have been seen before: finding them in a table
 takes a small part of the time that merging takes.
 
-Only ASCII: there the classes of a pattern (letters, numbers, spaces) are the same in every version of
-Unicode and in every regular expression engine. Anything else is left to the tokenizer.
+The expression is run by Python's engine here and by another one in the tokenizer. They agree where a
+character's class is beyond doubt: characters of the basic plane that are assigned in our version of
+Unicode, whose classes do not change. A text with any other is left to the tokenizer.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import sys
+import unicodedata
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import chain
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -20,46 +25,75 @@ from tokenizers import Tokenizer
 MAX_CHARACTERS = 16 * 1024
 """Longer texts are for the tokenizer, which works without the interpreter lock."""
 
-_MAX_WORDS = 32_768
+_MAX_WORDS = 16_384
+"""Of each of two generations."""
 _MAX_WORD_CHARACTERS = 64
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-_ASCII_CLASSES = {
-    "L": "A-Za-z",
-    "Lu": "A-Z",
-    "Ll": "a-z",
-    "Lt": "",
-    "Lm": "",
-    "Lo": "",
-    "M": "",
-    "N": "0-9",
-    "Nd": "0-9",
+_CATEGORIES = {
+    "L": ("Lu", "Ll", "Lt", "Lm", "Lo"),
+    "M": ("Mn", "Mc", "Me"),
+    "N": ("Nd", "Nl", "No"),
+    **{each: (each,) for each in ("Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd", "Nl", "No")},
 }
-"""What the properties that patterns use are in ASCII; a pattern with any other is not taken."""
+"""The properties that patterns use; a pattern with any other is not taken."""
 
-_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
-"""Those that leave ASCII alone."""
+_SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+"""White space as Unicode says it, which is less than Python's."""
+
+_FOLDED = "\u017f\u212a"
+"""Not ASCII, but equal to a letter of it where case does not matter."""
+
+_NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD")
+
+
+class _Words(dict[str, tuple[int, ...]]):
+    """Ids by word; what is missing is worked out.
+
+    In two generations: a full one becomes the old one, from which words that are used again come back,
+    and the rest of it goes with the next. Nothing is searched for what to drop.
+    """
+
+    def __init__(self, merge: Callable[[str], tuple[int, ...]]) -> None:
+        super().__init__()
+        self._merge = merge
+        self.old: dict[str, tuple[int, ...]] = {}
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        ids = self.old.get(word) or self._merge(word)
+        if len(word) <= _MAX_WORD_CHARACTERS:
+            if len(self) >= _MAX_WORDS:
+                self.old = self.copy()
+                self.clear()
+            self[word] = ids
+        return ids
 
 
 class WordEncoder:
     """One tokenizer's. Threads may share it: what two learn at once is the same."""
 
     def __init__(
-        self, tokenizer: Tokenizer, splitters: Sequence[re.Pattern[str]], added: Sequence[str]
+        self,
+        tokenizer: Tokenizer,
+        splitters: Sequence[re.Pattern[str]],
+        added: Sequence[str],
+        forms: Sequence[str],
     ) -> None:
         self._model: Any = tokenizer.model
         self._first, *self._rest = splitters
         self._added = re.compile("|".join(map(re.escape, added))) if added else None
+        self._forms = forms
+        """Normal forms that a text must be in already."""
         self._symbols = _byte_symbols()
-        self._words: dict[str, tuple[int, ...]] = {}
-        """The oldest go first when it is full."""
+        self._words = _Words(self._merge)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> WordEncoder | None:
         """None when it is not certain that words are all there is to this tokenizer."""
         document = json.loads(tokenizer.to_str())
-        if not _is_plain_bpe(document["model"]) or not _keeps_ascii(document.get("normalizer")):
+        forms = _normal_forms(document.get("normalizer"))
+        if not _is_plain_bpe(document["model"]) or forms is None:
             return None
         splitters = _splitters(document.get("pre_tokenizer"))
         if splitters is None:
@@ -69,32 +103,50 @@ class WordEncoder:
         ):
             return None  # such a token takes of the words beside it
         added = sorted((token["content"] for token in document["added_tokens"]), key=len, reverse=True)
-        return cls(tokenizer, splitters, added)
+        return cls(tokenizer, splitters, added, forms)
 
     def encode(self, text: str) -> list[int] | None:
         """The ids of a text without special tokens; None when that is the tokenizer's to say."""
-        if len(text) > MAX_CHARACTERS or not text.isascii():
+        if len(text) > MAX_CHARACTERS or not (text.isascii() or self._is_certain(text)):
             return None
         if self._added is not None and self._added.search(text) is not None:
             return None
         words: list[str] = self._first.findall(text)
         for splitter in self._rest:
             words = [part for word in words for part in splitter.findall(word)]
-        if sum(map(len, words)) != len(text):
+        if len("".join(words)) != len(text):
             return None  # a pattern that leaves something between its matches
-        ids: list[int] = []
-        extend, known = ids.extend, self._words.get
-        for word in words:
-            extend(known(word) or self._learn(word))
-        return ids
+        return list(chain.from_iterable(map(self._words.__getitem__, words)))
 
-    def _learn(self, word: str) -> tuple[int, ...]:
-        ids = tuple(token.id for token in self._model.tokenize(word.translate(self._symbols)))
-        if len(word) <= _MAX_WORD_CHARACTERS:
-            if len(self._words) >= _MAX_WORDS:
-                self._words.pop(next(iter(self._words), ""), None)
-            self._words[word] = ids
-        return ids
+    def _is_certain(self, text: str) -> bool:
+        return _doubtful().search(text) is None and all(
+            unicodedata.is_normalized(form, text)  # type: ignore[arg-type]
+            for form in self._forms
+        )
+
+    def _merge(self, word: str) -> tuple[int, ...]:
+        symbols = "".join(map(self._symbols.__getitem__, word.encode()))
+        return tuple(token.id for token in self._model.tokenize(symbols))
+
+
+@cache
+def _plane() -> dict[str, str]:
+    """The characters of each category in the basic plane, as ranges of a character class."""
+    ranges: dict[str, list[str]] = {}
+    start, previous = 0, unicodedata.category("\0")
+    for code in range(1, 0x10001):
+        category = unicodedata.category(chr(code)) if code < 0x10000 else ""
+        if category != previous:
+            ranges.setdefault(previous, []).append(f"\\u{start:04x}-\\u{code - 1:04x}")
+            start, previous = code, category
+    return {category: "".join(found) for category, found in ranges.items()}
+
+
+@cache
+def _doubtful() -> re.Pattern[str]:
+    """A character whose class the tokenizer may see differently."""
+    unsure = "".join(_plane().get(category, "") for category in ("Cn", "Co", "Cs"))
+    return re.compile(f"[{unsure}{_FOLDED}\\U00010000-\\U{sys.maxunicode:08x}]")
 
 
 def _is_plain_bpe(model: dict[str, Any]) -> bool:
@@ -107,12 +159,13 @@ def _is_plain_bpe(model: dict[str, Any]) -> bool:
     )
 
 
-def _keeps_ascii(normalizer: dict[str, Any] | None) -> bool:
+def _normal_forms(normalizer: dict[str, Any] | None) -> list[str] | None:
+    """The forms that a normalizer brings a text into; None when it does anything else."""
     if normalizer is None:
-        return True
-    if normalizer["type"] == "Sequence":
-        return all(_keeps_ascii(each) for each in normalizer["normalizers"])
-    return normalizer["type"] in _NORMALIZERS
+        return []
+    steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
+    names = [step["type"] for step in steps]
+    return names if all(name in _NORMALIZERS for name in names) else None
 
 
 def _splitters(pre_tokenizer: dict[str, Any] | None) -> list[re.Pattern[str]] | None:
@@ -140,25 +193,24 @@ def _splitters(pre_tokenizer: dict[str, Any] | None) -> list[re.Pattern[str]] | 
     return [pattern for pattern in compiled if pattern is not None] if None not in compiled else None
 
 
+_ESCAPE = re.compile(r"\\p\{\w+\}|\\.")
+
+
 def _compile(pattern: str) -> re.Pattern[str] | None:
-    """A pattern as it works on ASCII; None when it has something that we cannot say in ASCII."""
+    """A pattern as Python's engine takes it; None when it has something that we cannot say there."""
     parts: list[str] = []
     in_class = False
     position = 0
     while position < len(pattern):
-        found = re.compile(r"\\p\{(\w+)\}").match(pattern, position)
+        found = _ESCAPE.match(pattern, position)
         if found is not None:
-            members = _ASCII_CLASSES.get(found[1])
-            if members is None:
+            members = _members(found[0])
+            if members is None or (members.startswith("^") and in_class):
                 return None
-            parts.append(members if in_class else f"[{members}]" if members else "(?!)")
+            parts.append(members if in_class else f"[{members}]")
             position = found.end()
             continue
         character = pattern[position]
-        if character == "\\":
-            parts.append(pattern[position : position + 2])
-            position += 2
-            continue
         if character == "[":
             if in_class:
                 return None  # sets within sets are written differently
@@ -168,18 +220,31 @@ def _compile(pattern: str) -> re.Pattern[str] | None:
         parts.append(character)
         position += 1
     text = "".join(parts)
-    if "[]" in text or "[^]" in text or "\\P" in text or "&&" in text:
+    if "&&" in text:
         return None
     try:
-        compiled = re.compile(text, re.ASCII)
+        compiled = re.compile(text)
     except re.error:
         return None
     return compiled if compiled.groups == 0 else None
 
 
-def _byte_symbols() -> dict[int, str]:
-    """The printable stand-ins of byte-level BPE for the characters of ASCII."""
-    symbols = {byte: chr(byte) for byte in range(33, 127)}
-    for shift, byte in enumerate([*range(33), 127]):
-        symbols[byte] = chr(256 + shift)
-    return symbols
+def _members(escape: str) -> str | None:
+    """What stands for an escape inside a character class; it begins with ^ where the class is to be negated."""
+    if escape.startswith(r"\p{"):
+        categories = _CATEGORIES.get(escape[3:-1])
+        return None if categories is None else "".join(_plane().get(each, "") for each in categories)
+    if escape == r"\s":
+        return _SPACES
+    if escape == r"\S":
+        return "^" + _SPACES
+    if escape[1] in "rnt" or not escape[1].isalnum():
+        return escape
+    return None
+
+
+def _byte_symbols() -> list[str]:
+    """The printable stand-ins of byte-level BPE for the 256 bytes."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

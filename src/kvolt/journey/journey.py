@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvolt.core.delta import Delta
-from kvolt.core.errors import KvoltError
+from kvolt.core.errors import DeadlineExceeded, KvoltError
 from kvolt.core.request import Request
 from kvolt.journey.machine import (
     Action,
@@ -167,7 +167,11 @@ class Journey:
     # ---
 
     async def _go_on(self, action: Action) -> None:
-        error = await self._perform(action)
+        try:
+            error = await self._perform(action)
+        except Exception as fault:  # nobody else would tell the receiver
+            log.exception("request %s could not be tried elsewhere", self.request.request_id)
+            error = KvoltError(f"internal error ({type(fault).__name__})")
         if error is not None:
             self.sink.on_end(error)
 
@@ -185,8 +189,14 @@ class Journey:
             action = self._machine.on(event)
 
     async def _route(self, action: Route) -> Event:
+        total_s = self._deadlines.total_s
         try:
-            decision = await self._road.router.route(self.request, action.excluded)
+            async with asyncio.timeout_at(self._started + total_s):
+                decision = await self._road.router.route(self.request, action.excluded)
+        except TimeoutError:
+            return Failed(
+                DeadlineExceeded(f"no worker within {total_s:g} s (route)", stage="route", after_s=total_s)
+            )
         except KvoltError as error:
             return Failed(error)
         failure = self._machine.failure
@@ -213,7 +223,5 @@ class Journey:
         return Opened()
 
     def _time_left(self) -> Deadlines:
-        if self._machine.num_attempts == 1:
-            return self._deadlines
         total_s = max(self._started + self._deadlines.total_s - self._loop.time(), 0.0)
         return msgspec.structs.replace(self._deadlines, total_s=total_s)

@@ -48,7 +48,7 @@ class RouteQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
 
     endpoint: str
     request: Request
-    """Without tokens: whoever decides by content looks at hashes."""
+    """Without tokens and hashes: whoever decides by content will have to be sent them."""
     excluded: tuple[InstanceId, ...] = ()
 
 

@@ -1,7 +1,7 @@
 """The small HTTP server behind admin, frontend and router: routes, error mapping, start and stop.
 
-Owns the table of handlers and the life of the server. Bytes are `http_protocol`'s, one connection is
-`http_connection`'s. Knows no API format beyond the shape of an error body.
+Owns the table of handlers and the life of the server. Messages are `http_protocol`'s, bytes
+`http_reader`'s, one connection is `http_connection`'s. Knows no API format beyond the shape of an error body.
 
     routes = Routes()
     routes.add("GET", "/v1/models/{model}", show_model)
@@ -16,7 +16,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from email.utils import formatdate
 from typing import Any
 from urllib.parse import unquote
@@ -24,6 +24,7 @@ from urllib.parse import unquote
 from kvolt.core.errors import (
     ConfigError,
     DeadlineExceeded,
+    Fault,
     InvalidRequest,
     KvoltError,
     NetworkFault,
@@ -37,13 +38,13 @@ from kvolt.runtime.clock import Clock, new_id
 from kvolt.runtime.http_connection import Connection
 from kvolt.runtime.http_protocol import (
     AnyResponse,
-    BodyBudget,
     HttpLimits,
     HttpRequest,
     Response,
     StreamingResponse,
     json_error,
 )
+from kvolt.runtime.http_reader import BodyBudget
 from kvolt.runtime.http_writer import TickWrites, WrittenResponse
 from kvolt.runtime.network import Listener, Network
 from kvolt.runtime.tasks import Crew
@@ -183,6 +184,7 @@ class HttpServer:
         error_response: ErrorResponse = error_response,
         observe: Observe | None = None,
         rng: random.Random | None = None,
+        request_id_headers: Sequence[str] = ("x-request-id",),
     ) -> None:
         self.limits = limits if limits is not None else HttpLimits()
         self.draining = False
@@ -193,6 +195,8 @@ class HttpServer:
         self._clock = clock
         self._error_response = error_response
         self._observe = observe
+        self._request_id_headers = request_id_headers
+        """A client's own name for its request, the first that is fit to be sent back."""
         self._rng = rng if rng is not None else random.SystemRandom()
         self._crew = Crew("http")
         self._listener: Listener | None = None
@@ -264,19 +268,18 @@ class HttpServer:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            return self.failure(error)  # something that the handler awaited was cancelled, not the handler
+            return self.failure(error, request.id)  # something that it awaited was cancelled, not the handler
         except Exception as error:
-            return self.failure(error)
+            return self.failure(error, request.id)
 
-    def failure(self, error: BaseException) -> Response:
+    def failure(self, error: BaseException, request_id: str = "") -> Response:
         if isinstance(error, KvoltError):
             response = self._error_response(error)
             if response.status >= 500:
-                log.warning(
-                    "request failed: %s", error.message, extra={"code": error.code, "fields": error.fields}
-                )
+                level = logging.INFO if error.fault is Fault.CALLER else logging.WARNING
+                log.log(level, "request %s failed: %s (%s)", request_id, error.message, error.code)
             return response
-        log.error("handler failed", exc_info=error)
+        log.error("request %s failed", request_id, exc_info=error)
         return _INTERNAL
 
     def observe(self, method: str, status: int, started: float) -> None:
@@ -287,8 +290,11 @@ class HttpServer:
         return self._clock.monotonic()
 
     def identify(self, request: HttpRequest | None) -> str:
-        given = request.headers.get("x-request-id") if request is not None else None
-        return given if given is not None and _REQUEST_ID.fullmatch(given) else new_id(self._rng)
+        for name in self._request_id_headers if request is not None else ():
+            given = request.headers.get(name) if request is not None else None
+            if given is not None and _REQUEST_ID.fullmatch(given):
+                return given
+        return new_id(self._rng)
 
     def date_line(self) -> str:
         second = int(self._clock.wall())

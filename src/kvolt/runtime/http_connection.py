@@ -23,11 +23,8 @@ from kvolt.runtime.http_protocol import (
     LAST_CHUNK,
     NO_CONNECTION_LINE,
     AnyResponse,
-    BodyBudget,
     HttpLimits,
     HttpRequest,
-    Phase,
-    RequestReader,
     Response,
     StreamingResponse,
     encode_head,
@@ -35,6 +32,7 @@ from kvolt.runtime.http_protocol import (
     has_body,
     json_error,
 )
+from kvolt.runtime.http_reader import BodyBudget, Phase, RequestReader
 from kvolt.runtime.http_writer import ResponseWriter, TickWrites, WrittenResponse
 from kvolt.runtime.lazy_timer import LazyTimer
 from kvolt.runtime.network import join_address, tune_socket
@@ -71,7 +69,7 @@ class Host(Protocol):
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]: ...
 
-    def failure(self, error: BaseException) -> Response: ...
+    def failure(self, error: BaseException, request_id: str = "") -> Response: ...
 
     async def respond(self, request: HttpRequest) -> AnyResponse | WrittenResponse: ...
 
@@ -148,7 +146,6 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._stall_timer = self._loop.call_later(self._host.limits.write_timeout_s, self._transport.abort)
         if self._writer is not None:
-            self._writer.paused = True
             self._writer.on_pause()
 
     def resume_writing(self) -> None:
@@ -158,7 +155,6 @@ class Connection(asyncio.Protocol):
         if self._drain_waiter is not None and not self._drain_waiter.done():
             self._drain_waiter.set_result(None)
         if self._writer is not None:
-            self._writer.paused = False
             self._writer.on_resume()
 
     # what the server asks for
@@ -304,7 +300,7 @@ class Connection(asyncio.Protocol):
         try:
             head, body = encode_whole(response, request.method, line, own)
         except ValueError as error:
-            head, body = encode_whole(self._host.failure(error), request.method, line, own)
+            head, body = encode_whole(self._host.failure(error, request.id), request.method, line, own)
         self._head_sent = True
         if len(body) <= _JOIN_BYTES:
             self._transport.write(head + body)
@@ -324,7 +320,7 @@ class Connection(asyncio.Protocol):
             else:
                 self._transport.write(head)
         except Exception as error:
-            failure = self._host.failure(error)
+            failure = self._host.failure(error, request.id)
             if not self._head_sent:
                 return self._send(request, failure), failure.status
             # The status is out; a body that ends without its last chunk is how the client learns of it.
@@ -348,7 +344,7 @@ class Connection(asyncio.Protocol):
             writer.end()
             writer.flush()
         except Exception as error:
-            failure = self._host.failure(error)
+            failure = self._host.failure(error, request.id)
             if self._writer is None or not self._writer.head_sent:
                 return self._send(request, failure), failure.status
             self._transport.abort()

@@ -7,12 +7,16 @@ chunk. What is written within a tick leaves the process in one call.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 from kvolt.runtime.http_protocol import LAST_CHUNK
 
-_CHUNK_HEADS = [b"%x\r\n" % size for size in range(4096)]
+log = logging.getLogger(__name__)
+
+NUM_CHUNK_HEADS = 4096
+CHUNK_HEADS = [b"%x\r\n" % size for size in range(NUM_CHUNK_HEADS)]
 
 
 def _nothing() -> None:
@@ -21,7 +25,7 @@ def _nothing() -> None:
 
 def chunk_head(size: int) -> bytes:
     """The line before a chunk of that many bytes."""
-    return _CHUNK_HEADS[size] if size < 4096 else b"%x\r\n" % size
+    return CHUNK_HEADS[size] if size < NUM_CHUNK_HEADS else b"%x\r\n" % size
 
 
 class TickWrites:
@@ -49,7 +53,10 @@ class TickWrites:
         dirty, self._dirty = self._dirty, []
         started = self._now()
         for writer in dirty:
-            writer.flush()
+            try:
+                writer.flush()
+            except Exception:  # a transport that cannot be written to; the others' have nothing to do with it
+                log.exception("a response could not be written")
         if self.observe is not None:
             self.observe(self._now() - started)
 
@@ -68,7 +75,6 @@ class ResponseWriter:
         "has_body",
         "on_pause",
         "on_resume",
-        "paused",
     )
 
     def __init__(
@@ -84,10 +90,10 @@ class ResponseWriter:
         self.has_body = has_body
         self.gone = False
         """The client has hung up."""
-        self.paused = False
-        """The client does not read: `on_resume` is called when it has."""
         self.on_pause: Callable[[], None] = _nothing
+        """The client does not read."""
         self.on_resume: Callable[[], None] = _nothing
+        """It has."""
 
     @property
     def head_sent(self) -> bool:
@@ -117,6 +123,8 @@ class ResponseWriter:
 
     def write_framed(self, chunks: bytes) -> None:
         """What is framed already, by `chunk_head` and a line end: for producers that know their lengths."""
+        if self._ended:
+            return
         unsent = self._unsent
         if not unsent:
             self._tick.add(self)
@@ -126,10 +134,10 @@ class ResponseWriter:
         """The last chunk. Safe to repeat."""
         if self._ended:
             return
-        self._ended = True
         self.send_head()
         if self.chunked and self.has_body:
             self.write_framed(LAST_CHUNK)
+        self._ended = True
 
     def flush(self) -> None:
         """Hand over to the transport what was written in this tick."""

@@ -28,7 +28,6 @@ from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.sim_model import next_token
 from kvolt.engines.worker import Worker
-from kvolt.journey.deltas import Deltas
 from kvolt.journey.journey import Road
 from kvolt.router.port import RoundRobinRouter
 from kvolt.runtime.address import EndpointAddress
@@ -46,6 +45,7 @@ from kvolt.runtime.plane import RequestPlane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.session import SessionLimits
 from kvolt.runtime.tasks import Crew
+from kvolt.testing.deltas import Deltas
 from kvolt.testing.leftovers import leftovers
 from kvolt.testing.link import LinkProfile
 from kvolt.testing.network import VirtualNetwork

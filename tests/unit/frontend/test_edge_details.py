@@ -31,16 +31,16 @@ async def test_a_bare_text_gets_the_tokens_that_the_tokenizer_puts_around_it() -
         "<|endoftext|> $A <|im_end|>", special_tokens=special
     )
     wrapping = processor(tokenizer_json=tokenizer.to_str().encode())
-    bare = await wrapping.encode("the water", "prompt")
-    assert await wrapping.encode("the water", "prompt", with_special=True) == (0, *bare, 2)
-    assert await processor().encode("the water", "prompt", with_special=True) == bare
+    (bare,) = await wrapping.encode(["the water"], "prompt")
+    assert await wrapping.encode(["the water"], "prompt", with_special=True) == [(0, *bare, 2)]
+    assert await processor().encode(["the water"], "prompt", with_special=True) == [bare]
 
 
 def test_add_special_tokens_reaches_completions_and_tokenize() -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         (model,) = edge.models.ready()
         model.processor._around = ([0], [])  # type: ignore[attr-defined]
-        base = len(await model.processor.encode("the water", "prompt"))
+        base = len((await model.processor.encode(["the water"], "prompt"))[0])
         for asked, more in (({}, 1), ({"add_special_tokens": True}, 1), ({"add_special_tokens": False}, 0)):
             usage = (await edge.complete(prompt="the water", **asked)).json["usage"]
             assert usage["prompt_tokens"] == base + more

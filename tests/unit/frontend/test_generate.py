@@ -34,11 +34,12 @@ from kvolt.engines.sim import SimArguments
 from kvolt.engines.sim_model import next_token, sim_card
 from kvolt.frontend import preprocess
 from kvolt.frontend.detokenizer import Vocabulary
-from kvolt.frontend.generate import GenerateOptions, build_request
-from kvolt.frontend.models import Model, ModelOptions
+from kvolt.frontend.generate import GenerateOptions
+from kvolt.frontend.models import ModelOptions
 from kvolt.frontend.openai_api.generation import GenerationOptions
 from kvolt.frontend.openai_api.headers import NO_HINTS, RequestHints
 from kvolt.frontend.token_cache import CachedEncoder
+from kvolt.frontend.worker_request import build_request, check_prompt_logprobs
 from kvolt.runtime.address import Instance, encode_instance
 from kvolt.runtime.http import HttpLimits
 from kvolt.runtime.tasks import Scope
@@ -59,16 +60,13 @@ def expected_text(seed: int, num_tokens: int) -> str:
 
 
 CARD = sim_card("m", 200, 16)
-KNOWN = Model(
-    CARD, cast(Any, None), cast(Any, None), cast(Any, None), Sampling(), cast(Any, None)
-)  # build_request reads the card
 
 
 def build(
     prompt: tuple[int, ...], said: RequestHints = NO_HINTS, most: int | None = None, **options: Any
 ) -> Request:
     wanted = GenerationOptions(sampling=Sampling(), **options)
-    return build_request(RequestId("r"), KNOWN, prompt, wanted, said, most)
+    return build_request(RequestId("r"), CARD, prompt, wanted, said, most_unasked=most)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 48, 100])
@@ -112,26 +110,39 @@ def test_the_context_is_a_limit() -> None:
 
 
 def test_only_so_many_log_probabilities_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvolt.frontend.generate._MAX_PROMPT_LOGPROBS", 100)
-    options = GenerationOptions(sampling=Sampling(prompt_logprobs=4))
-    build_request(RequestId("r"), KNOWN, (1,) * 20, options, NO_HINTS)
+    monkeypatch.setattr("kvolt.frontend.worker_request._MAX_PROMPT_LOGPROBS", 100)
+    check_prompt_logprobs(20, 4)
+    check_prompt_logprobs(1000, None)
     with pytest.raises(InvalidRequest, match="21 prompt tokens with 4 alternatives each make 105") as caught:
-        build_request(RequestId("r"), KNOWN, (1,) * 21, options, NO_HINTS)
+        check_prompt_logprobs(21, 4)
     assert caught.value.fields["param"] == "prompt_logprobs"
 
 
-def test_no_prompt_of_a_batch_is_read_after_one_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded: list[str] = []
-    encode: Callable[[Any, str], tuple[int, ...]] = CachedEncoder.encode
-    monkeypatch.setattr(
-        CachedEncoder, "encode", lambda self, text: (encoded.append(text), encode(self, text))[1]
-    )
-
+def test_one_prompt_of_a_batch_that_is_too_long() -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         refused = await edge.complete(prompt=["the", "x" * 600, "water"], max_tokens=1)
         assert refused.status == 400
         assert "the prompt has 600 and 1 more" in refused.json["error"]["message"]
-        assert encoded == ["the", "x" * 600]
+
+    served(body)
+
+
+def test_a_batch_is_tokenized_off_the_loop_when_all_of_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    encode = CachedEncoder.encode
+
+    def watched(self: CachedEncoder, text: str, by_words: bool = True) -> tuple[int, ...]:
+        ran.append(by_words)
+        return encode(self, text, by_words)
+
+    monkeypatch.setattr(CachedEncoder, "encode", watched)
+
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        assert (await edge.complete(prompt=["the water " * 10] * 100, max_tokens=1)).status == 200
+        assert set(ran) == {True}
+        ran.clear()
+        assert (await edge.complete(prompt=["the water " * 20] * 100, max_tokens=1)).status == 200
+        assert set(ran) == {False}
 
     served(body)
 
@@ -805,9 +816,11 @@ def test_long_prompts_are_tokenized_off_the_loop_and_too_long_ones_refused_early
     ask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[int] = []
-    encode: Callable[[Any, str], tuple[int, ...]] = CachedEncoder.encode
+    encode: Callable[..., tuple[int, ...]] = CachedEncoder.encode
     monkeypatch.setattr(
-        CachedEncoder, "encode", lambda self, text: (encoded.append(len(text)), encode(self, text))[1]
+        CachedEncoder,
+        "encode",
+        lambda self, text, by_words=True: (encoded.append(len(text)), encode(self, text, by_words))[1],
     )
 
     def fields(text: str) -> dict[str, Any]:

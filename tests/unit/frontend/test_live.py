@@ -459,3 +459,28 @@ async def test_a_client_that_left_is_written_nothing() -> None:
     assert live.receivers[0].write is None
     live.give(last(D))
     assert await live.body() == before
+
+
+async def test_an_answer_without_an_end_is_an_error() -> None:
+    live = Live(make_plan())
+    live.give(Delta((A,)))
+    live.receivers[0].on_end(None)
+    assert (await live.events())[-1]["error"]["code"] == "engine_failed"
+
+
+async def test_it_fails_once() -> None:
+    live = Live(make_plan())
+    live.give(Delta((A,)))
+    live.answer.fail(WorkerLost("gone"))
+    live.answer.fail(WorkerLost("gone again"))
+    events = await live.events()  # which also checks that nothing came after the last chunk
+    assert [event for event in events if "error" in event] == events[-1:]
+
+
+async def test_a_stop_string_before_min_tokens_is_text() -> None:
+    live = Live(make_plan(stop=(text_of(B),), min_tokens=2))
+    for token in (A, B, C):
+        live.give(Delta((token,)))
+    live.give(Delta((B,)))
+    assert await live.text() == text_of(A, B, C)
+    assert (await live.choices())[-1]["finish_reason"] == "stop"

@@ -12,6 +12,7 @@ from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError, InvalidRequest
 from kvolt.engines.sim_model import sim_card
 from kvolt.frontend import preprocess
+from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.hermes import HermesParser
 from kvolt.frontend.parsers.port import Content, Reasoning, ToolStart
 from kvolt.frontend.preprocess import CardProcessor, ParserNames, check_parsers
@@ -30,6 +31,15 @@ class Counting(InlineBlocking):
     async def run(self, call: Any, timeout_s: float) -> Any:
         self.calls += 1
         return await super().run(call, timeout_s)
+
+
+def given(tools: list[dict[str, Any]] | None = None, begins: bool = True, **kwargs: Any) -> TemplateInput:
+    return TemplateInput(MESSAGES, tools, begins, False, kwargs)
+
+
+async def one(made: CardProcessor, text: str, param: str) -> tuple[int, ...]:
+    (ids,) = await made.encode([text], param)
+    return ids
 
 
 def processor(card: ModelCard = CARD, override: ParserNames = NONE, **fields: Any) -> CardProcessor:
@@ -82,22 +92,22 @@ def test_the_prompt_says_whether_the_answer_begins_with_reasoning() -> None:
 
 def test_a_conversation_becomes_text() -> None:
     made = processor()
-    plain = made.render(MESSAGES, None, {"add_generation_prompt": True, "continue_final_message": False})
+    plain = made.render(given())
     assert plain == "<|im_start|>user\nthe water<|im_end|>\n<|im_start|>assistant\n"
-    quiet = made.render(MESSAGES, None, {"add_generation_prompt": True, "enable_thinking": False})
+    quiet = made.render(given(enable_thinking=False))
     assert quiet.endswith("<think>\n\n</think>\n\n")
-    tools = made.render(MESSAGES, [TOOL], {"add_generation_prompt": True})
+    tools = made.render(given(tools=[TOOL]))
     assert '"weather"' in tools
     with pytest.raises(InvalidRequest) as caught:
-        processor(chat_template="{{ raise_exception('no system role') }}").render(MESSAGES, None, {})
+        processor(chat_template="{{ raise_exception('no system role') }}").render(given(begins=False))
     assert caught.value.fields["param"] == "messages"
 
 
 def test_templates_know_the_tokens_that_begin_and_end_a_sequence() -> None:
     template = "[{{ bos_token }}][{{ eos_token }}]"
-    assert processor(chat_template=template).render(MESSAGES, None, {}) == "[][<|im_end|>]"
+    assert processor(chat_template=template).render(given(begins=False)) == "[][<|im_end|>]"
     with_bos = processor(chat_template=template, bos_token_id=0, eos_token_ids=())
-    assert with_bos.render(MESSAGES, None, {}) == "[<|endoftext|>][]"
+    assert with_bos.render(given(begins=False)) == "[<|endoftext|>][]"
 
 
 def test_short_texts_are_tokenized_here_and_long_ones_in_a_thread() -> None:
@@ -106,12 +116,12 @@ def test_short_texts_are_tokenized_here_and_long_ones_in_a_thread() -> None:
         blocking = made._blocking
         assert isinstance(blocking, Counting)
         text = " the water" * 10
-        assert await made.encode(text, "prompt") == tuple(
+        assert await one(made, text, "prompt") == tuple(
             made.vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
         )
         assert blocking.calls == 0
         long = " the water" * (preprocess._INLINE_CHARACTERS // 10 + 1)
-        assert len(await made.encode(long, "prompt")) == len(long) // 5
+        assert len(await one(made, long, "prompt")) == len(long) // 5
         assert blocking.calls == 1
         assert made.stats.misses > 0
 
@@ -122,13 +132,13 @@ def test_a_text_that_cannot_fit_is_refused_unread() -> None:
     async def scenario() -> None:
         made = processor(context_length=10)
         with pytest.raises(InvalidRequest) as caught:
-            await made.encode("x" * 10**7, "messages")
+            await one(made, "x" * 10**7, "messages")
         assert caught.value.fields == {"param": "messages", "code": "context_length_exceeded"}
         assert "10000000" in caught.value.message
         assert "10 tokens" in caught.value.message
         assert made.stats.misses == 0
         # Ten tokens of the longest kind still pass.
-        assert len(await made.encode(" important" * 10, "prompt")) == 10
+        assert len(await one(made, " important" * 10, "prompt")) == 10
 
     run_virtual(scenario)
 
@@ -138,11 +148,24 @@ def test_a_text_of_many_contexts_is_refused_before_it_is_tokenized() -> None:
         made = processor(context_length=2048)
         for text in ("zq" * 30_000, "\u00e9" * 60_000, " " * 60_000):
             with pytest.raises(InvalidRequest) as caught:
-                await made.encode(text, "prompt")
+                await made.encode([text], "prompt")
             assert caught.value.fields == {"param": "prompt", "code": "context_length_exceeded"}
             assert "context length is 2048 tokens; the text has more than 8192" in caught.value.message
         assert made.stats.misses == 0
         # Too long by less: whoever asks hears the exact number.
-        assert len(await made.encode(" important" * 4000, "prompt")) == 4000
+        [ids] = await made.encode([" important" * 4000], "prompt")
+        assert len(ids) == 4000
+
+    run_virtual(scenario)
+
+
+def test_no_prompt_of_a_batch_is_read_after_one_that_is_too_long() -> None:
+    async def scenario() -> None:
+        made = processor(context_length=2048)
+        with pytest.raises(InvalidRequest) as caught:
+            await made.encode([" water", " important" * 3000, " land"], "prompt")
+        assert caught.value.fields == {"param": "prompt", "code": "context_length_exceeded"}
+        assert "2048 tokens; one of the prompts has 3000" in caught.value.message
+        assert made.stats.misses == 2
 
     run_virtual(scenario)

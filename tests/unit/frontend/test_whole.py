@@ -15,13 +15,13 @@ from tests.unit.frontend.answer_lab import (
     make_plan,
     shown,
     text_of,
-    vocabulary,
 )
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs, Usage
-from kvolt.core.errors import Overloaded, WorkerLost
+from kvolt.core.errors import EngineFailed, KvoltError, Overloaded, WorkerLost
 from kvolt.frontend.parsers.chain import ParserChain
 from kvolt.frontend.parsers.hermes import HermesParser
+from kvolt.frontend.parsers.port import Piece
 from kvolt.frontend.parsers.reasoning import ThinkParser
 
 A, B, C, D = WORDS[:4]
@@ -206,9 +206,26 @@ async def test_a_choice_that_nobody_asked_for_is_not_told(fields: dict[str, Any]
     assert [shown(choice) for choice in whole.choices] == [text_of(B)]
 
 
-async def test_cancelled_is_stop_to_a_client() -> None:
+@pytest.mark.parametrize("finish", [None, FinishReason.CANCELLED])
+async def test_an_answer_that_did_not_end_well_is_no_answer(finish: FinishReason | None) -> None:
     whole = Whole(make_plan())
-    whole.give(Delta((A,), finish=FinishReason.CANCELLED))
+    whole.give(Delta((A,), finish=finish))
     whole.end()
-    assert whole.choices[0]["finish_reason"] == "stop"
-    assert vocabulary().decode((A,)) == shown(whole.choices[0])
+    assert isinstance(whole.answer.done.exception(), EngineFailed)
+
+
+async def test_a_parser_that_raises_costs_its_own_answer_only(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        passes_all = False
+
+        def feed(self, text: str) -> list[Piece]:
+            raise ZeroDivisionError
+
+        def finish(self) -> list[Piece]:
+            return []
+
+    whole = Whole(make_plan(new_parser=Broken))
+    whole.give(Delta((A,)))
+    error = whole.answer.done.exception()
+    assert isinstance(error, KvoltError)
+    assert "ZeroDivisionError" in caplog.text

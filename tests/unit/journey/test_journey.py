@@ -34,7 +34,6 @@ from kvolt.core.errors import (
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource, Request
-from kvolt.journey.deltas import Deltas
 from kvolt.journey.journey import Journey, Road
 from kvolt.journey.machine import State
 from kvolt.router.port import Decision, RoundRobinRouter, Router
@@ -43,6 +42,7 @@ from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.streams import StepSink
 from kvolt.runtime.tasks import Crew
 from kvolt.testing import run_virtual
+from kvolt.testing.deltas import Deltas
 
 
 @pytest.fixture(autouse=True)
@@ -513,3 +513,43 @@ def test_a_slow_reader_of_deltas_holds_the_worker_back() -> None:
         assert len(tokens) == 400
 
     staged(body, lambda: [None])
+
+
+class Dozing:
+    """A router that takes for ever, or breaks, when it is asked again."""
+
+    def __init__(self, first: Decision | None, fault: Exception | None = None) -> None:
+        self._first = first
+        self._fault = fault
+
+    async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
+        if self._first is not None and not excluded:
+            return self._first
+        if self._fault is not None:
+            raise self._fault
+        await asyncio.sleep(10_000)
+        raise AssertionError
+
+
+def test_a_router_has_no_more_time_than_the_request() -> None:
+    async def body(stage: Stage) -> None:
+        receiver = Inbox()
+        limits = replace(LIMITS, total_s=0.2)
+        journey = Journey(stage.road(Dozing(None)), make_request(), receiver, limits)
+        with pytest.raises(DeadlineExceeded) as caught:
+            await journey.begin()
+        assert caught.value.fields["stage"] == "route"
+        assert receiver.ends == []
+
+    staged(body, lambda: [ScriptedEngine()])
+
+
+def test_whatever_goes_wrong_on_the_second_try_the_receiver_hears_of_it() -> None:
+    async def body(stage: Stage) -> None:
+        receiver = Inbox()
+        router = Dozing(stage.decision(0), ZeroDivisionError())
+        await Journey(stage.road(router), make_request(), receiver, LIMITS).begin()
+        await until(lambda: bool(receiver.ends), 2.0)
+        assert [type(error) for error in receiver.ends] == [KvoltError]
+
+    staged(body, lambda: [Refusing(Overloaded("full"))])

@@ -15,9 +15,6 @@ from kvolt.frontend.openai_api.tools import NO_TOOLS, Tool, Toolset, resolve_too
 
 _DEFAULTS = Sampling()
 
-_COMPLETION_TOKENS = 16
-"""Of a completion that names no limit, as OpenAI's and vLLM's are; a chat may take what the context has."""
-
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """One request's, in our own words."""
@@ -70,7 +67,7 @@ def completion_options(request: CompletionRequest, defaults: Sampling = _DEFAULT
     return _options(
         request,
         sampling=_sampling(request, defaults, request.logprobs, prompt_logprobs),
-        max_tokens=request.max_tokens or _COMPLETION_TOKENS,
+        max_tokens=request.max_tokens,
         grammar=request_grammar(request),
     )
 

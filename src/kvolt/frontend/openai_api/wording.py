@@ -109,7 +109,7 @@ class ChatWording:
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
-    def __init__(self, new_call_id: CallIds, named_call: bool = False) -> None:
+    def __init__(self, new_call_id: CallIds) -> None:
         self._new_call_id = new_call_id
 
     def plain(self, index: int) -> tuple[bytes, bytes]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvolt.runtime.http_protocol import BodyBudget, HttpLimits, Phase, RequestReader
+from kvolt.runtime.http_protocol import HttpLimits
+from kvolt.runtime.http_reader import BodyBudget, Phase, RequestReader
 
 
 def test_phase_names_what_comes_next() -> None:

@@ -1,0 +1,78 @@
+"""What a worker is sent for one prompt: the request in tokens, checked against the model's context. Pure."""
+
+from __future__ import annotations
+
+from kvolt.core.card import ModelCard
+from kvolt.core.errors import InvalidRequest
+from kvolt.core.hashing import SequenceHasher, request_seed
+from kvolt.core.ids import RequestId
+from kvolt.core.request import Request, StopConditions
+from kvolt.frontend.openai_api.generation import GenerationOptions
+from kvolt.frontend.openai_api.headers import RequestHints
+
+_MAX_PROMPT_LOGPROBS = 131_072
+
+
+def too_long(card: ModelCard, num_tokens: int, num_wanted: int, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"this model's maximum context length is {card.context_length} tokens; the prompt has {num_tokens} and "
+        f"{num_wanted} more were asked for",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def check_prompt_logprobs(num_tokens: int, num_alternatives: int | None) -> None:
+    """They come all at once, so the whole process would wait for those of a long prompt."""
+    if num_alternatives is None:
+        return
+    num_told = num_tokens * (num_alternatives + 1)
+    if num_told > _MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{num_tokens} prompt tokens with {num_alternatives} alternatives each make {num_told} log "
+            f"probabilities; at most {_MAX_PROMPT_LOGPROBS} can be told at once",
+            param="prompt_logprobs",
+        )
+
+
+def build_request(
+    request_id: RequestId,
+    card: ModelCard,
+    prompt: tuple[int, ...],
+    options: GenerationOptions,
+    said: RequestHints,
+    param: str = "prompt",
+    most_unasked: int | None = None,
+) -> Request:
+    """What the worker gets, checked against the model's context. `param` is what the client calls the prompt.
+
+    A request that names no limit may take what the context has room for, or `most_unasked` of it.
+    """
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", param=param)
+    room = card.context_length - len(prompt)
+    wanted = options.max_tokens
+    if wanted is None:
+        wanted = max(room, 1) if most_unasked is None else min(most_unasked, max(room, 1))
+    if wanted > room:
+        raise too_long(card, len(prompt), wanted, "max_tokens" if room > 0 else param)
+    hasher = SequenceHasher(card.block_size, request_seed(None, said.salt))
+    hasher.extend(prompt)
+    return Request(
+        request_id=request_id,
+        model=card.name,
+        token_ids=prompt,
+        block_size=card.block_size,
+        local_hashes=tuple(hasher.local),
+        sequence_hashes=tuple(hasher.sequence),
+        stop=StopConditions(
+            max_tokens=wanted,
+            min_tokens=min(options.min_tokens, wanted),
+            stop_token_ids=options.stop_token_ids,
+            ignore_eos=options.ignore_eos,
+        ),
+        sampling=options.sampling,
+        grammar=options.grammar,
+        salt=said.salt,
+        routing=said.routing,
+    )
