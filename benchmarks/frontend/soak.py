@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="keep all samples as JSON")
     options = parser.parse_args()
     with _cluster() as (port, frontend):
+        asyncio.run(_warm_up(port))
         before = _sample(port, frontend, 0.0)
         counts, samples = asyncio.run(_soak(port, frontend, options))
         after = _settled(port, frontend, before)
@@ -198,6 +199,15 @@ async def _soak(
 
     await asyncio.gather(watch(), *(client(number) for number in range(options.connections)))
     return counts, samples
+
+
+async def _warm_up(port: int) -> None:
+    """A request for each worker: connections to them are made when they are needed, and stay."""
+    counts = {"whole": 0, "streamed": 0, "hung_up": 0, "errors": 0}
+    rng = random.Random(0)
+    while counts["whole"] + counts["streamed"] < 8:
+        await _connection(port, rng, counts, time.monotonic() + 0.5)
+    await asyncio.sleep(1.0)
 
 
 async def _connection(port: int, rng: random.Random, counts: dict[str, int], end: float) -> None:
