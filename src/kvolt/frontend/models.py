@@ -58,7 +58,7 @@ class Model:
 class ModelOptions(msgspec.Struct, frozen=True):
     """What an operator may set about all models of a frontend."""
 
-    cache_bytes: int = 16 * 1024 * 1024
+    cache_bytes: int = 8 * 1024 * 1024
     """For the tokenization cache of each model."""
     parsers: ParserNames = ParserNames(None, None)
     """In place of what the card says or its template shows."""

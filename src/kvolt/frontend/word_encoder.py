@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 MAX_CHARACTERS = 16 * 1024
 """Longer texts are for the tokenizer, which works without the interpreter lock."""
 
-_MAX_WORDS = 16_384
+_MAX_WORDS = 8192
 """Of each of two generations."""
 _MAX_WORD_CHARACTERS = 64
 

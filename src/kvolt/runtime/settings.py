@@ -178,7 +178,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ] = 3
     token_cache_bytes: Annotated[
         Bytes, Meta(description="Memory for each model's tokenized pieces of chats.")
-    ] = 16 * MIB
+    ] = 8 * MIB
     tool_parser: Annotated[
         Text | None,
         Meta(description="Parser of tool calls for all models; by each one's chat template if not set."),
