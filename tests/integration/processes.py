@@ -320,7 +320,7 @@ def sim_request(number: int, max_tokens: int) -> Request:
         request_id=RequestId(f"{uuid.uuid4().hex[:8]}-{number}"),
         model=MODEL,
         token_ids=(1, 2, 3),
-        stop=StopConditions(max_tokens=max_tokens),
+        stop=StopConditions(max_tokens=max_tokens, ignore_eos=True),
         sampling=Sampling(seed=number),
     )
 

@@ -134,7 +134,14 @@ async def long_streams(client: httpx.AsyncClient) -> AsyncIterator[None]:
     texts = [""] * 10
 
     async def read(seed: int) -> None:
-        body = {"model": MODEL, "prompt": "Hi", "max_tokens": 3000, "stream": True, "seed": seed}
+        body = {
+            "model": MODEL,
+            "prompt": "Hi",
+            "max_tokens": 3000,
+            "ignore_eos": True,
+            "stream": True,
+            "seed": seed,
+        }
         async with client.stream("POST", "/v1/completions", json=body) as response:
             async for line in response.aiter_lines():
                 if line:

@@ -109,7 +109,7 @@ async def test_the_worker_that_serves_discovery_is_killed(bench: Bench) -> None:
     await bench.until_seen("frontend", "host", "other", **joined)
     await until_ready(url)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
-        body = {**ASK, "max_tokens": 150, "stream": True}
+        body = {**ASK, "max_tokens": 150, "ignore_eos": True, "stream": True}
         running = [asyncio.ensure_future(http.post("/v1/completions", json=body)) for _ in range(10)]
         await bench.until_computing(10, **joined)
         lost, kept = await bench.open_requests("host", "other", **joined)

@@ -34,6 +34,9 @@ from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)
 
+_TIMER_GRAIN_S = 0.002
+"""How much too early a timer of the loop may fire."""
+
 _REDIAL_FIRST_S = 0.1
 _REDIAL_MAX_S = 2.0
 
@@ -74,7 +77,7 @@ async def open_call(
         )
     except BaseException as error:
         call.abandon()
-        if isinstance(error, ConnectFailed) and call.remaining_s <= 0:
+        if isinstance(error, ConnectFailed) and call.remaining_s <= _TIMER_GRAIN_S:
             total_s = call.deadlines.total_s
             raise DeadlineExceeded(
                 f"no connection within {total_s:g} s (total)", stage="total", after_s=total_s
