@@ -155,7 +155,7 @@ def _sample(port: int, frontend: psutil.Process, at_s: float) -> Sample:
         rss_mb=frontend.memory_info().rss / 1e6,
         fds=frontend.num_fds(),
         active=total("dynamo_frontend_active_requests"),
-        calls=total("kvolt_plane_streams"),
+        calls=total("kvolt_streams_active"),
     )
 
 
