@@ -46,6 +46,7 @@ class Sample:
     fds: int
     active: float
     calls: float
+    tasks: float
 
 
 def main() -> int:
@@ -69,6 +70,7 @@ def main() -> int:
     for sample in samples[:: max(len(samples) // 20, 1)]:
         print(
             f"{sample.at_s:6.0f} s  {sample.rss_mb:7.1f} MB  {sample.fds:5d} fds  {sample.active:5.0f} active"
+            f"  {sample.tasks:5.0f} tasks"
         )
     verdicts = {
         f"memory after warm-up grew by a factor of {growth:.3f} (at most {_MAX_GROWTH})": growth
@@ -76,6 +78,7 @@ def main() -> int:
         f"file descriptors {before.fds} before, {after.fds} after": after.fds <= before.fds,
         f"requests still open: {after.active:.0f}": after.active == 0,
         f"calls to workers still open: {after.calls:.0f}": after.calls <= before.calls,
+        f"tasks {before.tasks:.0f} before, {after.tasks:.0f} after": after.tasks <= before.tasks,
     }
     for text, good in verdicts.items():
         print(("ok      " if good else "FAILED  ") + text)
@@ -156,6 +159,7 @@ def _sample(port: int, frontend: psutil.Process, at_s: float) -> Sample:
         fds=frontend.num_fds(),
         active=total("dynamo_frontend_active_requests"),
         calls=total("kvolt_streams_active"),
+        tasks=total("kvolt_tasks"),
     )
 
 
@@ -163,7 +167,8 @@ def _settled(port: int, frontend: psutil.Process, before: Sample) -> Sample:
     deadline = time.monotonic() + _SETTLE_S
     while True:
         after = _sample(port, frontend, 0.0)
-        if (after.fds <= before.fds and not after.active) or time.monotonic() > deadline:
+        settled = after.fds <= before.fds and after.tasks <= before.tasks and not after.active
+        if settled or time.monotonic() > deadline:
             return after
         time.sleep(0.5)
 

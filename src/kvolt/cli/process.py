@@ -144,6 +144,7 @@ async def running(settings: Settings, name: str) -> AsyncIterator[Process]:
     runtime = Runtime(make_ports(settings, metrics, blocking), process_options(settings, name))
     process = Process(settings, runtime, metrics)
     metrics.registry.register(PlaneCollector(runtime.plane))
+    metrics.count_tasks(asyncio.get_running_loop())
     admin = AdminServer(
         runtime.ports.network,
         runtime.ports.clock,

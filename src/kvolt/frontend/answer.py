@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -79,7 +80,7 @@ class ChoiceState:
     """All of them, where the caller wants to see them."""
 
 
-class Answer:
+class Answer(ABC):
     """Base of an answer as a stream and of one in a piece. One receiver per prompt."""
 
     def __init__(self, plan: Plan) -> None:
@@ -90,9 +91,9 @@ class Answer:
         self._journeys: list[Journey] = []
 
     @property
+    @abstractmethod
     def states(self) -> list[ChoiceState]:
         """Of all prompts, in the order of their indices."""
-        raise NotImplementedError
 
     def add_journey(self, journey: Journey) -> None:
         self._journeys.append(journey)
@@ -112,8 +113,9 @@ class Answer:
         log.error("an answer could not be worded", exc_info=fault)
         self.fail(KvoltError("internal error"))
 
+    @abstractmethod
     def fail(self, error: KvoltError) -> None:
-        raise NotImplementedError
+        """End it with an error, unless it has ended."""
 
     def choices_of(self, prompt: int) -> list[ChoiceState]:
         plan = self.plan

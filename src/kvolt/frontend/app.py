@@ -115,7 +115,7 @@ class FrontendApp:
         model = self._named(asked.model)
         processor = model.processor
         if asked.messages is not None:
-            given = template_input(asked, keep_developer=True)
+            given = template_input(asked)
             text, param, special = processor.render(given), "messages", bool(asked.add_special_tokens)
         else:
             text, param, special = asked.prompt or "", "prompt", asked.add_special_tokens is not False

@@ -187,7 +187,7 @@ class Generation:
         if asked.hints.token_data is not None:
             asked.prompts.append(asked.hints.token_data)
             return
-        given = template_input(body, asked.options.tools, keep_developer=True)
+        given = template_input(body, asked.options.tools)
         if given.tools and not processor.takes_tools:
             asked.warn("the model's chat template has no place for tools")
         if asked.hints.use_raw_prompt:

@@ -67,10 +67,10 @@ class Call:
 
     def attach(self, stream: OutgoingStream) -> None:
         """The stream is open: its deadlines run. If the call ended meanwhile, the stream is cancelled."""
-        self._stream = stream
         if self.ended:
             stream.cancel()
             return
+        self._stream = stream
         self._waiting_since = self._loop.time()
         self._arm(self._due()[0], self._waiting_since)
 
@@ -86,8 +86,9 @@ class Call:
         """Stop the call here and at the peer."""
         if self.ended:
             return
-        if self._stream is not None:
-            self._stream.cancel()
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
         self.on_end(error or Cancelled("the caller cancelled"))
 
     def abandon(self) -> None:
@@ -98,6 +99,7 @@ class Call:
         if self.ended:
             return
         self.ended = True
+        self._stream = None  # which knows us: without the circle all that hangs on the call is freed at once
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -265,8 +265,7 @@ class HttpServer:
         try:
             return await found(request)
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if _is_being_cancelled():
                 raise
             return self.failure(error, request.id)  # something that it awaited was cancelled, not the handler
         except Exception as error:
@@ -302,3 +301,9 @@ class HttpServer:
             self._date_second = second
             self._date_line = f"date: {formatdate(second, usegmt=True)}\r\n"
         return self._date_line
+
+
+def _is_being_cancelled() -> bool:
+    # A function, so that no frame of the traceback holds the task that will hold the traceback.
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

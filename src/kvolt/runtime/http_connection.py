@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._transport = cast(asyncio.Transport, None)
-        self._reader = RequestReader(host.limits, "")
+        self._reader = cast(RequestReader, None)
         self._task: asyncio.Task[Any] | None = None
         self._current: HttpRequest | None = None
         self._started = 0.0
@@ -111,14 +111,14 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        limits = self._host.limits
+        self._reader = RequestReader(limits, _peer(transport), self._host.bodies)
         if not self._host.admit(self):
             self._write_last_words(_BUSY)
             self.close()
             return
         tune_socket(transport)
-        limits = self._host.limits
         self._transport.set_write_buffer_limits(high=limits.write_buffer_bytes)
-        self._reader = RequestReader(limits, _peer(transport), self._host.bodies)
         self._timer.arm(limits.header_timeout_s)
 
     def data_received(self, data: bytes) -> None:
@@ -136,7 +136,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closing = self._lost = True
-        self._timer.cancel()
+        self._timer.close()
         if self._stall_timer is not None:
             self._stall_timer.cancel()
         self._host.forget(self)

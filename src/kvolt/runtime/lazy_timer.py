@@ -11,6 +11,10 @@ import asyncio
 from collections.abc import Callable
 
 
+def _nothing() -> None:
+    pass
+
+
 class LazyTimer:
     """Calls `expired` once, when the latest `arm` runs out without a `disarm`."""
 
@@ -32,6 +36,11 @@ class LazyTimer:
     def disarm(self) -> None:
         """No deadline; the loop's timer may stay and fire once for nothing."""
         self._deadline = None
+
+    def close(self) -> None:
+        """Never again: nothing is left on the loop, and who would have been called is let go."""
+        self.cancel()
+        self._expired = _nothing
 
     def cancel(self) -> None:
         """No deadline, and nothing left on the loop."""

@@ -77,6 +77,11 @@ class Metrics:
             registry=registry,
         )
 
+    def count_tasks(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Export the number of the loop's tasks: one that only grows tells of a leak."""
+        tasks = self._gauge("tasks", "Tasks of the event loop that have not ended")
+        tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
+
     def _discovery(self) -> None:
         state = self._gauge(
             "discovery_connected", "1 while discovery answers, 0 on last known state", "backend"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -153,7 +154,7 @@ class _Idle(Collector):
 
 async def test_every_gauge_of_a_frontend_has_its_place_in_the_table() -> None:
     registry = CollectorRegistry()
-    Metrics(registry)
+    Metrics(registry).count_tasks(asyncio.get_running_loop())
     registry.register(_Idle())
     gauges = {family.name for family in snapshot(registry, "p").families if family.kind == "gauge"}
     undecided = [

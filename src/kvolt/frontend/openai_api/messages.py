@@ -135,20 +135,17 @@ def _check_silent(message: AssistantMessage, param: str) -> None:
         raise InvalidRequest(f"{param} is required in an assistant message without tool_calls", param=param)
 
 
-def template_messages(messages: Sequence[Message], keep_developer: bool = False) -> list[dict[str, Any]]:
-    """As dicts for a chat template.
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As dicts for a chat template, which knows by itself what it makes of the developer's role.
 
-    A developer message becomes a system message unless the template knows the role: most templates drop
-    what they do not know without a word. Old-style function calls become tool calls for the same reason.
+    Old-style function calls become tool calls: most templates drop what they do not know without a word.
     """
-    return [_template_message(message, keep_developer) for message in messages]
+    return [_template_message(message) for message in messages]
 
 
-def _template_message(message: Message, keep_developer: bool) -> dict[str, Any]:
+def _template_message(message: Message) -> dict[str, Any]:
     role = message.__struct_config__.tag
-    if role == "developer" and not keep_developer:
-        role = "system"
-    elif role == "function":
+    if role == "function":
         role = "tool"
     content = message.content
     plain: dict[str, Any] = {

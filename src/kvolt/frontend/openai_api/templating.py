@@ -19,18 +19,13 @@ class TemplateInput(NamedTuple):
     """Whatever else the template may know by name."""
 
 
-def template_input(
-    request: TemplateRequest, tools: Sequence[Tool] | None = None, keep_developer: bool = False
-) -> TemplateInput:
-    """`tools`: those the model may see (`GenerationOptions.tools`); None for all of the request's.
-
-    `keep_developer`: the template knows the developer role.
-    """
+def template_input(request: TemplateRequest, tools: Sequence[Tool] | None = None) -> TemplateInput:
+    """`tools`: those the model may see (`GenerationOptions.tools`); None for all of the request's."""
     shown = request.tools or () if tools is None else tools
     continues = bool(request.continue_final_message)
     begins = request.add_generation_prompt
     return TemplateInput(
-        messages=template_messages(request.messages or (), keep_developer),
+        messages=template_messages(request.messages or ()),
         tools=template_tools(shown) if shown else None,
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,

@@ -11,7 +11,7 @@ class ParserChain:
     Calls beyond max_calls are swallowed: without parallel calls a client is promised at most one.
     """
 
-    __slots__ = ("_max_calls", "_reasoning", "_tools", "num_calls")
+    __slots__ = ("_max_calls", "_reasoning", "_tools")
 
     def __init__(
         self,
@@ -23,8 +23,6 @@ class ParserChain:
         self._reasoning = reasoning
         self._tools = tools
         self._max_calls = max_calls
-        self.num_calls = 0
-        """Calls given out so far; with any, the answer ends with finish reason `tool_calls`."""
 
     @property
     def passes_all(self) -> bool:
@@ -60,6 +58,5 @@ class ParserChain:
         for piece in pieces:
             if limit is not None and isinstance(piece, ToolStart | ToolArguments) and piece.index >= limit:
                 continue
-            self.num_calls += isinstance(piece, ToolStart)
             allowed.append(piece)
         return allowed

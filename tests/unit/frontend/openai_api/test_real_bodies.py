@@ -271,7 +271,7 @@ def test_chats_of_real_clients(name: str) -> None:
 def test_the_turn_after_parallel_calls() -> None:
     request, options = chat(OPENAI_TURN_AFTER_PARALLEL_CALLS)
     messages = template_input(request, options.tools).messages
-    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "tool"]
+    assert [message["role"] for message in messages] == ["developer", "user", "assistant", "tool", "tool"]
     cities = [call["function"]["arguments"]["location"] for call in messages[2]["tool_calls"]]
     assert cities == ["Paris, France", "Bogotá, Colombia"]
     assert [message.get("tool_call_id") for message in messages[3:]] == ["call_1", "call_2"]
