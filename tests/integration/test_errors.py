@@ -81,7 +81,10 @@ def test_wrong_command(bench: Bench, what: str) -> None:
     [
         ("[frontend]\nprot = 1\n", "wrong.toml:frontend.prot: unknown key; did you mean frontend.port?"),
         ('[[workers]]\nrole = "boss"\n', "wrong.toml:workers.0.role: expected one of aggregated"),
-        ("[[workers]]\nargs = {spee = 1}\n", "no argument 'spee' (did you mean 'speed'?)"),
+        (
+            '[[workers]]\nmodel = "sim-tiny"\nargs = {spee = 1}\n',
+            "no argument 'spee' (did you mean 'speed'?)",
+        ),
     ],
 )
 def test_wrong_file(bench: Bench, text: str, expected: str) -> None:

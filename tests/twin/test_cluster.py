@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvolt.core.ids import RequestId
-from kvolt.engines.sim import SimEngine
+from kvolt.engines.scheduler import Scheduler
 from kvolt.engines.worker import Worker
 from kvolt.runtime import backlog
 from kvolt.runtime.server import OWN_ENDPOINTS
@@ -103,15 +103,19 @@ def keep_counting_cancelled_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_requests_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "_close", lambda self, request_id: self._open.get(request_id))
+    monkeypatch.setattr(Worker, "_close", lambda self, request_id, outcome: self._open.get(request_id))
 
 
 def keep_blocks_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def abort(self: SimEngine, request_id: RequestId) -> None:
-        if self._running.pop(request_id, None) is None:
-            self._take_waiting(request_id)
+    abort = Scheduler.abort
 
-    monkeypatch.setattr(SimEngine, "abort", abort)
+    def keep(self: Scheduler, request_id: RequestId) -> bool:
+        for sequence in self._running:
+            if sequence.request.request_id == request_id:
+                self.pool.retain(sequence.blocks)
+        return abort(self, request_id)
+
+    monkeypatch.setattr(Scheduler, "abort", keep)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,11 @@ PURE = [
     SOURCE / "frontend" / "stops.py",
     SOURCE / "frontend" / "openai_api" / "wording.py",
     SOURCE / "journey" / "machine.py",
+    *sorted(SOURCE.glob("kv/*.py")),
+    *(
+        SOURCE / "engines" / f"{name}.py"
+        for name in ("sequence", "step_plan", "holds", "scheduler", "step_telling")
+    ),
 ]
 PURE += [
     SOURCE / "runtime" / f"{name}.py"

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from kvolt.cli.flags import add_settings
+from kvolt.cli.worker import check_engine
 from kvolt.core.errors import ConfigError
-from kvolt.engines.registry import check_arguments
 from kvolt.runtime.config import LoadedConfig, check_file, nearest
 from kvolt.runtime.config_toml import to_toml
 from kvolt.runtime.settings import leaves, sections, worker_leaves
@@ -81,7 +81,7 @@ def _check(args: argparse.Namespace) -> int:
         Path(args.file),
         environ=os.environ,
         cwd=Path.cwd(),
-        check_worker=lambda worker: check_arguments(worker.engine, worker.args),
+        check_worker=check_engine,
     )
     for problem in problems:
         print(f"{problem.message} ({problem.fields['remedy']})")

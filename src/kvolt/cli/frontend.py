@@ -12,6 +12,7 @@ import msgspec
 from kvolt.cli.edge_member import Member, Membership
 from kvolt.cli.process import Process, run_process
 from kvolt.frontend.admission import Admission, WorkerLoads
+from kvolt.frontend.clear_kv import clear_kv_blocks
 from kvolt.frontend.edge import edge_server
 from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.models import ModelOptions, Models
@@ -115,6 +116,7 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
         await models.close()
 
     process.before_close(stop)
+    runtime.kv_clearer = lambda: clear_kv_blocks(runtime, models)
     models.start()
     if part is not None:
         await part.settle(models)

@@ -61,6 +61,8 @@ VERBS: dict[str, Verb] = {
     "doctor": Verb(
         "kvolt.cli.doctor", "what this machine has, what it lacks, what to do", "look", "frontend", _ALL
     ),
+    "model": Verb("kvolt.cli.model", "models on this machine: list, fetch, show", "look"),
+    "engine": Verb("kvolt.cli.engine", "engines: what there is, and does one keep the contract", "look"),
     "config": Verb("kvolt.cli.config", "settings: values, origins, checks, names", "look"),
 }
 

@@ -14,11 +14,12 @@ import msgspec
 from kvolt.cli.cluster import visit
 from kvolt.cli.edge import EdgeGroup, edge_group, num_edge_processes
 from kvolt.cli.health import base_url, served_models
+from kvolt.cli.placement import place, visible_gpus
 from kvolt.cli.process import check_directory, plane_host, process_options, run_loop
 from kvolt.cli.serve_chat import HeldOutput, chat_in_terminal
+from kvolt.cli.worker import check_engine, with_model
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.request import Role
-from kvolt.engines.registry import check_arguments
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
 from kvolt.runtime.config import LoadedConfig, without_settings
 from kvolt.runtime.config_toml import to_toml
@@ -37,8 +38,9 @@ Start a frontend and the workers of the config as processes of this machine, kee
 their logs merged. Ctrl-C stops all of it in order; a second Ctrl-C at once.
 
 Examples:
-  kvolt serve                          a frontend on 127.0.0.1:8000 and two simulated workers
-  kvolt serve --port 8080 --workers 4
+  kvolt serve                          SmolLM2-135M on 127.0.0.1:8000: a frontend and a worker
+  kvolt serve Qwen/Qwen3-0.6B          another model: a name on the hub, a folder, a GGUF file
+  kvolt serve sim-tiny --workers 4     simulated workers: no weights, no torch
   kvolt serve --processes 4            the frontend as four processes on one port, and a router
   kvolt serve --config cluster.toml    the [[workers]] of a config file
   kvolt serve --interactive            and a chat with it here; logs go to files, leaving stops everything
@@ -47,10 +49,15 @@ Examples:
 """
 
 _POLL_S = 0.1
+_CORES_PER_EDGE = 4
+"""On machines with fewer, a core kept free for the frontend would idle while the workers lack it."""
 _LOOK_TIMEOUT_S = 5.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", help="model of the first [[workers]] entry (default: smollm2-135m)"
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="processes of the first [[workers]] entry")
     parser.add_argument("--quiet", action="store_true", help="show only warnings and errors of the processes")
     parser.add_argument(
@@ -61,9 +68,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    given = with_workers(loaded.settings, args.workers)
+    given = with_workers(with_model_served(loaded.settings, args.model), args.workers)
     for group in given.workers:
-        check_arguments(group.engine, group.args)
+        check_engine(group)
     return serve(given, args.quiet, args.interactive)
 
 
@@ -147,6 +154,13 @@ async def _tell_of_others(settings: Settings) -> None:
         )
 
 
+def with_model_served(settings: Settings, model: str | None) -> Settings:
+    if model is None or not settings.workers:
+        return settings
+    first = with_model(settings.workers[0], model)
+    return msgspec.structs.replace(settings, workers=[first, *settings.workers[1:]])
+
+
 def with_workers(settings: Settings, count: int | None) -> Settings:
     if count is None:
         return settings
@@ -177,16 +191,15 @@ def child_specs(
     names = [
         (group.name, f"{group.name}-{index}") for group in settings.workers for index in range(group.count)
     ]
-    cores = usable_cores()
-    shares = share_cores(cores.ids, len(names), reserved=settings.frontend.processes)
-    workers = [
-        ChildSpec(
-            name,
-            (*command, "worker", "--config", str(for_workers), "--group", group, "--name", name),
-            env=thread_env(share),
-        )
-        for (group, name), share in zip(names, shares, strict=True)
-    ]
+    cores = usable_cores().ids
+    reserved = min(settings.frontend.processes, len(cores) // _CORES_PER_EDGE)
+    shares = share_cores(cores, len(names), reserved)
+    placed = place(settings.workers, visible_gpus(os.environ))
+    workers = []
+    for (kind, name), share, gpus in zip(names, shares, placed, strict=True):
+        worker = (*command, "worker", "--config", str(for_workers), "--group", kind, "--name", name)
+        devices = ("--devices", ",".join(gpus)) if gpus else ()
+        workers.append(ChildSpec(name, (*worker, *devices), env=thread_env(share)))
     return [*edge, *workers]
 
 

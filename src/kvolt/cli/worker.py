@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
+from typing import Any
+
+import msgspec
 
 from kvolt.cli.process import Process, run_process
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
-from kvolt.engines.registry import EngineSpec, build_engine, check_arguments
-from kvolt.engines.worker import Worker
+from kvolt.engines.registry import (
+    AUTO,
+    EngineSpec,
+    build_engine,
+    check_arguments,
+    choose_engine,
+    parse_argument,
+)
+from kvolt.engines.worker import Worker, WorkerOptions
 from kvolt.runtime.config import LoadedConfig
 from kvolt.runtime.settings import WorkerSettings
 
@@ -18,9 +27,11 @@ Start one worker. It registers through discovery and serves until it is stopped 
 
 Examples:
   kvolt worker                                  the first [[workers]] entry of the config
-  kvolt worker sim-tiny --join 10.0.0.5:7400    join a frontend on another machine
+  kvolt worker Qwen/Qwen3-0.6B                  a model of the hub, a folder or a GGUF file
+  kvolt worker --join 10.0.0.5:7400             join a frontend on another machine
   kvolt worker --group decode                   the [[workers]] entry named decode
-  kvolt worker --arg speed=10                   an argument of the engine
+  kvolt worker --arg dtype=float32              an argument of the engine (`kvolt engine list native`)
+  kvolt worker sim-tiny                         the simulated engine: no weights, no torch
 """
 
 
@@ -29,6 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", help="name of the [[workers]] entry to run (default: the first)")
     parser.add_argument("--name", help="name of this process in logs and status (default: the group's)")
     parser.add_argument("--engine", help="what computes (default: as the config says)")
+    parser.add_argument(
+        "--devices", metavar="A,B", help="GPUs of this worker, by index (default: as the config says)"
+    )
     parser.add_argument("--role", choices=[role.value for role in Role], help="what this worker does")
     parser.add_argument(
         "--arg",
@@ -41,24 +55,43 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     group = find_group(loaded.settings.workers, args.group)
-    engine_name = args.engine or group.engine
-    arguments = {**group.args, **dict(_parse_argument(text) for text in args.arg)}
-    check_arguments(engine_name, arguments)
-    spec = EngineSpec(
-        model=args.model or group.model, role=Role(args.role or group.role), devices=tuple(group.devices)
-    )
+    if args.model is not None or args.engine is not None:
+        group = with_model(group, args.model or group.model, args.engine)
+    given = {**group.args, **dict(parse_argument(text) for text in args.arg)}
+    engine_name, arguments = check_engine(msgspec.structs.replace(group, args=given))
+    devices = args.devices.split(",") if args.devices else group.devices
+    spec = EngineSpec(model=group.model, role=Role(args.role or group.role), devices=tuple(devices))
 
     async def body(process: Process) -> None:
-        worker = Worker(
-            process.runtime, build_engine(engine_name, spec, arguments), loaded.settings.namespace
-        )
+        runtime = process.runtime
+        engine = build_engine(engine_name, spec, arguments)
+        options = WorkerOptions(stuck_after_s=group.stuck_after_s)
+        worker = Worker(runtime, engine, loaded.settings.namespace, options)
         await worker.start()
+        process.metrics.registry.register(worker.metrics)
+        runtime.kv_clearer = worker.clear_kv_blocks
         try:
             await worker.run()
         finally:
             await worker.close()
 
     return run_process(loaded.settings, args.name or group.name, body)
+
+
+def check_engine(group: WorkerSettings) -> tuple[str, dict[str, Any]]:
+    """The group's engine and all its arguments; ConfigError when they do not go together."""
+    name, chosen = choose_engine(group.engine, group.model)
+    arguments = {**chosen, **group.args}
+    check_arguments(name, arguments)
+    return name, arguments
+
+
+def with_model(group: WorkerSettings, model: str, engine: str | None = None) -> WorkerSettings:
+    """The same group with another model: what was said of the engine and its arguments was for the old one."""
+    if engine is None:
+        engine = group.engine if model == group.model else AUTO
+    same = model == group.model and engine in (group.engine, choose_engine(group.engine, model)[0])
+    return msgspec.structs.replace(group, model=model, engine=engine, args=group.args if same else {})
 
 
 def find_group(groups: list[WorkerSettings], name: str | None) -> WorkerSettings:
@@ -73,15 +106,3 @@ def find_group(groups: list[WorkerSettings], name: str | None) -> WorkerSettings
             return group
     known = ", ".join(group.name for group in groups)
     raise ConfigError(f"no [[workers]] entry is named {name!r}", key="workers", remedy=f"known: {known}")
-
-
-def _parse_argument(text: str) -> tuple[str, object]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(
-            f"--arg {text!r} is not KEY=VALUE", key="arg", remedy="write for example --arg speed=10"
-        )
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value

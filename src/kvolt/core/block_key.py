@@ -111,6 +111,18 @@ class BlockKeyChain:
         self.keys += keys
         return keys
 
+    def append(self, block: bytes) -> BlockKey:
+        """As `extend` by the tokens of one full block, given as their bytes; a third of its time.
+
+        For sequences without media, and not while a block is open.
+        """
+        state = self._keyed.copy()
+        state.update((self.keys[-1] if self.keys else ROOT) + block)
+        key = cast("BlockKey", state.digest())
+        self._blocks.num_blocks += 1
+        self.keys.append(key)
+        return key
+
 
 def _media_bytes(extents: Sequence[MediaExtent], block_start: int) -> bytes:
     return b"".join(

@@ -14,6 +14,7 @@ import msgspec
 
 from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import RequestId
+from kvolt.core.kv_events import KvChange
 from kvolt.core.load import WorkerLoad
 
 
@@ -135,3 +136,5 @@ class StepOutput(msgspec.Struct, frozen=True):
     passes the same tuple object while its batch stays the same: a worker then reuses what it worked out."""
     plain_tokens: tuple[int, ...] = ()
     """Their tokens, in the same order."""
+    kv_changes: tuple[KvChange, ...] = ()
+    """Blocks that came and went, in order; of engines that tell them (`KvEvents`)."""

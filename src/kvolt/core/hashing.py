@@ -82,7 +82,7 @@ def request_seed(lora: str | None, salt: str | None) -> int:
 
 def token_bytes(tokens: TokenIds) -> bytes:
     """Token ids as little-endian u32. Raises InvalidRequest on an id that does not fit."""
-    if not isinstance(tokens, list | tuple) and sys.byteorder == "little":
+    if not isinstance(tokens, (list, tuple)) and sys.byteorder == "little":
         try:
             view = memoryview(tokens)  # type: ignore[arg-type]  # a sequence without a buffer raises
         except TypeError:
@@ -258,3 +258,16 @@ class SequenceHasher:
         self.local += local
         self.sequence += sequence
         return list(zip(local, sequence, strict=True))
+
+    def append(self, block: bytes) -> tuple[LocalBlockHash, SequenceHash]:
+        """As `extend` by the tokens of one full block, given as their bytes; a third of its time.
+
+        For sequences without media, and not while a block is open.
+        """
+        local = cast("LocalBlockHash", xxh3(block, self._seed))
+        parent = self.sequence[-1] if self.sequence else None
+        link = cast("SequenceHash", local if parent is None else xxh3(_pack_link(parent, local), BASE_SEED))
+        self._blocks.num_blocks += 1
+        self.local.append(local)
+        self.sequence.append(link)
+        return local, link

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvolt.core.ids import LocalBlockHash, SequenceHash
+from kvolt.core.ids import InstanceId, LocalBlockHash, SequenceHash
 
 
 class Tier(StrEnum):
@@ -45,14 +45,20 @@ class Cleared(msgspec.Struct, frozen=True, omit_defaults=True, tag="cleared"):
     tier: Tier | None = None
 
 
+KvChange = Stored | Removed | Cleared
+
+
 class KvEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """One change of one rank. Ids count up by one within an epoch; a new epoch starts from nothing."""
 
     event_id: int
     epoch: int
-    change: Stored | Removed | Cleared
+    change: KvChange
     dp_rank: int = 0
 
 
-class KvEventBatch(msgspec.Struct, frozen=True):
+class KvEventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The changes of one step of one instance."""
+
     events: tuple[KvEvent, ...]
+    instance: InstanceId | None = None

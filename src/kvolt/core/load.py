@@ -60,6 +60,11 @@ def encode_step_log(header: StepLogHeader, steps: Iterable[StepStats]) -> Iterat
         yield _encoder.encode(step) + b"\n"
 
 
+def encode_step(step: StepStats) -> bytes:
+    """One more line of a log."""
+    return _encoder.encode(step) + b"\n"
+
+
 def decode_step_log(lines: Iterable[bytes]) -> tuple[StepLogHeader, list[StepStats]]:
     """Header and steps; InvalidRequest names the line that is wrong."""
     header: StepLogHeader | None = None

@@ -19,7 +19,8 @@ is the engine's affair.
 
 What is told. The delta with a choice's finish reason carries the `Usage` of that choice, and no other does:
 `completion_tokens` counts all its tokens, the last and those of `resume` included; `prompt_tokens` is the same for
-every choice, and is counted once by who adds them up. `reasoning_tokens` stays 0: only the edge sees text.
+every choice, and is counted once by who adds them up. `reasoning_tokens` stays 0: only the edge sees text. The first
+delta of choice 0 says by `cached_tokens` how many tokens of the prompt were not computed for it.
 
 With `sampling.logprobs` every delta has one TokenLogprobs per token. `top` has as many as were asked for, the
 most likely first; the chosen token need not be among them, and has the same figure if it is. Such a request has no
@@ -27,17 +28,44 @@ plain tokens. `prompt_logprobs` come with the first delta of choice 0, one per t
 first; not for a request that resumes, whose client has them.
 
 The same request with the same seed has the same tokens, wherever and with whatever else it runs.
+
+Load. While there is work every step tells it; `kv_used_blocks` counts blocks that requests (and handoffs not yet
+taken) hold, so an engine at rest has 0, however much it keeps cached.
+
+What an engine may offer besides is in the capability protocols below, each with a tier of the conformance suite
+(`kvolt.testing.engine_tiers`). A worker asks with `features_of`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal, Protocol, runtime_checkable
 
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
-from kvolt.core.ids import RequestId
-from kvolt.core.request import Request
+from kvolt.core.ids import BlockKey, RequestId
+from kvolt.core.kv_block import KvBlock, KvLayout
+from kvolt.core.kv_events import Stored
+from kvolt.core.request import Handoff, Request
+
+__all__ = [
+    "FEATURES",
+    "Embed",
+    "Encode",
+    "Engine",
+    "KvBlock",
+    "KvEvents",
+    "KvLayout",
+    "KvMovable",
+    "KvVisible",
+    "Lora",
+    "Pooling",
+    "Prefill",
+    "Sleep",
+    "features_of",
+]
+
+Pooling = Literal["mean", "last"]
 
 
 class Engine(Protocol):
@@ -45,7 +73,7 @@ class Engine(Protocol):
 
     @property
     def card(self) -> ModelCard:
-        """The model served; the same for every instance that serves it. Known before `start`."""
+        """The model served; the same for every instance that serves it. Known once started."""
         ...
 
     async def start(self) -> EngineInfo:
@@ -71,3 +99,137 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Stop computing and free everything; `steps` ends."""
         ...
+
+
+@runtime_checkable
+class KvEvents(Protocol):
+    """Tells which blocks it has, as they change.
+
+    Changes leave in `StepOutput.kv_changes`, in order, with the step that made them or, when there is none, at once
+    in a step with nothing else. They name blocks by our hashes: `core.hashing` over the tokens, seeded by
+    `request_seed`. A block is told once: it is stored again only after it was removed, and its parent is there when
+    it is stored. A request finds what was told stored, and nothing that was told removed.
+    """
+
+    async def clear_kv(self) -> int:
+        """Forget every cached block; how many. Running requests go on with what they hold, which others no
+        longer find. Told by Cleared."""
+        ...
+
+
+@runtime_checkable
+class KvVisible(Protocol):
+    """Can be asked what it holds. Neither call changes anything, not even what would be evicted next."""
+
+    async def match(self, request: Request) -> int:
+        """Tokens of the prompt in blocks held here, from its start: a whole number of blocks."""
+        ...
+
+    async def kv_contents(self) -> tuple[Stored, ...]:
+        """Every block that a request would find, parents first: what a replay of all changes gives."""
+        ...
+
+
+@runtime_checkable
+class KvMovable(Protocol):
+    """Gives blocks away and takes them in. For engines with equal layouts and equal keys."""
+
+    def kv_layout(self) -> KvLayout:
+        """Known after `start`."""
+        ...
+
+    def kv_keys(self, request: Request) -> tuple[BlockKey, ...]:
+        """Names of the full blocks of a request's prompt. Equal here and elsewhere: the same bytes."""
+        ...
+
+    async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
+        """The blocks of these keys up to the first that is not held, each sealed by its checksum."""
+        ...
+
+    async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
+        """Take blocks in, parents first, as cached; how many of them are here now.
+
+        One that is not intact, has the wrong size, an unknown parent or no room is a miss, and so is what follows
+        it: never an error, never wrong tokens. What is here already counts and is told only once.
+        """
+        ...
+
+
+@runtime_checkable
+class Prefill(Protocol):
+    """Computes prompts for others to go on with; takes such prompts over.
+
+    A submitted request with `handoff` set goes on as if its prompt had been computed here. Blocks that did not
+    arrive are computed again; a ticket that is unknown or expired is that, or an EngineFailed, never wrong tokens.
+
+    `Handoff.first_tokens` has one token for each choice: who called `prefill` tells them, and decode goes on after
+    them, as after `resume`. They are None when decode has to tell them: one of them ends its choice, or the request
+    wants logprobs. `completion_tokens` counts them in either case.
+    """
+
+    async def prefill(self, request: Request) -> Handoff:
+        """Compute the prompt, sample the first tokens, keep the blocks until they are released or the ticket
+        expires. Errors as of `submit`; a call that is cancelled leaves nothing."""
+        ...
+
+    async def release_prefill(self, request_id: RequestId) -> None:
+        """The blocks were taken, or nobody wants them: let go. Unknown ids are no error."""
+        ...
+
+
+@runtime_checkable
+class Lora(Protocol):
+    """Adapters that requests choose by `Request.lora`; one that is not loaded is refused by `submit`."""
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """InvalidRequest when it does not fit the model, or the name is taken by another one."""
+        ...
+
+    async def unload_lora(self, name: str) -> None:
+        """Running requests end with it. NotFound when there is none of that name."""
+        ...
+
+    def loras(self) -> tuple[str, ...]:
+        """Names of the loaded ones, in order of loading."""
+        ...
+
+
+@runtime_checkable
+class Embed(Protocol):
+    """Vectors of texts."""
+
+    async def embed(self, inputs: Sequence[Sequence[int]], pooling: Pooling = "mean") -> list[list[float]]:
+        """One vector of unit length for each list of tokens. InvalidRequest for one that is empty or too long."""
+        ...
+
+
+@runtime_checkable
+class Encode(Protocol):
+    """Turns media into what a language model reads."""
+
+    async def encode(self, request: Request) -> Handoff:
+        """Encode the request's media; the handoff has the expanded tokens, its ticket names the embeddings."""
+        ...
+
+
+@runtime_checkable
+class Sleep(Protocol):
+    """Gives its memory back for a while."""
+
+    async def sleep(self, level: int) -> None:
+        """1: weights to the host, KV dropped; 2: weights dropped as well. Nothing may be running."""
+        ...
+
+    async def wake(self) -> None: ...
+
+
+FEATURES: dict[str, type] = {
+    kind.__name__: kind for kind in (KvEvents, KvVisible, KvMovable, Prefill, Lora, Embed, Encode, Sleep)
+}
+"""The capability protocols by name."""
+
+
+def features_of(engine: object) -> tuple[str, ...]:
+    """What this engine's class offers. An engine that cannot do all of it in its present setup says less in
+    `EngineInfo.features`."""
+    return tuple(name for name, protocol in FEATURES.items() if isinstance(engine, protocol))

@@ -12,8 +12,13 @@ GENERATE = "generate"
 """Requests in, deltas out."""
 CARD = "card"
 """The ModelCard by its hash."""
+CONTROL = "control"
+"""What an operator may ask of one worker (`worker_control`). Not registered: it is found at the address of
+`generate`, and answers while the worker is cordoned."""
 LOAD_TOPIC = "load"
 """Event plane topic of load reports."""
+KV_TOPIC = "kv"
+"""Event plane topic of KV events: each payload is a KvEventBatch."""
 
 
 def component_name(model: str, role: Role, card: CardHash) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
@@ -14,6 +15,7 @@ from kvolt.core.request import Role
 from kvolt.engines.contract import Engine
 
 GROUP = "kvolt.engines"
+AUTO = "auto"
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,15 +32,35 @@ class EngineKind(msgspec.Struct, frozen=True):
     arguments: type[msgspec.Struct]
     """Frozen, unknown fields forbidden, every field with a default."""
     build: Callable[[EngineSpec, Any], Engine]
+    default_model: str | None = None
+    """One that it can always serve, for a first try."""
 
 
 def _sim() -> EngineKind:
     from kvolt.engines.sim import SimArguments, SimEngine
 
-    return EngineKind(SimArguments, SimEngine)
+    return EngineKind(SimArguments, SimEngine, "sim-tiny")
 
 
-_BUILT_IN: dict[str, Callable[[], EngineKind]] = {"sim": _sim}
+def _native() -> EngineKind:
+    from kvolt.engines.native.arguments import NativeArguments
+    from kvolt.engines.native.engine import NativeEngine
+
+    return EngineKind(NativeArguments, NativeEngine, "smollm2-135m")
+
+
+_BUILT_IN: dict[str, Callable[[], EngineKind]] = {"native": _native, "sim": _sim}
+
+
+_SIM_ARGUMENTS = {"words": 120}
+"""Answers that come to an end: nothing else would end a chat that names no limit."""
+
+
+def choose_engine(name: str, model: str) -> tuple[str, dict[str, Any]]:
+    """The engine by name, where `auto` goes by the model's, and the arguments that it has by being chosen so."""
+    if name != AUTO:
+        return name, {}
+    return ("sim", dict(_SIM_ARGUMENTS)) if model.startswith("sim-") else ("native", {})
 
 
 def engine_names() -> list[str]:
@@ -49,20 +71,38 @@ def find_engine(name: str) -> EngineKind:
     """The kind of that name; ConfigError lists the known ones."""
     built_in = _BUILT_IN.get(name)
     if built_in is not None:
-        return built_in()
-    for point in entry_points(group=GROUP, name=name):
-        try:
-            kind = point.load()
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"engine {name!r} cannot be loaded: {error}", key="engine", remedy="install what it needs"
-            ) from error
-        if not isinstance(kind, EngineKind):
-            raise ConfigError(f"engine {name!r}: {point.value} is not an EngineKind", key="engine")
+        kind: EngineKind = _loaded(name, built_in)
         return kind
+    for point in entry_points(group=GROUP, name=name):
+        found = _loaded(name, point.load)
+        if not isinstance(found, EngineKind):
+            raise ConfigError(f"engine {name!r}: {point.value} is not an EngineKind", key="engine")
+        return found
     raise ConfigError(
         f"unknown engine {name!r}", key="engine", remedy=f"known engines: {', '.join(engine_names())}"
     )
+
+
+def _loaded(name: str, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"engine {name!r} cannot be loaded: {error}", key="engine", remedy="install what it needs"
+        ) from error
+
+
+def parse_argument(text: str) -> tuple[str, object]:
+    """`KEY=VALUE` as it is typed; VALUE is JSON or a word."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(
+            f"--arg {text!r} is not KEY=VALUE", key="arg", remedy="write for example --arg speed=10"
+        )
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> msgspec.Struct:

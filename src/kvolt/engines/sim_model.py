@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -260,11 +260,13 @@ def _plain_words(vocabulary: dict[str, int]) -> tuple[int, ...]:
     return ()
 
 
-def draw(words: Sequence[int], seed: int, position: int) -> int:
-    """A word that depends on nothing but the arguments, so that a resumed answer goes on unchanged."""
-    return words[xxhash.xxh3_64_intdigest(position.to_bytes(8, "little"), seed) % len(words)]
+def draw(words: Sequence[int], seed: int, positions: Iterable[int]) -> list[int]:
+    """A word for each position. It depends on nothing but that, the words and the seed, so that a resumed
+    answer goes on unchanged."""
+    digest, num_words = xxhash.xxh3_64_intdigest, len(words)
+    return [words[digest(position.to_bytes(8, "little"), seed) % num_words] for position in positions]
 
 
 def next_token(seed: int, position: int) -> int:
     """What an unscripted answer of the generated model says there."""
-    return draw(word_token_ids(), seed, position)
+    return draw(word_token_ids(), seed, (position,))[0]

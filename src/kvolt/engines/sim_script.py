@@ -1,7 +1,8 @@
-"""What a simulated answer says: a scripted text or words without end, and when it stops.
+"""What a simulated answer says: a scripted text, or words without end.
 
 A token is a function of (request, seed, position) and of nothing else, so that a resumed answer goes on
-unchanged. Knows no scheduling: the engine asks for one token after the other.
+unchanged; only KV that is wrong makes another one of it. Knows no scheduling: the engine asks for one token after
+the other, and ends the answer.
 
 A script is a text that is said exactly, cut into tokens by the model's own tokenizer, then EOS. The names
 of special tokens in it are spelled out and not said as tokens: they would be taken out of the text again,
@@ -12,12 +13,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from kvolt.core.delta import FinishReason, TokenLogprobs
+from kvolt.core.delta import TokenLogprobs
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import token_bytes
 from kvolt.core.request import Request
@@ -31,34 +32,24 @@ MAX_LOGPROBS = 20
 """Alternatives per token that may be asked for, as of most engines: an answer's size stays bounded."""
 
 _NEVER = sys.maxsize
+_RUN = 16
+"""Tokens worked out at a time."""
 _CHOICE_STEP = 0x9E3779B97F4A7C15
 _LOGPROBS_SALT = 0xA5A5A5A5A5A5A5A5
 
 _Script = tuple[int, ...]
 
 
-class End(NamedTuple):
-    """Why a choice is over."""
-
-    finish: FinishReason
-    stop_reason: int | None = None
-
-
 class Choice:
-    """One answer to a request, by position."""
+    """One answer to a request. Nothing of it changes: where it has got to is known by who asks."""
 
     __slots__ = (
         "_alternatives",
         "_eos",
         "_eos_at",
-        "_eos_ids",
         "_num_logprobs",
         "_script",
-        "_stop",
-        "_stop_ids",
         "_words",
-        "enders",
-        "index",
         "seed",
     )
 
@@ -66,49 +57,42 @@ class Choice:
         self,
         model: SimModel,
         request: Request,
-        index: int,
         seed: int,
         script: _Script | None,
         num_words: int | None,
     ) -> None:
         stop, sampling = request.stop, request.sampling
-        self.index = index
         self.seed = seed
-        self._stop = stop
-        self._stop_ids = frozenset(stop.stop_token_ids)
-        self._eos_ids = frozenset() if stop.ignore_eos else frozenset(model.card.eos_token_ids)
-        self.enders = self._stop_ids | self._eos_ids
-        """Tokens after which this choice may be over; after any other it is not, but for its length."""
         self._alternatives = model.words
         self._words = model.words if sampling.allowed_token_ids is None else sampling.allowed_token_ids
         self._num_logprobs = sampling.logprobs
         self._script = script or ()
         self._eos = model.card.eos_token_ids[0]
         length = num_words if script is None else len(script)
-        says_eos = length is not None and self._eos in self.enders
+        may_end = not stop.ignore_eos or self._eos in stop.stop_token_ids
+        says_eos = length is not None and may_end
         self._eos_at = max(length or 0, stop.min_tokens) if says_eos else _NEVER
 
-    def token(self, position: int) -> int:
-        if position < len(self._script):
-            return self._script[position]
-        if position >= self._eos_at:
-            return self._eos
-        return draw(self._words, self.seed, position)
+    def tokens(self, position: int, confusion: int = 0) -> Iterator[int]:
+        """What it says from `position` on, without end. With a `confusion`, as of KV that is wrong, other words."""
+        while True:
+            run = self._run(position, position + _RUN, confusion)
+            yield from run
+            position += len(run)
 
-    def end(self, position: int, token: int) -> End | None:
-        """Whether `token` at `position` is the last one."""
-        if position >= self._stop.min_tokens:
-            if token in self._eos_ids:
-                return End(FinishReason.STOP)
-            if token in self._stop_ids:
-                return End(FinishReason.STOP, token)
-        return End(FinishReason.LENGTH) if position + 1 >= self._stop.max_tokens else None
+    def _run(self, start: int, end: int, confusion: int) -> list[int]:
+        """From one position to another, or to the EOS before that."""
+        if confusion:
+            return draw(self._words, self.seed ^ confusion, range(start, end))
+        said = [*self._script[start:end]]
+        said += draw(self._words, self.seed, range(start + len(said), min(end, self._eos_at)))
+        return said if len(said) == end - start else [*said, self._eos]
 
-    def logprobs(self, position: int, token: int) -> tuple[TokenLogprobs, ...] | None:
+    def logprobs(self, position: int, token: int) -> TokenLogprobs | None:
         if self._num_logprobs is None:
             return None
         digest = xxhash.xxh3_64_intdigest(position.to_bytes(8, "little"), self.seed ^ _LOGPROBS_SALT)
-        return (_made_up(token, self._num_logprobs, self._alternatives, digest),)
+        return _made_up(token, self._num_logprobs, self._alternatives, digest)
 
 
 class Speaker:
@@ -135,7 +119,6 @@ class Speaker:
             Choice(
                 self._model,
                 request,
-                index,
                 (base + index * _CHOICE_STEP) % 2**64,
                 scripts[index % len(scripts)] if scripts is not None else None,
                 self._num_words,
@@ -155,12 +138,7 @@ class Speaker:
         return tuple(found)
 
     def _check(self, request: Request) -> None:
-        stop, sampling = request.stop, request.sampling
-        if not 0 <= stop.min_tokens <= stop.max_tokens:
-            raise InvalidRequest(
-                f"min_tokens is {stop.min_tokens}; it must be from 0 to max_tokens, which is {stop.max_tokens}",
-                param="min_tokens",
-            )
+        sampling = request.sampling
         for param, number in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
             if number is not None and not 0 <= number <= MAX_LOGPROBS:
                 raise InvalidRequest(f"{param} is {number}; it must be from 0 to {MAX_LOGPROBS}", param=param)

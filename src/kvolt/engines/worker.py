@@ -1,7 +1,8 @@
 """The worker shell: puts any engine behind an endpoint.
 
-Owns the way from a stream to the engine and back. No task per request: an engine step answers all its
-streams in one go, and the request plane sends them in one frame.
+Owns the way from a stream to the engine and back, and what is told of it: load, KV events, metrics, health that
+means progress. No task per request: an engine step answers all its streams in one go, and the request plane sends
+them in one frame.
 """
 
 from __future__ import annotations
@@ -16,16 +17,29 @@ import msgspec
 
 from kvolt.core.card import EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import StepOutput
-from kvolt.core.errors import DeadlineExceeded, EngineFailed, InvalidRequest, NotFound, from_info
-from kvolt.core.ids import RequestId
+from kvolt.core.errors import DeadlineExceeded, EngineFailed, InvalidRequest, KvoltError, NotFound, from_info
+from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request
-from kvolt.engines.contract import Engine
-from kvolt.engines.endpoints import CARD, GENERATE, LOAD_TOPIC, component_name
+from kvolt.engines.contract import Engine, features_of
+from kvolt.engines.endpoints import CARD, CONTROL, GENERATE, KV_TOPIC, LOAD_TOPIC, component_name
+from kvolt.engines.worker_control import ClearKv, WorkerAnswer, WorkerCommand, perform
+from kvolt.engines.worker_kv import HISTORY_BYTES, KvJournal
+from kvolt.engines.worker_metrics import (
+    CANCELLED,
+    DEADLINE,
+    FAILED,
+    FINISHED,
+    REFUSED,
+    Labels,
+    WorkerMetrics,
+)
+from kvolt.engines.worker_progress import Progress
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.health import State
 from kvolt.runtime.plane import IncomingStream
 from kvolt.runtime.runtime import Runtime
+from kvolt.runtime.server import decoder
 from kvolt.runtime.steps import StepSender
 
 log = logging.getLogger(__name__)
@@ -43,47 +57,99 @@ class LoadReport(msgspec.Struct, frozen=True):
     load: WorkerLoad
 
 
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator may set about a worker, whatever its engine."""
+
+    stuck_after_s: float = 30.0
+    """With requests inside and no step for this long the engine is unhealthy; ten times as long before its first."""
+    kv_history_bytes: int = HISTORY_BYTES
+    """Recent KV events kept for who missed some."""
+
+
 @dataclass(slots=True)
 class _Open:
     stream: IncomingStream
     num_choices_left: int
+    num_prompt_tokens: int
+    opened_at: float
     deadline: asyncio.TimerHandle | None = None
 
 
 class Worker:
     """One engine in one process. `start`, then `run` until the engine or the process ends."""
 
-    def __init__(self, runtime: Runtime, engine: Engine, namespace: str) -> None:
+    def __init__(
+        self, runtime: Runtime, engine: Engine, namespace: str, options: WorkerOptions | None = None
+    ) -> None:
         self._runtime = runtime
         self._engine = engine
         self._namespace = namespace
+        self._options = options or WorkerOptions()
+        self._clock = runtime.ports.clock
         self._open: dict[RequestId, _Open] = {}
-        self._load = WorkerLoad()
-        self._load_sent_at = float("-inf")
-        self._instance = ""
+        self._loads: dict[int, tuple[WorkerLoad, float]] = {}
+        """Of each rank the latest, and when one was last published."""
+        self._instance = InstanceId("")
         self._plain_ids: tuple[RequestId, ...] = ()
         self._plain = StepSender(())
         self._over: EngineFailed | None = None
         """The engine has ended: what comes now would wait for steps that never come."""
+        self._progress = Progress(
+            self._clock, self._options.stuck_after_s, self._on_stuck, lambda: self._set_health(State.READY)
+        )
         self.info: EngineInfo | None = None
+        self.features: tuple[str, ...] = ()
+        self.metrics = WorkerMetrics()
+        """For the process's registry."""
+        self.journal: KvJournal | None = None
 
     async def start(self) -> None:
         """Start the engine, then register: who is registered can compute."""
-        self._runtime.health.set("engine", State.STARTING)
-        self.info = await self._engine.start()
-        component = component_name(self.info.model, self.info.role, self.info.card)
-        self._load = WorkerLoad(kv_total_blocks=self.info.capacity.kv_total_blocks)
-        self._runtime.health.set("engine", State.READY)
+        self._set_health(State.STARTING)
+        began_at = self._clock.monotonic()
+        info = await self._engine.start()
+        self.features = info.features or features_of(self._engine)
+        self.info = info = msgspec.structs.replace(info, features=self.features)
+        component = component_name(info.model, info.role, info.card)
+        self._set_health(State.READY)
         self._runtime.add_details("engine", self._describe)
+        self._serve_control(component)
         card = self._engine.card
         await self._runtime.serve(
             EndpointAddress(self._namespace, component, CARD), self._serve_card, str, info=card_hash(card)
         )
-        instance = await self._runtime.serve_streams(
-            EndpointAddress(self._namespace, component, GENERATE), self._on_stream, info=self.info
-        )
+        generate = EndpointAddress(self._namespace, component, GENERATE)
+        instance = await self._runtime.serve_streams(generate, self._on_stream, info=info)
         self._instance = instance.id
-        log.info("serving %s as %s with the %s engine", card.name, self.info.role, self.info.engine)
+        self._measure(info, component, began_at)
+        log.info("serving %s as %s with the %s engine", card.name, info.role, info.engine)
+
+    def _measure(self, info: EngineInfo, component: str, began_at: float) -> None:
+        clock, metrics = self._clock, self.metrics
+        journal = self.journal = KvJournal(
+            self._runtime.ports.rng.getrandbits(63),
+            self._instance,
+            lambda payload: self._runtime.events.publish(KV_TOPIC, payload),
+            self._options.kv_history_bytes,
+        )
+        started_at = clock.monotonic()
+        metrics.labels = Labels(
+            namespace=self._namespace,
+            component=component,
+            endpoint=GENERATE,
+            instance=self._instance,
+            model=info.model,
+        )
+        metrics.load_time_s = started_at - began_at
+        metrics.uptime_s = lambda: clock.monotonic() - started_at
+        metrics.num_open = lambda: len(self._open)
+        metrics.step_age_s = lambda: self._progress.age_s
+        metrics.kv_history_bytes = lambda: journal.num_bytes
+        metrics.kv_event_counts = journal.counts
+        for dp_rank in info.dp_ranks:
+            load = WorkerLoad(kv_total_blocks=info.capacity.kv_total_blocks, dp_rank=dp_rank)
+            self._loads[dp_rank] = (load, float("-inf"))
+            metrics.on_load(load)
 
     async def run(self) -> None:
         """Carry the engine's output to the streams, until the engine is closed. EngineFailed when it dies."""
@@ -93,19 +159,44 @@ class Worker:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # whatever it was, the engine is gone
-            log.exception("the engine died")
-            failure = EngineFailed(f"the engine died ({type(error).__name__})", engine=self._engine_name)
-            self._runtime.health.set("engine", State.UNHEALTHY, failure.message)
+            failure = self._death(error)
+            self._set_health(State.UNHEALTHY, failure.message)
             self._fail_all(failure)
             raise failure from error
+        finally:
+            self._progress.close()
         self._fail_all(EngineFailed("the engine was closed", engine=self._engine_name))
 
+    def _death(self, error: Exception) -> EngineFailed:
+        """An engine that knows what happened to it says so in words; anything else needs its traceback."""
+        if isinstance(error, EngineFailed):
+            log.error("the engine died: %s", error.message)
+            first_line = error.message.partition("\n")[0]  # the rest is what it wrote: in the log now
+            return EngineFailed(f"the engine died: {first_line}", engine=self._engine_name)
+        log.exception("the engine died")
+        return EngineFailed(f"the engine died ({type(error).__name__})", engine=self._engine_name)
+
     async def close(self) -> None:
+        self._progress.close()
         await self._engine.close()
+
+    async def clear_kv_blocks(self) -> dict[str, int | None]:
+        """Forget all cached blocks; how many. Unsupported when the engine has no such thing."""
+        return {"cleared_blocks": (await perform(self._engine, self.features, ClearKv())).cleared_blocks}
 
     # --- streams in
 
     def _on_stream(self, stream: IncomingStream) -> None:
+        try:
+            self._take(stream)
+        except EngineFailed:
+            self.metrics.on_end(FAILED, None)
+            raise
+        except KvoltError:
+            self.metrics.on_end(REFUSED, None)
+            raise
+
+    def _take(self, stream: IncomingStream) -> None:
         request: Request = stream.decode_body(_decode_request)
         request_id = request.request_id
         if self._over is not None:
@@ -114,31 +205,56 @@ class Worker:
             raise NotFound(f"this worker does not serve {request.model!r}", kind="model", name=request.model)
         if request_id in self._open:
             raise InvalidRequest(f"request {request_id} is running here already", param="request_id")
-        if stream.deadline_s is not None:  # what is left of the call's time is the request's
-            request = msgspec.structs.replace(request, deadline_s=stream.deadline_s)
-        self._engine.submit(request)
-        entry = self._open[request_id] = _Open(stream, request.sampling.num_choices)
+        deadline_s = stream.deadline_s
+        if deadline_s is not None:  # what is left of the call's time is the request's
+            request = msgspec.structs.replace(request, deadline_s=deadline_s)
+        self._submit(request)
+        if not self._open:
+            self._progress.begin()
+        entry = self._open[request_id] = _Open(
+            stream, request.sampling.num_choices, len(request.token_ids), self._clock.monotonic()
+        )
         stream.on_cancel = lambda error: self._drop(request_id)
-        if stream.deadline_s is not None:
+        if deadline_s is not None:
             loop = asyncio.get_running_loop()
-            entry.deadline = loop.call_later(
-                stream.deadline_s, self._on_deadline, request_id, stream.deadline_s
-            )
+            entry.deadline = loop.call_later(deadline_s, self._on_deadline, request_id, deadline_s)
+
+    def _submit(self, request: Request) -> None:
+        """An engine's bug with one request is that request's failure."""
+        try:
+            self._engine.submit(request)
+        except KvoltError:
+            raise
+        except Exception as error:
+            log.exception("the engine failed to take %s", request.request_id)
+            self._abort(request.request_id)  # it may have got half of it
+            message = f"the engine failed to take the request ({type(error).__name__})"
+            raise EngineFailed(message, engine=self._engine_name) from error
+
+    def _abort(self, request_id: RequestId) -> None:
+        try:
+            self._engine.abort(request_id)
+        except Exception:  # the caller is gone either way
+            log.exception("the engine failed to abort %s", request_id)
 
     def _drop(self, request_id: RequestId) -> None:
-        if self._close(request_id) is not None:
-            self._engine.abort(request_id)
+        if self._close(request_id, CANCELLED) is not None:
+            self._abort(request_id)
 
     def _on_deadline(self, request_id: RequestId, after_s: float) -> None:
-        entry = self._close(request_id)
+        entry = self._close(request_id, DEADLINE)
         if entry is not None:
-            self._engine.abort(request_id)
+            self._abort(request_id)
             entry.stream.end(DeadlineExceeded("the request's time is over", stage="total", after_s=after_s))
 
-    def _close(self, request_id: RequestId) -> _Open | None:
+    def _close(self, request_id: RequestId, outcome: str) -> _Open | None:
         entry = self._open.pop(request_id, None)
-        if entry is not None and entry.deadline is not None:
-            entry.deadline.cancel()
+        if entry is not None:
+            if entry.deadline is not None:
+                entry.deadline.cancel()
+            self.metrics.on_end(outcome, self._clock.monotonic() - entry.opened_at)
+            if not self._open:
+                self._progress.rest()
         return entry
 
     # --- steps out
@@ -154,37 +270,55 @@ class Worker:
             if entry is None:
                 continue  # its caller has gone meanwhile
             entry.stream.send(delta)
+            if delta.cached_tokens is not None and not delta.index:
+                self.metrics.on_prompt(entry.num_prompt_tokens, delta.cached_tokens)
             if delta.finish is not None:
                 entry.num_choices_left -= 1
                 if entry.num_choices_left == 0:
-                    self._close(request_id)
+                    self._close(request_id, FINISHED)
                     entry.stream.end()
         for request_id, failure in step.failed:
-            entry = self._close(request_id)
+            entry = self._close(request_id, FAILED)
             if entry is not None:
                 entry.stream.end(from_info(failure))
+        now = self._clock.monotonic()
+        self._progress.step(now, bool(self._open))
+        dp_rank = 0
         if step.load is not None:
-            self._report(step.load)
+            dp_rank = step.load.dp_rank
+            self._report(step.load, now)
+        if step.kv_changes and self.journal is not None:
+            self.journal.record(step.kv_changes, dp_rank)
 
     def _stream_of(self, request_id: RequestId) -> IncomingStream | None:
         entry = self._open.get(request_id)
         return entry.stream if entry is not None else None
 
-    def _report(self, load: WorkerLoad) -> None:
+    def _report(self, load: WorkerLoad, now: float) -> None:
         """Publish when membership changed, and else at most ten times a second."""
-        changed = (load.running, load.waiting) != (self._load.running, self._load.waiting)
-        self._load = load
-        now = self._runtime.ports.clock.monotonic()
-        if changed or now - self._load_sent_at >= _LOAD_INTERVAL_S:
-            self._load_sent_at = now
+        self.metrics.on_load(load)
+        before, sent_at = self._loads.get(load.dp_rank, (WorkerLoad(), float("-inf")))
+        changed = (load.running, load.waiting) != (before.running, before.waiting)
+        if changed or now - sent_at >= _LOAD_INTERVAL_S:
+            sent_at = now
             self._runtime.events.publish(LOAD_TOPIC, _encode(LoadReport(self._instance, load)))
+        self._loads[load.dp_rank] = (load, sent_at)
 
     def _fail_all(self, error: EngineFailed) -> None:
         self._over = error
         for request_id in list(self._open):
-            entry = self._close(request_id)
+            entry = self._close(request_id, FAILED)
             if entry is not None:
                 entry.stream.end(error)
+
+    # --- health
+
+    def _set_health(self, state: State, reason: str = "") -> None:
+        self._runtime.health.set("engine", state, reason)
+
+    def _on_stuck(self, reason: str) -> None:
+        log.error("the engine is stuck: %s", reason)
+        self._set_health(State.UNHEALTHY, reason)
 
     # --- about us
 
@@ -194,12 +328,14 @@ class Worker:
 
     def _describe(self) -> dict[str, Any]:
         assert self.info is not None
+        load = next((load for load, _ in self._loads.values()), WorkerLoad())
         return {
             "engine": self.info.engine,
             "model": self.info.model,
             "role": self.info.role.value,
             "open": len(self._open),
-            "load": msgspec.to_builtins(self._load),
+            "load": msgspec.to_builtins(load),
+            "features": list(self.features),
         }
 
     async def _serve_card(self, wanted: str) -> AsyncIterator[ModelCard]:
@@ -207,3 +343,12 @@ class Worker:
         if wanted not in ("", card_hash(card)):
             raise NotFound("this worker has another card", kind="card", name=wanted)
         yield card
+
+    def _serve_control(self, component: str) -> None:
+        """Not registered: it must answer while the worker is cordoned, too."""
+        endpoint = str(EndpointAddress(self._namespace, component, CONTROL))
+        server = self._runtime.server
+        server.add(endpoint, InstanceId(""), server.generator(self._control, decoder(WorkerCommand)))
+
+    async def _control(self, command: WorkerCommand) -> AsyncIterator[WorkerAnswer]:
+        yield await perform(self._engine, self.features, command)

@@ -28,6 +28,7 @@ from kvolt.frontend.openai_api.generation import (
     GenerationOptions,
     chat_options,
     completion_options,
+    in_clients_words,
     prompts_of,
 )
 from kvolt.frontend.openai_api.headers import RequestHints, check_json, hints
@@ -216,6 +217,7 @@ class Generation:
         several = len(asked.prompts) > 1
         requests = []
         check_prompt_logprobs(sum(map(len, asked.prompts)), asked.options.sampling.prompt_logprobs)
+        is_chat = isinstance(asked.body, ChatRequest)
         for number, prompt in enumerate(asked.prompts):
             request_id = f"{asked.request_id}-{number}" if several else asked.request_id
             requests.append(
@@ -226,7 +228,7 @@ class Generation:
                     asked.options,
                     asked.hints,
                     asked.param,
-                    None if isinstance(asked.body, ChatRequest) else _COMPLETION_TOKENS,
+                    asked.model.most_tokens - len(prompt) if is_chat else _COMPLETION_TOKENS,
                 )
             )
         return requests
@@ -296,6 +298,8 @@ class Generation:
                     await _begin_all(journeys)
             asked.record.stage("route")
             await done
+        except InvalidRequest as error:
+            raise in_clients_words(error, asked.body, asked.options) from error
         finally:
             answer.cancel()
 
@@ -350,9 +354,7 @@ class Generation:
         named = _names_function(options)
 
         def new_parser() -> TextParser | None:
-            if (
-                options.tool_choice == "required"
-            ):  # a grammar holds the model to calls from its first token on
+            if options.tool_choice == "required":  # a grammar holds the model to calls from the start
                 return ParserChain(None, RequiredToolParser(), max_calls=max_calls)
             if named:
                 return NamedToolParser(options.tool_choice)

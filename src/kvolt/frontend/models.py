@@ -54,6 +54,12 @@ class Model:
     def ready(self) -> bool:
         return bool(self.client.candidates())
 
+    @property
+    def most_tokens(self) -> int:
+        """What one sequence can come to: the context, or less where a worker's memory ends before it."""
+        of_memory = self.capacity.kv_total_blocks * self.card.block_size + 1  # the last token is not computed
+        return min(self.card.context_length, of_memory)
+
 
 class ModelOptions(msgspec.Struct, frozen=True):
     """What an operator may set about all models of a frontend."""

@@ -53,7 +53,7 @@ def build_request(
     room = card.context_length - len(prompt)
     wanted = options.max_tokens
     if wanted is None:
-        wanted = max(room, 1) if most_unasked is None else min(most_unasked, max(room, 1))
+        wanted = max(room if most_unasked is None else min(most_unasked, room), 1)
     if wanted > room:
         raise too_long(card, len(prompt), wanted, "max_tokens" if room > 0 else param)
     hasher = SequenceHasher(card.block_size, request_seed(None, said.salt))

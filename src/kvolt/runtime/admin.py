@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvolt.core.errors import InvalidRequest, Unsupported
+from kvolt.core.errors import InvalidRequest
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.health import Health
 from kvolt.runtime.http import (
@@ -51,14 +51,18 @@ class Controls(Protocol):
         """Take work again."""
         ...
 
+    async def clear_kv_blocks(self) -> Any:
+        """Forget cached KV, here or at all workers that are known here. Unsupported when there is none."""
+        ...
+
     async def status(self) -> Any:
         """Anything that encodes to JSON."""
         ...
 
 
 class AdminServer:
-    """`/health`, `/live`, `/ready`, `/metrics`, `/status`; POST `/cordon`, `/drain?timeout_s=`, `/resume`, and
-    `/clear_kv_blocks`, which has no mechanism yet."""
+    """`/health`, `/live`, `/ready`, `/metrics`, `/status`; POST `/cordon`, `/drain?timeout_s=`, `/resume`,
+    `/clear_kv_blocks`."""
 
     def __init__(
         self,
@@ -127,7 +131,7 @@ class AdminServer:
         return await self._show_status(request)
 
     async def _clear_kv_blocks(self, request: HttpRequest) -> Response:
-        raise Unsupported("no engine here has KV blocks that can be cleared yet", feature="clear_kv_blocks")
+        return Response(200, msgspec.json.encode(await self._controls.clear_kv_blocks()))
 
     def _drain_timeout(self, request: HttpRequest) -> float:
         text = request.query.get("timeout_s")

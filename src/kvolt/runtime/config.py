@@ -22,7 +22,7 @@ from kvolt.runtime.config_toml import literal
 from kvolt.runtime.settings import Leaf, Settings, WorkerSettings, leaves, sections, worker_leaves
 
 ENV_PREFIX = "KVOLT_"
-ENV_OTHER = ("KVOLT_CONFIG", "KVOLT_TRACES", "KVOLT_PEER")
+ENV_OTHER = ("KVOLT_CONFIG", "KVOLT_HOME", "KVOLT_TRACES", "KVOLT_PEER")
 """Names with our prefix that are not settings."""
 
 DEFAULT_FILE = "kvolt.toml"

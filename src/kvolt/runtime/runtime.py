@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 
-from kvolt.core.errors import ConfigError, DiscoveryLost, KvoltError
+from kvolt.core.errors import ConfigError, DiscoveryLost, KvoltError, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.address import EndpointAddress, Instance, InstanceState, encode_instance
 from kvolt.runtime.call import Deadlines
@@ -108,6 +108,8 @@ class Runtime:
         self.discovery = ports.discovery(self.plane)
         self.events = ports.events(self.discovery)
         self.admin_address: str | None = None
+        self.kv_clearer: Callable[[], Awaitable[Any]] | None = None
+        """What `clear_kv_blocks` does: set by who has KV, or knows who has. The result encodes to JSON."""
         self._lease: LeaseId | None = None
         self._served: dict[str, _Served] = {}
         self._clients: list[EndpointClient] = []
@@ -256,6 +258,11 @@ class Runtime:
 
     async def resume(self) -> None:
         await self._set_state(InstanceState.READY)
+
+    async def clear_kv_blocks(self) -> Any:
+        if self.kv_clearer is None:
+            raise Unsupported("this process has no KV blocks that can be cleared", feature="clear_kv_blocks")
+        return await self.kv_clearer()
 
     async def status(self) -> ProcessStatus:
         plane = self.plane.gauges()

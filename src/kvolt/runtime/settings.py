@@ -216,10 +216,20 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     name: Annotated[Name, Meta(description="Name of this group, in logs and in `kvolt status`.")] = "worker"
     role: Annotated[Role, Meta(description="What these workers do.")] = "aggregated"
-    engine: Annotated[Text, Meta(description="What computes.")] = "sim"
-    model: Annotated[Text, Meta(description="Model that is served.")] = "sim-tiny"
+    engine: Annotated[
+        Text, Meta(description="What computes; auto is sim for a model named sim-..., and native for others.")
+    ] = "auto"
+    model: Annotated[Text, Meta(description="Model that is served: a name, a folder or a file.")] = (
+        "smollm2-135m"
+    )
     count: Annotated[int, Meta(ge=0, le=4096, description="How many processes.")] = 1
     devices: Annotated[list[str], Meta(description="Devices that each process may use, by index or id.")] = []
+    stuck_after_s: Annotated[
+        Seconds,
+        Meta(
+            description="An engine with work and no step for this long is unhealthy; ten times as long at first."
+        ),
+    ] = 30.0
     args: Annotated[
         dict[str, Any],
         Meta(
@@ -230,8 +240,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def _default_workers() -> list[WorkerSettings]:
-    """Simulated ones, whose answers come to an end: nothing else would end a chat that names no limit."""
-    return [WorkerSettings(count=2, args={"words": 120})]
+    return [WorkerSettings()]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

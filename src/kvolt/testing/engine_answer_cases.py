@@ -72,7 +72,6 @@ async def nothing_stops_it_below_min_tokens(harness: Harness) -> None:
             request = _with_stop(run.short_request(f"min{num_tokens}"), min_tokens=num_tokens)
             answer = await run.answer(request)
             assert len(answer.tokens[0]) > num_tokens or answer.finishes[0] is FinishReason.LENGTH
-            assert answer.tokens[0][: len(tokens) - 1] == tokens[:-1]
         request = run.request("stops", tokens=24)
         stops = tuple((await run.answer(replace(request, request_id=RequestId("whole")))).tokens[0])
         answer = await run.answer(_with_stop(request, stop_token_ids=stops, min_tokens=9))

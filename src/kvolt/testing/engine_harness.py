@@ -10,17 +10,27 @@ from typing import Protocol
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Delta, FinishReason, StepOutput, TokenLogprobs, Usage, plain_delta
+from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.engines.contract import Engine
 from kvolt.runtime.tasks import Scope
+from kvolt.testing.engine_replica import Replica
 
 _DEADLINE_S = 30.0
 
 
+class NotRun(Exception):
+    """A case cannot be run with this harness or this engine as it is set up; says why. No fault of the engine."""
+
+
 class Harness(Protocol):
-    """What a case needs of an implementation. The cases fit a context of 256 tokens."""
+    """What a case needs of an implementation. The cases fit a context of 256 tokens.
+
+    A method that has nothing to give raises NotRun. A harness may have an attribute `deadline_s`, the longest wait
+    for a start or for the next thing to happen (30 s if it has none).
+    """
 
     def engine(self) -> Engine:
         """A new engine, not started, for the running loop. It can hold 200 requests, running or waiting."""
@@ -48,12 +58,27 @@ class Answer:
     usage: dict[int, Usage] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    cached: int | None = None
+    """Tokens of the prompt that the engine had, as told with the first delta."""
+    error: ErrorInfo | None = None
+    may_fail: bool = False
     stopped: bool = False
     """Aborted or withdrawn: nothing may come any more."""
 
     @property
     def done(self) -> bool:
-        return len(self.finishes) == self.request.sampling.num_choices
+        return self.error is not None or len(self.finishes) == self.request.sampling.num_choices
+
+    @property
+    def is_open(self) -> bool:
+        return not (self.done or self.stopped)
+
+    @property
+    def num_before(self) -> int:
+        """Tokens of each choice that the client has from elsewhere."""
+        handoff = self.request.handoff
+        told = handoff is not None and handoff.first_tokens is not None
+        return len(self.request.resume) + (1 if told else 0)
 
     def take(self, delta: Delta) -> None:
         name = self.request.request_id
@@ -63,10 +88,13 @@ class Answer:
         tokens = self.tokens.setdefault(delta.index, [])
         tokens.extend(delta.token_ids)
         self._take_logprobs(delta)
+        if delta.cached_tokens is not None and not delta.index:
+            assert self.cached is None, f"{name} was told its cached tokens twice"
+            self.cached = delta.cached_tokens
         assert (delta.usage is None) == (delta.finish is None), f"{name}: usage comes with an end: {delta}"
         if delta.usage is not None:
             self.usage[delta.index] = delta.usage
-            counted = (len(self.request.token_ids), len(self.request.resume) + len(tokens))
+            counted = (len(self.request.token_ids), self.num_before + len(tokens))
             assert (delta.usage.prompt_tokens, delta.usage.completion_tokens) == counted, f"{name}: {delta}"
         if delta.finish is not None:
             self.finishes[delta.index] = delta.finish
@@ -93,17 +121,29 @@ class Run:
         self.info = info
         self.load = WorkerLoad()
         self.num_steps = 0
-        self._harness = harness
+        self.replica = Replica()
+        """The engine's blocks by what it has told of them."""
+        self.harness = harness
+        self._deadline_s = deadline_of(harness)
         self._answers: dict[RequestId, Answer] = {}
         self._step = asyncio.Event()
 
     def request(
-        self, name: str, *, prompt: int = 20, tokens: int = 8, seed: int = 1, choices: int = 1
+        self,
+        name: str,
+        *,
+        prompt: int = 20,
+        tokens: int = 8,
+        seed: int = 1,
+        choices: int = 1,
+        variant: int = 0,
     ) -> Request:
+        """`variant`s below the length of the prompt have other tokens at its start."""
+        ids = self.harness.prompt(prompt)
         return Request(
             request_id=RequestId(name),
             model=self.info.model,
-            token_ids=self._harness.prompt(prompt),
+            token_ids=ids[variant:] + ids[:variant],
             stop=StopConditions(max_tokens=tokens, ignore_eos=True),
             sampling=Sampling(seed=seed, num_choices=choices),
         )
@@ -113,14 +153,14 @@ class Run:
         return Request(
             request_id=RequestId(name),
             model=self.info.model,
-            token_ids=self._harness.ending_prompt(),
+            token_ids=self.harness.ending_prompt(),
             stop=StopConditions(max_tokens=tokens),
             sampling=Sampling(seed=1, num_choices=choices),
         )
 
-    def submit(self, request: Request) -> Answer:
+    def submit(self, request: Request, *, may_fail: bool = False) -> Answer:
         self.engine.submit(request)
-        answer = self._answers[request.request_id] = Answer(request)
+        answer = self._answers[request.request_id] = Answer(request, may_fail=may_fail)
         return answer
 
     def abort(self, answer: Answer) -> None:
@@ -132,10 +172,16 @@ class Run:
         return answer.stopped
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(_DEADLINE_S):
-            while not condition():
-                self._step.clear()
-                await self._step.wait()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                while not condition():
+                    self._step.clear()
+                    await self._step.wait()
+        except TimeoutError:
+            raise AssertionError(
+                f"after {self._deadline_s:g} s and {self.num_steps} steps what must happen has not; open: "
+                f"{', '.join(name for name, answer in self._answers.items() if answer.is_open) or 'nothing'}"
+            ) from None
 
     async def advance(self, num_steps: int) -> None:
         wanted = self.num_steps + num_steps
@@ -163,7 +209,12 @@ class Run:
                 self._answers[request_id].take(delta)
             for request_id, token in zip(step.plain_ids, step.plain_tokens, strict=True):
                 self._answers[request_id].take(plain_delta(token))
-            assert not step.failed, f"failed for no reason: {step.failed}"
+            for request_id, failure in step.failed:
+                answer = self._answers[request_id]
+                assert answer.may_fail, f"{request_id} failed for no reason: {failure}"
+                answer.error = failure
+            for change in step.kv_changes:
+                self.replica.apply(change)
             if step.load is not None:
                 self.load = step.load
             self.num_steps += 1
@@ -177,10 +228,14 @@ class Run:
         assert not both, f"a plain token and a delta in one step: {sorted(both)}"
 
 
+def deadline_of(harness: Harness) -> float:
+    return float(getattr(harness, "deadline_s", _DEADLINE_S))
+
+
 @asynccontextmanager
 async def engine_run(harness: Harness) -> AsyncIterator[Run]:
     engine = harness.engine()
-    async with asyncio.timeout(_DEADLINE_S):
+    async with asyncio.timeout(deadline_of(harness)):
         info = await engine.start()
     async with Scope("engine") as scope:
         run = Run(engine, info, harness)

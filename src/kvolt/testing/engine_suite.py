@@ -1,5 +1,6 @@
 """What every engine must do, as cases for any implementation and any loop. This is the core tier.
 
+What an engine may offer besides has tiers of its own, see `engine_tiers`; `kvolt engine check NAME` runs them all.
 A case is an async function of a `Harness`; it raises AssertionError when the engine is wrong. With pytest:
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -21,9 +22,10 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
 from kvolt.engines.contract import Engine
 from kvolt.testing.engine_answer_cases import ANSWER_CASES
-from kvolt.testing.engine_harness import Case, Harness, engine_run
+from kvolt.testing.engine_cancel_cases import CANCEL_CASES
+from kvolt.testing.engine_harness import Case, Harness, NotRun, engine_run
 
-__all__ = ["CASES", "Case", "Harness"]
+__all__ = ["CASES", "Case", "Harness", "NotRun"]
 
 _NUM_CONCURRENT = 200
 
@@ -78,30 +80,6 @@ async def every_choice_ends(harness: Harness) -> None:
         answer = await run.answer(run.request("r", choices=3, tokens=6))
         assert {index: len(tokens) for index, tokens in answer.tokens.items()} == {0: 6, 1: 6, 2: 6}
         assert len({tuple(tokens) for tokens in answer.tokens.values()}) > 1, "all choices are the same"
-
-
-async def abort_frees_everything(harness: Harness) -> None:
-    """At every step of a request's life, while another one goes on undisturbed."""
-    async with engine_run(harness) as run:
-        expected = (await run.answer(run.request("expected", tokens=40))).tokens
-        for num_steps in range(8):
-            stays = run.submit(run.request(f"stays{num_steps}", tokens=40))
-            goes = run.submit(run.request(f"goes{num_steps}", prompt=60, tokens=40, choices=2, seed=5))
-            await run.advance(num_steps)
-            run.abort(goes)
-            run.abort(goes)
-            await run.finish(stays)
-            assert stays.tokens == expected
-            assert not goes.done
-        await run.assert_empty()
-
-
-async def aborting_the_unknown_is_no_error(harness: Harness) -> None:
-    async with engine_run(harness) as run:
-        run.engine.abort(RequestId("nobody"))
-        ended = await run.answer(run.request("ended"))
-        run.engine.abort(ended.request.request_id)
-        await run.assert_empty()
 
 
 async def withdraws_only_what_has_not_started(harness: Harness) -> None:
@@ -187,12 +165,11 @@ CASES: tuple[Case, ...] = (
     same_seed_same_tokens,
     resumes_as_if_nothing_happened,
     every_choice_ends,
-    abort_frees_everything,
-    aborting_the_unknown_is_no_error,
     withdraws_only_what_has_not_started,
     two_hundred_at_once,
     refuses_bad_requests,
     an_id_can_be_used_again,
     close_ends_the_steps,
+    *CANCEL_CASES,
     *ANSWER_CASES,
 )

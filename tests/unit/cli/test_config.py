@@ -30,7 +30,7 @@ def test_show_gives_value_and_origin(
     assert rows[0] == ["key", "value", "origin"]
     assert ["frontend.port", "9", "flag --frontend-port"] in rows
     assert ["frontend.host", "0.0.0.0", "env KVOLT_FRONTEND_HOST"] in rows
-    assert ["workers.0.count", "2", "default"] in rows
+    assert ["workers.0.count", "1", "default"] in rows
     assert {row[0] for row in rows} >= set(leaves())
 
 
@@ -63,10 +63,10 @@ def test_check_lists_every_problem(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_check_knows_the_engines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text(
         "zzzz = 1\n"
-        "[[workers]]\nname = 'a'\nargs = {spee = 1}\n"
+        "[[workers]]\nname = 'a'\nmodel = 'sim-a'\nargs = {spee = 1}\n"
         "[[workers]]\nname = 'b'\nengine = 'vlm'\n"
-        "[[workers]]\nname = 'c'\nargs = {speed = 0}\n"
-        "[[workers]]\nname = 'd'\nargs = {speed = 2}\n"
+        "[[workers]]\nname = 'c'\nengine = 'sim'\nargs = {speed = 0}\n"
+        "[[workers]]\nname = 'd'\nmodel = 'sim-d'\nargs = {speed = 2}\n"
     )
     assert main(["config", "check", "bad.toml"]) == 2
     lines = capsys.readouterr().out.splitlines()

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvolt.cli.edge import edge_group, num_edge_processes
 from kvolt.cli.main import main
@@ -13,7 +14,7 @@ from kvolt.cli.serve import check_shared, child_specs, missing
 from kvolt.core.errors import ConfigError
 from kvolt.frontend.shared_count import SharedCounts
 from kvolt.runtime.config import Override, load
-from kvolt.runtime.settings import Settings
+from kvolt.runtime.settings import Settings, WorkerSettings
 from kvolt.runtime.supervisor import ChildStatus
 from kvolt.runtime.supervisor_plan import ChildState
 
@@ -22,7 +23,8 @@ FRONTEND, WORKERS = Path("/f.toml"), Path("/w.toml")
 
 def settings(*given: str) -> Settings:
     overrides = [Override(key, text, key) for key, _, text in (item.partition("=") for item in given)]
-    return load(environ={}, cwd=Path("/"), overrides=overrides).settings
+    loaded = load(environ={}, cwd=Path("/"), overrides=overrides).settings
+    return replace(loaded, workers=[WorkerSettings(model="sim-tiny", count=2)])
 
 
 def flag(argv: tuple[str, ...], name: str) -> str:

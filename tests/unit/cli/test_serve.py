@@ -5,17 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvolt.cli.serve import check_shared, child_specs, missing, with_workers, worker_settings
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config import Override, load
 from kvolt.runtime.config_toml import to_toml
-from kvolt.runtime.settings import Settings
+from kvolt.runtime.settings import Settings, WorkerSettings
 
 
 def settings(*given: str) -> Settings:
     overrides = [Override(key, text, key) for key, _, text in (item.partition("=") for item in given)]
-    return load(environ={}, cwd=Path("/"), overrides=overrides).settings
+    loaded = load(environ={}, cwd=Path("/"), overrides=overrides).settings
+    return replace(loaded, workers=[WorkerSettings(model="sim-tiny", count=2)])
 
 
 def test_only_the_frontend_serves_discovery(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from kvolt.core.request import Request, Role, Sampling, StopConditions
 from kvolt.engines.endpoints import GENERATE, component_name
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
-from kvolt.engines.worker import Worker
+from kvolt.engines.worker import Worker, WorkerOptions
 from kvolt.frontend.admission import Admission, WorkerLoads
 from kvolt.frontend.edge import edge_server
 from kvolt.frontend.generate import GenerateOptions
@@ -56,7 +56,8 @@ def sim(arguments: SimArguments = ARGUMENTS, model: str = MODEL) -> SimEngine:
 
 
 def is_empty(engine: SimEngine) -> bool:
-    return not (engine._running or engine._waiting) and engine._free_blocks == engine._arguments.kv_blocks
+    load = engine.load()
+    return (load.running, load.waiting, load.kv_used_blocks) == (0, 0, 0)
 
 
 def make_request(
@@ -164,10 +165,12 @@ class Lab:
         self._runtimes.append(runtime)
         return runtime
 
-    async def worker(self, name: str, engine: Any = None, namespace: str = NAMESPACE) -> RunningWorker:
+    async def worker(
+        self, name: str, engine: Any = None, namespace: str = NAMESPACE, options: WorkerOptions | None = None
+    ) -> RunningWorker:
         runtime = await self.runtime(name)
         engine = engine if engine is not None else sim()
-        worker = Worker(runtime, engine, namespace)
+        worker = Worker(runtime, engine, namespace, options)
         await worker.start()
         running = RunningWorker(runtime, engine, worker, self._crew.start(worker.run(), name))
         self._workers.append(running)

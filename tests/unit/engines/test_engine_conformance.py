@@ -27,21 +27,38 @@ from kvolt.testing.engine_answer_cases import (
     prompt_logprobs_come_once,
     stops_at_a_stop_token,
 )
-from kvolt.testing.engine_suite import (
-    CASES,
+from kvolt.testing.engine_cancel_cases import (
     abort_frees_everything,
+    abort_in_the_middle_of_a_prompt,
+    abort_storms,
+    abort_while_it_waits,
+)
+from kvolt.testing.engine_suite import (
     refuses_bad_requests,
     same_seed_same_tokens,
     streams_in_order_and_stops_at_max_tokens,
     two_hundred_at_once,
 )
+from kvolt.testing.engine_tiers import TIERS, suites_for
 
 SPEC = EngineSpec(model="sim-tiny", role=Role.AGGREGATED)
 SMALL = SimArguments(
-    context_length=256, kv_blocks=400, max_num_seqs=48, max_batch_tokens=64, say_from_prompt=True
+    context_length=256,
+    kv_blocks=200,
+    max_num_seqs=48,
+    max_batch_tokens=64,
+    say_from_prompt=True,
+    hold_s=2.0,
 )
+SCARCE = replace(SMALL, kv_blocks=20)
+"""Room for little more than one request of the longest: the others wait, or are preempted."""
 FAST = SimArguments(
-    context_length=256, max_num_seqs=48, latency=LatencyModel(base_s=0.0001), say_from_prompt=True
+    context_length=256,
+    kv_blocks=200,
+    max_num_seqs=48,
+    latency=LatencyModel(base_s=0.0001),
+    say_from_prompt=True,
+    hold_s=0.3,
 )
 ENDING = tuple(Tokenizer.from_buffer(tokenizer_json()).encode("<say> good day<or/> good night é</say>").ids)
 
@@ -61,12 +78,20 @@ class SimHarness:
         return ENDING
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_on_virtual_time(case) -> None:
-    run_virtual(lambda: case(SimHarness(SMALL)))
+ALL = [case for tier in TIERS for case in tier.cases]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+async def test_it_offers_every_tier() -> None:
+    assert list(suites_for(SimHarness(SMALL).engine())) == ALL
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("arguments", [SMALL, SCARCE], ids=["small", "scarce"])
+def test_on_virtual_time(case, arguments: SimArguments) -> None:
+    run_virtual(lambda: case(SimHarness(arguments)))
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.__name__)
 async def test_on_a_real_loop(case) -> None:
     await case(SimHarness(FAST))
 
@@ -103,7 +128,11 @@ class _LosesAToken(_Changed):
 
 class _KeepsBlocks(SimEngine):
     def abort(self, request_id: RequestId) -> None:
-        self._running.pop(request_id, None)
+        scheduler = self._scheduler
+        for sequence in scheduler._running:
+            if sequence.request.request_id == request_id:
+                scheduler.pool.retain(sequence.blocks)
+        super().abort(request_id)
 
 
 class _GoesOnAfterAbort(SimEngine):
@@ -217,6 +246,9 @@ class _NeverEos(_OtherStops):
         (_LosesAToken, two_hundred_at_once),
         (_KeepsBlocks, abort_frees_everything),
         (_GoesOnAfterAbort, abort_frees_everything),
+        (_KeepsBlocks, abort_in_the_middle_of_a_prompt),
+        (_KeepsBlocks, abort_storms),
+        (_GoesOnAfterAbort, abort_while_it_waits),
         (_TakesEverything, refuses_bad_requests),
         (_RandomTokens, same_seed_same_tokens),
         (_KeepsEosToItself, ends_at_eos),

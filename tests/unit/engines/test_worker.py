@@ -162,7 +162,7 @@ def test_the_deadline_ends_the_stream_and_the_work() -> None:
                 await read(stream)
             assert caught.value.fields["stage"] == "total"
             assert loop.time() - started == pytest.approx(1.0, abs=0.01)
-            assert is_empty(running.engine)
+            await until(lambda: is_empty(running.engine), 0.5)
             assert running.worker._open == {}
 
     run_virtual(scenario)

@@ -438,7 +438,7 @@ def test_a_bad_request_has_a_status_and_names_its_field(
             answer = await edge.complete(**fields, stream=stream)
             assert answer.status == status
             assert answer.json["error"]["param"] == param
-        assert running.engine._running == {}
+        assert is_empty(running.engine)
 
     served(body)
 
@@ -491,7 +491,7 @@ def test_busy_workers_are_a_429() -> None:
         assert (await edge.chat(max_tokens=2)).status == 200  # nothing is known of its load yet
         async with Scope("ask") as scope:
             scope.start(edge.chat(max_tokens=50), "ask")
-            await until(lambda: bool(running.engine._running))
+            await until(lambda: running.engine.load().running > 0)
             await asyncio.sleep(0.3)
             refused = await edge.chat(max_tokens=2)
             assert refused.status == 429
@@ -698,7 +698,7 @@ def test_a_worker_lost_after_its_first_token_is_an_event_and_a_503_for_the_next(
         async with Scope("ask") as scope:
             asking = scope.start(edge.complete(max_tokens=400, stream=True), "stream")
             unary = scope.start(edge.complete(max_tokens=400), "unary")
-            await until(lambda: len(running.engine._running) == 2)
+            await until(lambda: running.engine.load().running == 2)
             await asyncio.sleep(0.5)
             lab.network.crash("w0", silent=False)
         answer = asking.result()

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvolt.core.errors import Unavailable
+from kvolt.core.errors import Unavailable, Unsupported
 from kvolt.runtime.admin import AdminServer
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.health import Health, State
@@ -28,6 +28,10 @@ class RecordedControls:
 
     async def resume(self) -> None:
         raise Unavailable("already stopping")
+
+    async def clear_kv_blocks(self) -> dict[str, object]:
+        self.calls.append("clear_kv_blocks")
+        return {"cleared_blocks": 7}
 
     async def status(self) -> dict[str, object]:
         return {"calls": len(self.calls)}
@@ -144,7 +148,19 @@ async def test_web_pages_cannot_use_the_controls(
     assert controls.calls == []
 
 
-async def test_what_has_no_mechanism_yet_says_so(client: httpx.AsyncClient) -> None:
+async def test_kv_blocks_are_cleared(client: httpx.AsyncClient, controls: RecordedControls) -> None:
+    answer = await client.post("/clear_kv_blocks")
+    assert (answer.status_code, answer.json()) == (200, {"cleared_blocks": 7})
+    assert controls.calls == ["clear_kv_blocks"]
+
+
+async def test_what_has_no_mechanism_says_so(
+    client: httpx.AsyncClient, controls: RecordedControls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse() -> object:
+        raise Unsupported("no KV here", feature="clear_kv_blocks")
+
+    monkeypatch.setattr(controls, "clear_kv_blocks", refuse)
     refused = await client.post("/clear_kv_blocks")
     assert refused.status_code == 501
     assert refused.json()["error"]["code"] == "unsupported"

@@ -9,7 +9,7 @@ import msgspec
 
 from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, Sampling
-from kvolt.frontend.openai_api.grammar import is_guided, request_grammar
+from kvolt.frontend.openai_api.grammar import grammar_param, is_guided, request_grammar
 from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from kvolt.frontend.openai_api.tools import NO_TOOLS, Tool, Toolset, resolve_tools, tool_grammar
 
@@ -70,6 +70,18 @@ def completion_options(request: CompletionRequest, defaults: Sampling = _DEFAULT
         max_tokens=request.max_tokens,
         grammar=request_grammar(request),
     )
+
+
+def in_clients_words(
+    error: InvalidRequest, request: GenerationRequest, options: GenerationOptions
+) -> InvalidRequest:
+    """A worker's refusal, with `param` as the client calls what a worker calls otherwise."""
+    param = error.fields.get("param")
+    if param == "token_ids":
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+    elif param == "grammar":
+        param = "tools" if options.tool_choice not in ("none", "auto") else grammar_param(request)
+    return type(error)(error.message, **{**error.fields, "param": param})
 
 
 def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:

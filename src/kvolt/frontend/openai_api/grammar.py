@@ -125,6 +125,11 @@ def is_guided(request: GuidedFields) -> bool:
     return any(param != "response_format" for param, _, _ in _asked(request))
 
 
+def grammar_param(request: GuidedFields) -> str | None:
+    """The field that constrains the output."""
+    return next((param for param, _, _ in _asked(request)), None)
+
+
 _Asked = tuple[str, GrammarKind, Any]
 
 

@@ -1,0 +1,209 @@
+"""What the GPU benchmarks share: the model's shape, clocks, figures with their spread, and a place for results.
+
+`Bench.tiny` runs every phase in seconds on a CPU with shapes that mean nothing: it tries the script, not a machine.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvolt.engines.native.checkpoint import expected_shapes
+from kvolt.engines.native.config import ModelConfig
+
+LLAMA_8B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    context_length=32768,
+    torch_dtype="bfloat16",
+)
+TINY = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    context_length=1024,
+)
+
+
+class RandomWeights:
+    """A checkpoint that was never trained: the same tensors for the same names, made on one device."""
+
+    tokenizer_json = b"{}"
+    chat_template = ""
+    weights_hash = "random"
+
+    def __init__(self, config: ModelConfig, device: torch.device, scale: float = 0.02) -> None:
+        self.config = config
+        self.sampling_defaults: dict[str, float | int] = {}
+        self._device = device
+        self._scale = scale
+        self._shapes = expected_shapes(config)
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._shapes)
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        shape, dtype = self._shapes[name], dtype or torch.float32
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=dtype, device=self._device)
+        draw = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        drawn = torch.randn(shape, generator=draw, device=self._device, dtype=torch.float32)
+        return drawn.mul_(self._scale).to(dtype)
+
+
+def matrix_params(config: ModelConfig) -> int:
+    """Weights that every decoded token is multiplied with: all but the embedding."""
+    return sum(
+        torch.Size(shape).numel()
+        for name, shape in expected_shapes(config).items()
+        if name != "model.embed_tokens.weight"
+    )
+
+
+def kv_token_bytes(config: ModelConfig, itemsize: int = 2) -> int:
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+
+
+def prefill_flops(config: ModelConfig, tokens: int) -> float:
+    """Matrix products (the last one for the last token only) and causal attention."""
+    head = config.vocab_size * config.hidden_size
+    matrices = 2.0 * (matrix_params(config) - head) * tokens + 2.0 * head
+    attention = 2.0 * tokens * tokens * config.num_layers * config.num_heads * config.head_dim
+    return matrices + attention
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+
+
+@dataclass
+class Bench:
+    """One run. Phases put what they find into `results`; it is saved after each of them."""
+
+    device: torch.device
+    out: Path
+    deadline_s: float
+    tiny: bool = False
+    rounds: int = 3
+    results: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
+    """What one phase builds and a later one uses: the engine, the peer."""
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def config(self) -> ModelConfig:
+        return TINY if self.tiny else LLAMA_8B
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.tiny else torch.bfloat16
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline_s - (time.perf_counter() - self.started)
+
+    def say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.started:6.1f}] {text}", flush=True)
+
+    def load(self) -> None:
+        """What earlier phases found."""
+        path = self.out / "gpu.json"
+        if path.exists():
+            self.results = json.loads(path.read_text())
+
+    def save(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "gpu.json").write_text(json.dumps(self.results, indent=1, default=str))
+
+    def phase(self, name: str, work: Callable[[Bench], dict[str, Any]]) -> None:
+        """Runs one phase; a failure is printed and kept, and the next one goes on."""
+        if self.left_s < 5:
+            self.say(f"{name}: skipped, the time is up")
+            self.results[name] = {"skipped": "deadline"}
+            return
+        self.say(f"--- {name}")
+        try:
+            self.results[name] = work(self)
+        except Exception as error:  # a phase must not take the others with it
+            traceback.print_exc()
+            self.say(f"{name} FAILED: {type(error).__name__}: {str(error)[:300]}")
+            self.results[name] = {"failed": f"{type(error).__name__}: {error}"}
+        self.save()
+
+    @contextmanager
+    def attempt(self, what: str, into: dict[str, Any]) -> Iterator[None]:
+        """A part of a phase that may fail alone."""
+        try:
+            yield
+        except Exception as error:
+            self.say(f"  {what} FAILED: {type(error).__name__}: {str(error)[:200]}")
+            into[what] = {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def seconds(self, work: Callable[[], Any], repeat: int = 10, warmup: int = 3) -> float:
+        """Median time of a call, launches hidden behind each other."""
+        for _ in range(warmup):
+            work()
+        self.sync()
+        if self.device.type != "cuda":
+            times = []
+            for _ in range(repeat):
+                start = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - start)
+            return statistics.median(times)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            work()
+            mark.record()
+        torch.cuda.synchronize()
+        each = [one.elapsed_time(two) / 1e3 for one, two in pairwise(marks)]
+        return statistics.median(each)
+
+    def replay_seconds(self, work: Callable[[], Any], repeat: int = 10) -> float:
+        """Time of a call without the host: captured, replayed."""
+        if self.device.type != "cuda":
+            return self.seconds(work, repeat)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return self.seconds(graph.replay, repeat)

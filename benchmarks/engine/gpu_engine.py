@@ -1,0 +1,298 @@
+"""The engine as a whole on a GPU: decode and prefill rates beside the machine's limits, and a mixed load's steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from typing import Any
+
+import torch
+from benchmarks.engine.gpu_bench import (
+    Bench,
+    RandomWeights,
+    kv_token_bytes,
+    matrix_params,
+    prefill_flops,
+    spread,
+)
+
+from kvolt.core.ids import RequestId
+from kvolt.core.load import StepLogHeader, StepStats, encode_step_log
+from kvolt.core.request import Request, Role, Sampling, StopConditions
+from kvolt.engines.native.arguments import NativeArguments
+from kvolt.engines.native.core import EngineCore
+from kvolt.engines.native.loading import CoreHooks, build_core
+from kvolt.engines.native.parallel import Solo
+from kvolt.engines.registry import EngineSpec
+
+CONTEXT, STEPS = 1024, 128
+BATCHES = (1, 32, 256)
+PROMPTS = (2048, 16384)
+_numbers = itertools.count()
+
+
+def request_of(prompt: list[int], max_tokens: int) -> Request:
+    return Request(
+        request_id=RequestId(f"r{next(_numbers)}"),
+        model="random",
+        token_ids=tuple(prompt),
+        stop=StopConditions(max_tokens=max_tokens, ignore_eos=True),
+        sampling=Sampling(temperature=0.0),
+    )
+
+
+def random_prompts(bench: Bench, count: int, length: int, seed: object) -> list[list[int]]:
+    rng = random.Random(f"{count} {length} {seed}")
+    return [[rng.randrange(bench.config.vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def engine_of(bench: Bench) -> EngineCore:
+    """The benchmarked engine, built once."""
+    if "core" not in bench.shared:
+        bench.shared["core"] = build(bench)
+    core: EngineCore = bench.shared["core"]
+    return core
+
+
+def build(bench: Bench) -> EngineCore:
+    blocks = 400 if bench.tiny else BATCHES[-1] * (CONTEXT + STEPS + 64) // 16 + 600
+    arguments = NativeArguments(
+        device=str(bench.device),
+        dtype=str(bench.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        kv_blocks=blocks,
+        max_num_seqs=8 if bench.tiny else BATCHES[-1],
+        max_batch_tokens=64 if bench.tiny else 8192,
+    )
+    spec = EngineSpec(model="random", role=Role.AGGREGATED)
+    weights = RandomWeights(bench.config, bench.device)
+    hooks = CoreHooks(progress=lambda text: bench.say(f"  {text}"))
+    return build_core(spec, "random", weights, arguments, hooks, Solo())
+
+
+def run_engine(bench: Bench) -> dict[str, Any]:
+    """Builds it: loading, and the capture of decode steps."""
+    started = time.perf_counter()
+    core = engine_of(bench)
+    used = torch.cuda.memory_allocated() / 2**30 if bench.device.type == "cuda" else 0.0
+    return {
+        "build_s": time.perf_counter() - started,
+        "allocated_gib": used,
+        "blocks": core.info.capacity.kv_total_blocks,
+    }
+
+
+def decode_rate(bench: Bench, core: EngineCore, batch: int, context: int, steps: int) -> dict[str, float]:
+    """Tokens a second of `steps` steps in which all of `batch` sequences decode, and the mean KV they read."""
+    # The first ones decode while the last ones prefill: none may end before all were measured.
+    requests = [request_of(prompt, steps + 256) for prompt in random_prompts(bench, batch, context, "decode")]
+    for request in requests:
+        core.submit(request)
+    for _ in range(100_000):
+        if core.scheduler.num_waiting == 0 and _all_decode(core):
+            break
+        core.step()
+    for _ in range(3):
+        core.step()
+    read: list[int] = []
+    model_s: list[float] = []
+    before = core.on_step
+
+    def note(stats: StepStats) -> None:
+        read.append(stats.context_tokens)
+        model_s.append(stats.time_s)
+
+    core.on_step = note
+    bench.sync()
+    started = time.perf_counter()
+    tokens = 0
+    for _ in range(steps):
+        output = core.step()
+        assert output is not None
+        tokens += len(output.plain_tokens) + sum(len(delta.token_ids) for _, delta in output.deltas)
+    bench.sync()
+    took = time.perf_counter() - started
+    core.on_step = before
+    for request in requests:
+        core.abort(request.request_id)
+    assert tokens == batch * steps, f"{tokens} tokens in {steps} steps of {batch}"
+    return {
+        "tokens_per_s": tokens / took,
+        "step_ms": took / steps * 1e3,
+        "context_tokens": sum(read) / len(read),
+        "in_step_ms": sum(model_s) / len(model_s) * 1e3,
+    }
+
+
+def _all_decode(core: EngineCore) -> bool:
+    return all(sequence.num_computed >= sequence.num_prompt for sequence in core.scheduler._running)
+
+
+def decode_limit_ms(bench: Bench, context_tokens: float) -> float:
+    """Weights and KV over the measured bandwidth."""
+    item = 4 if bench.tiny else 2
+    num_bytes = matrix_params(bench.config) * item + context_tokens * kv_token_bytes(bench.config, item)
+    bandwidth = bench.results.get("limits", {}).get("bandwidth", float("nan"))
+    return float(num_bytes / bandwidth * 1e3)
+
+
+def decode(bench: Bench) -> dict[str, Any]:
+    core = engine_of(bench)
+    batches, context, steps = ((1, 4), 40, 8) if bench.tiny else (BATCHES, CONTEXT, STEPS)
+    rows: dict[int, list[dict[str, float]]] = {batch: [] for batch in batches}
+    for round_number in range(bench.rounds):
+        for batch in batches:
+            row = decode_rate(bench, core, batch, context, steps)
+            rows[batch].append(row)
+            bench.say(
+                f"  round {round_number}, batch {batch}: {row['tokens_per_s']:.0f} tokens/s, {row['step_ms']:.2f} ms"
+            )
+    found: dict[str, Any] = {}
+    for batch, given in rows.items():
+        limit = decode_limit_ms(bench, given[0]["context_tokens"])
+        step = spread([row["step_ms"] for row in given])
+        found[str(batch)] = {
+            "tokens_per_s": spread([row["tokens_per_s"] for row in given]),
+            "step_ms": step,
+            "in_step_ms": spread([row["in_step_ms"] for row in given]),
+            "limit_ms": limit,
+            "of_limit": limit / step["median"],
+            "gpu_ms": _gpu_ms(bench, core, batch, context + steps // 2),
+        }
+        row = found[str(batch)]
+        bench.say(
+            f"  batch {batch}: {row['tokens_per_s']['median']:.0f} tokens/s, step {step['median']:.2f} ms"
+            f" (GPU alone {row['gpu_ms']:.2f}), limit {limit:.2f} ms: {row['of_limit']:.0%} of it"
+        )
+    return found
+
+
+def _gpu_ms(bench: Bench, core: EngineCore, batch: int, context: int) -> float:
+    """The captured step alone, without scheduling and sampling: where the rest of a step goes."""
+    from kvolt.engines.native.batch import Batch
+
+    runner = core.runner
+    replay = getattr(runner, "_replay", None)
+    size = runner.slab.shape.block_size
+    width = -(-context // size)
+    spare = runner.slab.shape.num_blocks - 1
+    blocks = torch.arange(batch * width, dtype=torch.int32).view(batch, width) % spare
+    host = Batch(
+        token_ids=torch.arange(batch),
+        positions=torch.full((batch,), context - 1),
+        slots=torch.full((batch,), spare * size),
+        num_decodes=batch,
+        query_starts=list(range(batch + 1)),
+        context_lens=[context] * batch,
+        context_lens_t=torch.full((batch,), context, dtype=torch.int32),
+        block_tables=blocks,
+        logit_rows=torch.arange(batch),
+    )
+    fields = ("token_ids", "positions", "slots", "context_lens_t", "block_tables", "logit_rows")
+    for name in fields:
+        setattr(host, name, getattr(host, name).to(bench.device))
+    with torch.inference_mode():
+        if replay is not None and replay.covers(host):
+            return bench.seconds(lambda: replay.replay(host), 20) * 1e3
+        return bench.seconds(lambda: runner.decode_logits(host), 5) * 1e3
+
+
+def prefill_seconds(bench: Bench, core: EngineCore, length: int, seed: object) -> float:
+    """From the submission to the first token of one prompt, alone."""
+    request = request_of(random_prompts(bench, 1, length, seed)[0], 1)
+    bench.sync()
+    started = time.perf_counter()
+    core.submit(request)
+    while core.has_work:
+        core.step()
+    bench.sync()
+    return time.perf_counter() - started
+
+
+def prefill(bench: Bench) -> dict[str, Any]:
+    core = engine_of(bench)
+    lengths = (50, 200) if bench.tiny else PROMPTS
+    times: dict[int, list[float]] = {length: [] for length in lengths}
+    for length in lengths:  # compiles what is not yet compiled
+        prefill_seconds(bench, core, length, "warm")
+    for round_number in range(bench.rounds):
+        for length in lengths:
+            times[length].append(prefill_seconds(bench, core, length, round_number))
+    found: dict[str, Any] = {}
+    matmul = bench.results.get("limits", {}).get("matmul", float("nan"))
+    for length, given in times.items():
+        took = spread(given)
+        limit = prefill_flops(bench.config, length) / matmul
+        found[str(length)] = {
+            "tokens_per_s": spread([length / one for one in given]),
+            "ms": {name: value * 1e3 for name, value in took.items()},
+            "limit_ms": limit * 1e3,
+            "of_limit": limit / took["median"],
+        }
+        rate = found[str(length)]["tokens_per_s"]["median"]
+        bench.say(
+            f"  {length} tokens: {rate:.0f} tokens/s, {took['median'] * 1e3:.1f} ms,"
+            f" limit {limit * 1e3:.1f} ms: {limit / took['median']:.0%} of it"
+        )
+    return found
+
+
+def mixed_load(bench: Bench) -> dict[str, Any]:
+    """Poisson arrivals at three rates, prompts 100 to 8000 tokens, outputs 50 to 400: a step log for the simulator."""
+    core = engine_of(bench)
+    rng = random.Random(11)
+    longest, outputs = (200, (5, 10)) if bench.tiny else (8000, (50, 400))
+    rates, part_s = ((20.0,), 0.5) if bench.tiny else ((3.0, 8.0, 14.0), 9.0)
+    arrivals: list[tuple[float, int, int]] = []
+    at = 0.0
+    for number, rate in enumerate(rates):
+        while at < (number + 1) * part_s:
+            at += rng.expovariate(rate)
+            length = int(math.exp(rng.uniform(math.log(min(100, longest // 2)), math.log(longest))))
+            arrivals.append((at, length, rng.randint(*outputs)))
+    prompts = [random_prompts(bench, 1, length, seed)[0] for seed, (_, length, _) in enumerate(arrivals)]
+    steps: list[StepStats] = []
+    before, core.on_step = core.on_step, steps.append
+    started = time.perf_counter()
+    pending = list(zip(arrivals, prompts, strict=True))[::-1]
+    submitted: list[RequestId] = []
+    most = 0
+    while pending or core.has_work:
+        now = time.perf_counter() - started
+        while pending and pending[-1][0][0] <= now:
+            (_, _, tokens), prompt = pending.pop()
+            request = request_of(prompt, tokens)
+            core.submit(request)
+            submitted.append(request.request_id)
+        if core.has_work:
+            core.step()
+            most = max(most, core.scheduler.num_running)
+        elif pending:
+            time.sleep(max(pending[-1][0][0] - now, 0))
+        if now > 2 * part_s * len(rates):  # it does not keep up: what there is will do
+            bench.say(f"  broken off with {len(pending)} to come, {core.scheduler.num_running} running")
+            for request_id in submitted:
+                core.abort(request_id)
+            break
+    core.on_step = before
+    took = time.perf_counter() - started
+    header = StepLogHeader(
+        engine="native",
+        model="random Llama-3.1-8B" if not bench.tiny else "tiny",
+        device=torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu",
+        block_size=core.info.block_size,
+        dtype=str(bench.dtype).removeprefix("torch."),
+    )
+    (bench.out / "steps.jsonl").write_bytes(b"".join(encode_step_log(header, steps)))
+    found = {
+        "requests": len(arrivals),
+        "seconds": took,
+        "steps": len(steps),
+        "decoded": sum(step.batch for step in steps),
+        "prefilled": sum(step.prefill_tokens for step in steps),
+        "busy_share": sum(step.time_s for step in steps) / took,
+        "most_running": most,
+    }
+    bench.say(f"  {found}")
+    return found

@@ -1,0 +1,279 @@
+"""The Triton kernels alone: are they right on this device, and how near its limits do they come?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import torch
+from benchmarks.engine.gpu_bench import Bench
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvolt.engines.native import kernels, kernels_fused
+from kvolt.engines.native.kernels_attention import (
+    DEFAULT_SHAPE,
+    DecodeShape,
+    PagedContext,
+    decode_attention,
+    num_splits,
+    processors_of,
+)
+from kvolt.engines.native.kernels_prefill import Chunks, PrefillShape, prefill_attention
+from kvolt.engines.native.slab import KvSlab, SlabShape
+
+DECODE_SHAPES = {
+    "64 tokens, 1 ahead": DecodeShape(num_stages=3),
+    "64 tokens, 2 ahead": DecodeShape(num_stages=5),
+    "64 tokens, 3 ahead": DecodeShape(num_stages=7),
+    "32 tokens, 2 ahead": DecodeShape(tile_bytes=8192, num_stages=5),
+    "64 tokens, 2 ahead, 2 warps": DecodeShape(num_stages=5, num_warps=2),
+    "32 tokens, 2 ahead, 2 warps": DecodeShape(tile_bytes=8192, num_stages=5, num_warps=2),
+}
+PREFILL_SHAPES = {
+    "128x64, 8 warps, 3": PrefillShape(),
+    "128x64, 8 warps, 5": PrefillShape(num_stages=5),
+    "128x64, 8 warps, 2": PrefillShape(num_stages=2),
+    "128x128, 8 warps, 3": PrefillShape(key_tile=128, num_stages=3),
+    "64x64, 4 warps, 3": PrefillShape(query_tile=64, num_warps=4),
+}
+
+
+class Paged:
+    """A slab in which sequences of given lengths lie in random blocks, with random KV in all of it."""
+
+    def __init__(
+        self, bench: Bench, lens: list[int], *, num_layers: int = 1, dtype: torch.dtype | None = None
+    ) -> None:
+        config = bench.config
+        self.block_size = 16
+        counts = [-(-length // self.block_size) for length in lens]
+        name = str(dtype or bench.dtype).removeprefix("torch.")
+        shape = SlabShape(
+            num_blocks=sum(counts) + 1,
+            num_layers=num_layers,
+            num_kv_heads=config.num_kv_heads,
+            block_size=self.block_size,
+            head_dim=config.head_dim,
+            dtype=name,
+        )
+        self.slab = KvSlab(shape, str(bench.device))
+        self.slab.tensor.normal_()
+        self.lens = lens
+        order = list(range(sum(counts)))
+        random.Random(1).shuffle(order)
+        tables = torch.zeros((len(lens), max(counts)), dtype=torch.int32)
+        at = 0
+        for row, count in enumerate(counts):
+            tables[row, :count] = torch.tensor(order[at : at + count], dtype=torch.int32)
+            at += count
+        self.tables = tables.to(bench.device)
+        self.lens_t = torch.tensor(lens, dtype=torch.int32, device=bench.device)
+
+    def context(self, layer: int = 0) -> PagedContext:
+        return PagedContext(*self.slab.layer(layer), self.tables, self.lens_t)
+
+    def gathered(self, row: int, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """[kv_heads, length, hd] each."""
+        blocks = self.tables[row, : -(-self.lens[row] // self.block_size)].long()
+        k, v = (
+            view[blocks].transpose(0, 1).flatten(1, 2)[:, : self.lens[row]] for view in self.slab.layer(layer)
+        )
+        return k, v
+
+
+def _error(out: Tensor, expected: Tensor) -> float:
+    """Relative to the norm; not a number counts as infinite."""
+    error = (out.float() - expected.float()).norm() / expected.float().norm()
+    return float(torch.nan_to_num(error, nan=float("inf")))
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [L, heads, hd], the last L of the context. Written out, in float64."""
+    group = q.shape[1] // k.shape[0]
+    k, v = (x.double().repeat_interleave(group, 0) for x in (k, v))
+    hidden = torch.ones((len(q), k.shape[1]), dtype=torch.bool, device=q.device).triu(k.shape[1] - len(q) + 1)
+    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * q.shape[2] ** -0.5
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+
+
+def kernel_checks(bench: Bench) -> dict[str, Any]:
+    """Relative error against float64: float32 must be exact to 1e-5, the others to their rounding."""
+    found: dict[str, Any] = {}
+    dtypes = (torch.float32, torch.float16, torch.bfloat16) if not bench.tiny else (torch.float32,)
+    bounds = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+    for dtype in dtypes:
+        parts = {
+            "decode": lambda: _check_decode(bench, dtype),  # noqa: B023
+            "prefill": lambda: _check_prefill(bench, dtype),  # noqa: B023
+            "fused": lambda: _check_fused(bench, dtype),  # noqa: B023
+        }
+        for name, part in parts.items():
+            label = f"{name} {str(dtype).removeprefix('torch.')}"
+            with bench.attempt(label, found):
+                error = part()
+                right = error <= bounds[dtype]
+                found[label] = {"error": error, "right": right}
+                bench.say(f"  {label}: {error:.1e} {'' if right else 'WRONG'}")
+    return found
+
+
+def _check_decode(bench: Bench, dtype: torch.dtype) -> float:
+    lens = [1, 40, 200] if bench.tiny else [1, 16, 17, 1000, 4097, 333, 64, 65]
+    paged = Paged(bench, lens, dtype=dtype)
+    config, worst = bench.config, 0.0
+    q = torch.randn(len(lens), config.num_heads, config.head_dim, device=bench.device).to(dtype)
+    for splits in (1, 4) if bench.tiny else (1, 2, 8, 64):
+        out = decode_attention(q, paged.context(), config.head_dim**-0.5, splits=splits)
+        for row in range(len(lens)):
+            expected = _reference(q[row : row + 1], *paged.gathered(row))[0]
+            worst = max(worst, _error(out[row], expected))
+    return worst
+
+
+def _check_prefill(bench: Bench, dtype: torch.dtype) -> float:
+    lens, chunks = ([20, 50], [20, 7]) if bench.tiny else ([700, 1500, 130, 2048], [700, 500, 1, 2048])
+    paged = Paged(bench, lens, dtype=dtype)
+    config, worst = bench.config, 0.0
+    starts = [0, *itertools.accumulate(chunks)]
+    q = torch.randn(starts[-1], config.num_heads, config.head_dim, device=bench.device).to(dtype)
+    out = torch.full_like(q, float("nan"))
+    table = Chunks(torch.tensor(starts, dtype=torch.int32, device=bench.device), max(chunks))
+    prefill_attention(q, paged.context(), table, config.head_dim**-0.5, out=out)
+    for row, (start, end) in enumerate(itertools.pairwise(starts)):
+        expected = _reference(q[start:end], *paged.gathered(row))
+        worst = max(worst, _error(out[start:end], expected))
+    return worst
+
+
+def _check_fused(bench: Bench, dtype: torch.dtype) -> float:
+    """Against the plain forms on the same device."""
+    config, rows = bench.config, 37
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, device=bench.device).to(dtype)
+
+    x, residual, weight = (
+        made(rows, config.hidden_size),
+        made(rows, config.hidden_size),
+        made(config.hidden_size),
+    )
+    expected, summed = kernels.plain_add_rmsnorm(x, residual.clone(), weight, 1e-5)
+    normed, updated = kernels_fused.add_rmsnorm(x, residual, weight, 1e-5)
+    errors = [_error(normed, expected), _error(updated, summed)]
+    gate_up = made(rows, 2 * config.intermediate_size)
+    errors.append(_error(kernels_fused.silu_mul(gate_up), kernels.plain_silu_mul(gate_up)))
+    paged, plain = (Paged(bench, [rows], dtype=dtype) for _ in range(2))
+    plain.slab.tensor.copy_(paged.slab.tensor)
+    heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+    qkv = made(rows, sum(heads), config.head_dim)
+    other = qkv.clone()
+    positions = torch.arange(rows, device=bench.device)
+    slots = paged.tables[0].long().repeat_interleave(16)[:rows] * 16 + positions % 16
+    angles = torch.randn(rows, config.head_dim // 2, device=bench.device)
+    norms = made(config.head_dim), made(config.head_dim)
+    for given in ((), norms):
+        rotation = kernels.Rotation(angles.cos(), angles.sin(), *given)
+        target = kernels.KvTarget(*paged.slab.layer(0), slots)
+        kernels_fused.rotate_and_write(*qkv.split(heads, dim=1), positions, rotation, target)
+        target = kernels.KvTarget(*plain.slab.layer(0), slots)
+        kernels.plain_rotate_and_write(*other.split(heads, dim=1), positions, rotation, target)
+        errors += [_error(qkv, other), _error(paged.slab.tensor, plain.slab.tensor)]
+    return max(errors)
+
+
+def decode_sweep(bench: Bench) -> dict[str, Any]:
+    """Bytes of KV a second, by batch, tile and splits; eight layers in turn, so that no cache holds them."""
+    bandwidth = bench.results.get("limits", {}).get("bandwidth")
+    cases = {"1 x 1k": [1024], "32 x 1k": [1024] * 32, "256 x 1k": [1024] * 256, "32 x 1k..8k": _ragged(32)}
+    if bench.tiny:
+        cases = {"2 x 40": [40, 40]}
+    found: dict[str, Any] = {}
+    for case, lens in cases.items():
+        layers = 2 if bench.tiny else 8
+        paged = Paged(bench, lens, num_layers=layers)
+        config = bench.config
+        num_bytes = sum(lens) * 2 * config.num_kv_heads * config.head_dim * paged.slab.tensor.element_size()
+        q = torch.randn(len(lens), config.num_heads, config.head_dim, device=bench.device).to(bench.dtype)
+        usual = num_splits(len(lens), config.num_kv_heads, processors_of(bench.device))
+        shapes = DECODE_SHAPES if len(lens) > 1 else {"default": DEFAULT_SHAPE}
+        for (label, shape), splits in itertools.product(
+            shapes.items(), sorted({max(usual // 2, 1), usual, usual * 2})
+        ):
+            if bench.tiny and label not in ("64 tokens, 2 ahead",):
+                continue
+            key = f"{case}, {label}, {splits} splits"
+
+            def work(
+                paged: Paged = paged, q: Tensor = q, shape: DecodeShape = shape, splits: int = splits
+            ) -> None:
+                for layer in range(paged.slab.shape.num_layers):
+                    decode_attention(q, paged.context(layer), 0.1, splits=splits, shape=shape)
+
+            with bench.attempt(key, found):
+                rate = num_bytes * layers / bench.replay_seconds(work, 5)
+                found[key] = {"gbps": rate / 1e9, "of_limit": rate / bandwidth if bandwidth else None}
+        _say_best(bench, found, case, "gbps", "GB/s")
+        del paged
+        bench.free()
+    return found
+
+
+def _ragged(count: int) -> list[int]:
+    rng = random.Random(3)
+    return [rng.choice((1000, 1500, 2500, 8000)) for _ in range(count)]
+
+
+def _say_best(bench: Bench, found: dict[str, Any], case: str, field: str, unit: str) -> None:
+    mine = {key: row for key, row in found.items() if key.startswith(case + ",") and field in row}
+    for key, row in sorted(mine.items(), key=lambda item: -item[1][field])[:4]:
+        share = f" ({row['of_limit']:.0%} of the limit)" if row.get("of_limit") else ""
+        bench.say(f"  {key}: {row[field]:.0f} {unit}{share}")
+
+
+def prefill_sweep(bench: Bench) -> dict[str, Any]:
+    """Attention alone: a whole prompt, and a chunk after cached tokens; paged kernel beside torch's."""
+    found: dict[str, Any] = {}
+    limit = bench.results.get("limits", {}).get("matmul")
+    cases = {"2k": (2048, 2048), "8k": (8192, 8192), "8k after 8k": (16384, 8192)}
+    if bench.tiny:
+        cases = {"64": (64, 64)}
+    config = bench.config
+    for case, (context, queries) in cases.items():
+        paged = Paged(bench, [context])
+        pairs = queries * (context - queries) + queries * (queries + 1) / 2
+        flops = 4.0 * pairs * config.num_heads * config.head_dim
+        q = torch.randn(queries, config.num_heads, config.head_dim, device=bench.device).to(bench.dtype)
+        out = torch.empty_like(q)
+        chunks = Chunks(torch.tensor([0, queries], dtype=torch.int32, device=bench.device), queries)
+        for label, shape in list(PREFILL_SHAPES.items())[: 1 if bench.tiny else None]:
+            key = f"{case}, paged {label}"
+
+            def work(shape: PrefillShape = shape) -> None:
+                prefill_attention(q, paged.context(), chunks, 0.1, out=out, shape=shape)  # noqa: B023
+
+            with bench.attempt(key, found):
+                rate = flops / bench.seconds(work, 5)
+                found[key] = {"tflops": rate / 1e12, "of_limit": rate / limit if limit else None}
+        for backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
+            key = f"{case}, torch {backend.lower()}"
+            if queries == context and bench.device.type == "cuda":
+                with bench.attempt(key, found):
+                    rate = flops / _torch_seconds(bench, q, paged, backend)
+                    found[key] = {"tflops": rate / 1e12, "of_limit": rate / limit if limit else None}
+        _say_best(bench, found, case, "tflops", "TFLOP/s")
+    return found
+
+
+def _torch_seconds(bench: Bench, q: Tensor, paged: Paged, backend: str) -> float:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    k, v = (x.contiguous()[None] for x in paged.gathered(0))
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        return bench.seconds(
+            lambda: F.scaled_dot_product_attention(
+                q.transpose(0, 1)[None], k, v, is_causal=True, enable_gqa=True
+            ),
+            5,
+        )

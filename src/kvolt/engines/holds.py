@@ -1,0 +1,79 @@
+"""Holds: blocks that are held for others than running sequences, at both ends of a handoff.
+
+Owns the blocks *kept* of a finished request until a peer has fetched them, and those *adopted*: allocated for
+KV that comes from elsewhere, until it is here. Knows no deadlines and moves no bytes; who keeps blocks must also
+release them, or the engine has that much less room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from kvolt.core.ids import RequestId
+from kvolt.kv import BlockId, BlockName, BlockPool
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Blocks from the start of a sequence on; the last ones may have no name yet."""
+
+    blocks: list[BlockId]
+    names: list[BlockName]
+    num_present: int = 0
+    """Of those adopted, how many were in the pool already."""
+
+
+class Holds:
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._kept: dict[RequestId, _Chain] = {}
+        self._adopted: dict[BlockId, _Chain] = {}  # by the first block that is to be filled
+
+    def __iter__(self) -> Iterator[BlockId]:
+        """Every block, as often as it is held."""
+        return chain.from_iterable(held.blocks for held in chain(self._kept.values(), self._adopted.values()))
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._kept
+
+    def keep(self, request_id: RequestId, blocks: list[BlockId], names: list[BlockName]) -> None:
+        """Take over blocks from their holder."""
+        self._kept[request_id] = _Chain(blocks, names)
+
+    def kept(self, request_id: RequestId) -> tuple[list[BlockId], list[BlockName]] | None:
+        """The blocks of a request and the names of the full ones; None when none are kept."""
+        held = self._kept.get(request_id)
+        return None if held is None else (held.blocks, held.names)
+
+    def release_kept(self, request_id: RequestId) -> bool:
+        held = self._kept.pop(request_id, None)
+        if held is None:
+            return False
+        self._pool.release(reversed(held.blocks))
+        return True
+
+    def adopt(self, names: Sequence[BlockName]) -> list[tuple[int, BlockId]]:
+        """A block for each of `names` that is not here, by its index: the caller fills them, then seals.
+
+        `names` are those of a sequence from its first block on. The list ends where the pool is full.
+        """
+        present = self._pool.acquire([name.key for name in names])
+        fresh = self._pool.allocate(min(len(names) - len(present), self._pool.num_free))
+        if not fresh:
+            self._pool.release(reversed(present))
+            return []
+        self._adopted[fresh[0]] = _Chain(present + fresh, list(names), len(present))
+        return list(enumerate(fresh, len(present)))
+
+    def seal_adopted(self, adopted: Sequence[tuple[int, BlockId]], num_filled: int | None = None) -> None:
+        """The first `num_filled` of an `adopt` (None: all) are filled, and found from now on; the rest is freed."""
+        if not adopted:
+            return
+        held = self._adopted.pop(adopted[0][1])
+        end = len(held.blocks) if num_filled is None else held.num_present + num_filled
+        for position in range(held.num_present, end):
+            parent = held.blocks[position - 1] if position else None
+            self._pool.register(held.blocks[position], held.names[position], parent, position)
+        self._pool.release(reversed(held.blocks))

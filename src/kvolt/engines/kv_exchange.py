@@ -1,0 +1,114 @@
+"""KvExchange: an engine's blocks as others ask for them: what is here, what leaves, what comes in.
+
+Owns the rules of the KvVisible and KvMovable protocols for engines with our scheduler. Knows no layout: the memory
+reads and writes whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvolt.core.block_key import BlockKeyContext
+from kvolt.core.ids import BlockKey
+from kvolt.core.kv_block import KvBlock
+from kvolt.core.kv_events import Stored
+from kvolt.core.request import Request
+from kvolt.engines.scheduler import Scheduler
+from kvolt.engines.sequence import BlockNames
+from kvolt.kv import BlockId, BlockName
+
+
+class BlockMemory(Protocol):
+    """Where the bytes of an engine's blocks lie."""
+
+    def read(self, block: BlockId) -> bytes:
+        """A copy."""
+        ...
+
+    def write(self, block: BlockId, data: bytes) -> None:
+        """The caller has checked the length."""
+        ...
+
+
+class KvExchange:
+    """See the module. To be used between steps, or by the thread that plans them."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        memory: BlockMemory,
+        block_bytes: int,
+        keys_of: Callable[[Request], BlockKeyContext],
+    ) -> None:
+        self._scheduler = scheduler
+        self._memory = memory
+        self._block_bytes = block_bytes
+        self._keys_of = keys_of
+
+    def keys(self, request: Request) -> list[BlockKey]:
+        """Of the full blocks of a prompt."""
+        context = self._keys_of(request)
+        names = BlockNames(request, context)
+        tokens = list(request.token_ids)
+        names.reach(tokens, len(tokens) // context.block_size)
+        return names.keys
+
+    def match(self, request: Request) -> int:
+        return self._scheduler.pool.match(self.keys(request)) * self._scheduler.limits.block_size
+
+    def contents(self) -> tuple[Stored, ...]:
+        return tuple(self._scheduler.pool.contents())
+
+    def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
+        pool = self._scheduler.pool
+        exported: list[KvBlock] = []
+        parent: BlockKey | None = None
+        position = 0
+        for key in keys:
+            block = pool.block_of(key)
+            if block is None:
+                break
+            if not exported:
+                lineage = pool.lineage(key)
+                parent = lineage[-2].key if len(lineage) > 1 else None
+                position = len(lineage) - 1
+            name = pool.name_of(block)
+            assert name is not None
+            data = self._memory.read(block)
+            exported.append(KvBlock(key, name.sequence_hash, name.local_hash, parent, position, data).seal())
+            parent, position = key, position + 1
+        return tuple(exported)
+
+    def import_kv(self, blocks: Sequence[KvBlock]) -> int:
+        count = 0
+        run: list[KvBlock] = []
+        for block in blocks:
+            if not block.intact or len(block.data) != self._block_bytes:
+                break
+            if run and block.parent != run[-1].key:
+                taken = self._import_run(run)
+                count += taken
+                if taken < len(run):
+                    return count
+                run = []
+            run.append(block)
+        return count + self._import_run(run) if run else count
+
+    def _import_run(self, run: Sequence[KvBlock]) -> int:
+        """Blocks each of which follows the one before."""
+        scheduler = self._scheduler
+        before: list[BlockName] = []
+        if run[0].parent is not None:
+            before = scheduler.pool.lineage(run[0].parent)
+            if len(before) != run[0].position:
+                return 0  # its parent is not here
+        elif run[0].position:
+            return 0
+        names = before + [BlockName(block.key, block.sequence_hash, block.local_hash) for block in run]
+        present = scheduler.pool.match([name.key for name in names])
+        adopted = scheduler.adopt(names)
+        for index, block_id in adopted:
+            self._memory.write(block_id, run[index - len(before)].data)
+        scheduler.seal_adopted(adopted)
+        return present - len(before) + len(adopted)

@@ -1,0 +1,328 @@
+"""Attention on the CPU: C kernels that read the slab in place, or plain torch.
+
+With kernels a layer is one call for rotation, writing and all decodes; what depends on the step alone is prepared
+once for all layers. Without them the blocks of all decodes are gathered, padded to the longest, and masked.
+Prefill chunks go one by one through torch's attention either way; a chunk that is its whole context needs no
+gathering. What the kernels cannot take (see `Paged.fits`) goes the plain way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvolt.engines.native import cpu_kernels
+from kvolt.engines.native.batch import Batch
+from kvolt.engines.native.cpu_kernels import NARROW, CpuKernels, is_dense
+from kvolt.engines.native.kernels import KvTarget, Rotation, plain_rmsnorm, plain_rotate, plain_write_kv
+from kvolt.engines.native.slab import KvSlab
+
+_SEQUENCES_PER_THREAD = 4
+"""With fewer, contexts are split, so that no thread waits for another's long one."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """A prefill chunk: its rows, and where its context lies unless that is the chunk itself."""
+
+    number: int
+    first: int
+    last: int
+    context: int
+    mask: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _PlainStep:
+    """What all layers of a step share in plain torch."""
+
+    cos: Tensor
+    sin: Tensor
+    decode_blocks: Tensor
+    decode_mask: Tensor
+
+
+@dataclass(slots=True)
+class _Step:
+    batch: Batch
+    chunks: list[_Chunk]
+    plain: _PlainStep | None = None
+    paged: PagedStep | None = None
+
+
+class CpuAttention:
+    """The attention backend of a host slab."""
+
+    def __init__(self, slab: KvSlab, num_heads: int, scale: float) -> None:
+        self._num_kv_heads = slab.shape.num_kv_heads
+        self._group_size = num_heads // slab.shape.num_kv_heads
+        self._block_size = slab.shape.block_size
+        self._scale = scale
+        self._heads = torch.arange(self._num_kv_heads)[None, :, None]
+        self._views = [slab.layer(number) for number in range(slab.shape.num_layers)]
+        self._step: _Step | None = None
+        kernels = cpu_kernels.shared()
+        self._paged: Paged | None = None
+        if kernels is not None and Paged.fits(kernels, slab, num_heads):
+            self._paged = Paged(kernels, slab, num_heads, scale)
+
+    def rotate_and_attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, batch: Batch
+    ) -> Tensor:
+        step = self._step
+        if step is None or step.batch is not batch:
+            step = self._step = self._prepare(batch, rotation, q.dtype)
+        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)
+        paged = self._paged
+        if paged is not None and step.paged is not None and paged.takes(layer, q, k, v, rotation):
+            paged.attend(layer, q, k, v, step.paged, out)
+        else:
+            q, k = self._plain_attend(layer, q, k, v, rotation, step, out)
+        for chunk in step.chunks:
+            rows = slice(chunk.first, chunk.last)
+            attended = self._prefill(layer, chunk, q[rows], k[rows], v[rows], step)
+            if chunk.last - chunk.first == batch.num_tokens:
+                return attended
+            out[rows] = attended
+        return out
+
+    def _prefill(self, layer: int, chunk: _Chunk, q: Tensor, k: Tensor, v: Tensor, step: _Step) -> Tensor:
+        if chunk.mask is None:
+            context_k, context_v = k.transpose(0, 1), v.transpose(0, 1)
+        else:
+            context_k, context_v = self._context(layer, chunk, step)
+        attended = F.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            context_k.unsqueeze(0),
+            context_v.unsqueeze(0),
+            attn_mask=chunk.mask,
+            is_causal=chunk.mask is None,
+            scale=self._scale,
+            enable_gqa=self._group_size > 1,
+        )
+        return attended.squeeze(0).transpose(0, 1).reshape(q.shape[0], -1)
+
+    def _context(self, layer: int, chunk: _Chunk, step: _Step) -> tuple[Tensor, Tensor]:
+        """Keys and values of a chunk, and of all before it: [kv_heads, context, hd]."""
+        if self._paged is not None and step.paged is not None:
+            return self._paged.context(layer, chunk.number, chunk.context, step.paged)
+        count = -(-chunk.context // self._block_size)
+        blocks = step.batch.block_tables[chunk.number, :count].long()
+        keys, values = (view[blocks].transpose(0, 1).flatten(1, 2) for view in self._views[layer])
+        return keys[:, : chunk.context], values[:, : chunk.context]
+
+    def _prepare(self, batch: Batch, rotation: Rotation, dtype: torch.dtype) -> _Step:
+        chunks = []
+        for number in range(batch.num_decodes, batch.num_sequences):
+            first, last = batch.query_starts[number], batch.query_starts[number + 1]
+            chunk = _Chunk(number, first, last, batch.context_lens[number])
+            count = last - first
+            if count < chunk.context:
+                hidden = torch.full((count, chunk.context), float("-inf"), dtype=dtype)
+                chunk.mask = hidden.triu_(chunk.context - count + 1)
+            chunks.append(chunk)
+        paged = None if self._paged is None else self._paged.step(batch, rotation)
+        return _Step(batch, chunks, paged=paged)
+
+    def _plain_attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, step: _Step, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Turns, writes, and attends the decodes; the turned q and k."""
+        batch = step.batch
+        plain = step.plain
+        if plain is None:
+            plain = step.plain = self._plain_step(batch, rotation, q.dtype)
+        if rotation.query_norm is not None and rotation.key_norm is not None:
+            q = plain_rmsnorm(q, rotation.query_norm, rotation.eps)
+            k = plain_rmsnorm(k, rotation.key_norm, rotation.eps)
+        q, k = plain_rotate(q, plain.cos, plain.sin), plain_rotate(k, plain.cos, plain.sin)
+        keys, values = self._views[layer]
+        plain_write_kv(k, v, KvTarget(keys, values, batch.slots))
+        count = batch.num_decodes
+        if count:
+            # The query heads that share a KV head stand in the place of query positions.
+            shape = (count, self._num_kv_heads, -1, q.shape[2])
+            attended = F.scaled_dot_product_attention(
+                q[:count].reshape(shape),
+                keys[plain.decode_blocks, self._heads].view(shape),
+                values[plain.decode_blocks, self._heads].view(shape),
+                attn_mask=plain.decode_mask,
+                scale=self._scale,
+            )
+            out[:count] = attended.reshape(count, -1)
+        return q, k
+
+    def _plain_step(self, batch: Batch, rotation: Rotation, dtype: torch.dtype) -> _PlainStep:
+        count = batch.num_decodes
+        lens = batch.context_lens_t[:count].long()
+        num_blocks = -(-max(batch.context_lens[:count], default=0) // self._block_size)
+        positions = torch.arange(num_blocks * self._block_size)
+        hidden = positions[None, :] >= lens[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        return _PlainStep(
+            cos=rotation.cos[batch.positions],
+            sin=rotation.sin[batch.positions],
+            decode_blocks=batch.block_tables[:count, :num_blocks].long()[:, None, :],
+            decode_mask=mask[:, None, None, :],
+        )
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """What the kernels know of a step, and the memory it points to."""
+
+    address: int
+    held: tuple[object, ...]
+    tables: Tensor
+
+
+@dataclass(slots=True)
+class _PagedLayer:
+    address: int
+    held: cpu_kernels.Layer
+    rotation: Rotation
+
+
+class Paged:
+    """The kernels, bound to a slab. Everything that can be checked once is checked once."""
+
+    def __init__(self, kernels: CpuKernels, slab: KvSlab, num_heads: int, scale: float) -> None:
+        shape = slab.shape
+        self._kernels = kernels
+        self._dtype = slab.tensor.dtype
+        self._slab = slab
+        itemsize = slab.tensor.element_size()
+        keys, _ = slab.layer(0)
+        block_stride, head_stride, token_stride, _ = (stride * itemsize for stride in keys.stride())
+        self._shape = cpu_kernels.Shape(
+            num_blocks=shape.num_blocks,
+            block_size=shape.block_size,
+            block_stride=block_stride,
+            head_stride=head_stride,
+            token_stride=token_stride,
+            head_dim=shape.head_dim,
+            num_heads=num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            narrow=NARROW[self._dtype],
+            scale=scale,
+        )
+        self._shape_address = ctypes.addressof(self._shape)
+        self._layers: list[_PagedLayer | None] = [None] * shape.num_layers
+        self._row_values = (num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        self._itemsize = itemsize
+
+    @staticmethod
+    def fits(kernels: CpuKernels, slab: KvSlab, num_heads: int) -> bool:
+        shape, tensor = slab.shape, slab.tensor
+        return (
+            tensor.is_cpu
+            and tensor.dtype in NARROW
+            and tensor.is_contiguous()
+            and kernels.fits_heads(shape.head_dim)
+            and num_heads % shape.num_kv_heads == 0
+        )
+
+    def step(self, batch: Batch, rotation: Rotation) -> PagedStep | None:
+        """None for the plain way. IndexError where a batch points outside of the slab or of the rotation."""
+        shape, kernels, count = self._shape, self._kernels, batch.num_decodes
+        positions, slots = batch.positions.contiguous(), batch.slots.contiguous()
+        if positions.dtype is not torch.int64 or slots.dtype is not torch.int64:
+            return None
+        tables, lens = batch.block_tables.int().contiguous(), batch.context_lens_t.int().contiguous()
+        read = sum(batch.context_lens[:count]) * shape.num_kv_heads * shape.head_dim * 2
+        threads = kernels.threads_for(read)
+        max_parts = -(-max(batch.context_lens[:count], default=0) // kernels.part)
+        partials: Tensor | None = None
+        if threads > 1 and max_parts > 1 and count < _SEQUENCES_PER_THREAD * threads:
+            partials = torch.empty(count * max_parts * shape.num_heads * (shape.head_dim + 2))
+        told = cpu_kernels.Step(
+            num_tokens=batch.num_tokens,
+            num_sequences=batch.num_sequences,
+            num_decodes=count,
+            positions=positions.data_ptr(),
+            slots=slots.data_ptr(),
+            tables=tables.data_ptr(),
+            context_lens=lens.data_ptr(),
+            table_width=tables.shape[1],
+            partials=None if partials is None else partials.data_ptr(),
+            max_parts=max_parts,
+            rotate_threads=kernels.threads_for(batch.num_tokens * self._row_values),
+            attend_threads=threads,
+        )
+        shape.num_positions = rotation.cos.shape[0]
+        address = ctypes.addressof(told)
+        if kernels.check(self._shape_address, address):
+            raise IndexError("a step points outside of its KV blocks or positions")
+        return PagedStep(address, (told, tables, lens, positions, slots, partials), tables)
+
+    def takes(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> bool:
+        bound = self._layers[layer]
+        if bound is None or bound.rotation is not rotation:
+            if not self._fits_rotation(rotation):
+                return False
+            self._layers[layer] = self._bind(layer, rotation)
+        head_dim = self._shape.head_dim
+        row = q.stride(0)
+        for x in (q, k, v):
+            row_stride, head_stride, stride = x.stride()
+            # The stride of a dimension of one says nothing.
+            if (row_stride != row and x.shape[0] > 1) or (head_stride != head_dim and x.shape[1] > 1):
+                return False
+            if stride != 1 or x.dtype is not self._dtype:
+                return False
+        return bool(rotation.cos.shape[0] == self._shape.num_positions)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: PagedStep, out: Tensor) -> None:
+        """Turns q and k in place, writes k and v, attends the decodes; of what it `takes`."""
+        bound = self._layers[layer]
+        assert bound is not None, "see takes"
+        self._kernels.attend(
+            self._shape_address,
+            step.address,
+            bound.address,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            q.stride(0) * self._itemsize,
+            out.data_ptr(),
+        )
+
+    def context(self, layer: int, number: int, length: int, step: PagedStep) -> tuple[Tensor, Tensor]:
+        """Keys and values of a sequence in one piece each: [kv_heads, length, hd]."""
+        shape = self._shape
+        out = torch.empty((2, shape.num_kv_heads, length, shape.head_dim), dtype=self._dtype)
+        table = step.tables[number].data_ptr()
+        for into, view in zip(out, self._slab.layer(layer), strict=True):
+            self._kernels.gather(self._shape_address, view.data_ptr(), table, length, into.data_ptr())
+        return out[0], out[1]
+
+    def _fits_rotation(self, rotation: Rotation) -> bool:
+        head_dim = self._shape.head_dim
+        norms = [norm for norm in (rotation.query_norm, rotation.key_norm) if norm is not None]
+        return (
+            len(norms) in (0, 2)
+            and all(is_dense(norm, self._dtype) and norm.numel() == head_dim for norm in norms)
+            and all(
+                is_dense(table, torch.float32) and table.shape[1] * 2 == head_dim
+                for table in (rotation.cos, rotation.sin)
+            )
+            and rotation.cos.shape == rotation.sin.shape
+        )
+
+    def _bind(self, layer: int, rotation: Rotation) -> _PagedLayer:
+        keys, values = self._slab.layer(layer)
+        query_norm, key_norm = rotation.query_norm, rotation.key_norm
+        told = cpu_kernels.Layer(
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            cosines=rotation.cos.data_ptr(),
+            sines=rotation.sin.data_ptr(),
+            query_norm=None if query_norm is None else query_norm.data_ptr(),
+            key_norm=None if key_norm is None else key_norm.data_ptr(),
+            eps=rotation.eps,
+        )
+        return _PagedLayer(ctypes.addressof(told), told, rotation)

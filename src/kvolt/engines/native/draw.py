@@ -1,0 +1,247 @@
+"""One token per row: the likeliest, or one drawn by inverse CDF with one uniform number per row.
+
+A row's logits become weights, exp((x - max) / temperature) scaled to 2**32 and rounded to whole numbers.
+Sums of whole numbers below 2**53 are exact in float64 whatever their order, and every other operation is
+element by element: a row draws the same token alone, in any batch and with any number of threads.
+
+top_k, top_p and min_p all keep what is at or above some weight, so each is one threshold per row (of
+tokens with equal weight all stay or none) and nothing is sorted back: on the host a row's few largest
+weights are found by partition, on a device by topk or, where top_k does not bound them, by a sort. What
+happens on a device does not depend on results, so nothing waits for it.
+
+Knows numbers only; what the rows mean is the sampler's business. Logits are float32 and stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_BLOCK = 256
+_SCALE = 2.0**32
+"""The weight of the likeliest token."""
+FEW = 1024
+"""A device looks for no more of the largest weights than this if top_k allows."""
+_HOST_CHUNK = 4
+"""Rows at a time on the host: what is worked on stays in the cache."""
+_FIRST_LOOK = 1024
+"""Largest weights in which a nucleus is looked for before the whole row is sorted."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Draws:
+    """How some rows are drawn; one element per row in each."""
+
+    uniforms: Floats
+    inverse_temperatures: Floats
+    top_k: NDArray[np.int64]
+    """At least the vocabulary's size: no limit."""
+    top_p: Floats
+    min_p: Floats
+
+
+class Picked:
+    """A token per row and the row's largest logit, which says whether the row was sound."""
+
+    __slots__ = ("maxima", "tokens")
+
+    def __init__(self, tokens: Tensor, maxima: Tensor) -> None:
+        self.tokens = tokens
+        self.maxima = maxima
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Without waiting for the device; on the host the array itself."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def join_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> Tensor:
+    """Arrays end to end, copied once on the host."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.concatenate(arrays))
+    pinned = torch.from_numpy(np.empty(0, dtype=arrays[0].dtype)).new_empty(
+        sum(map(len, arrays)), pin_memory=True
+    )
+    np.concatenate(arrays, out=pinned.numpy())
+    return pinned.to(device, non_blocking=True)
+
+
+def likeliest(logits: Tensor, rows: NDArray[np.int64] | None) -> Picked:
+    """The first largest of each row, or of those named."""
+    if logits.device.type != "cpu":
+        chosen = logits if rows is None else logits[to_device(rows, logits.device)]
+        maxima, tokens = chosen.max(dim=-1)
+        return Picked(tokens, maxima)
+    # numpy's is some twenty times faster than torch's on a processor; both stop at the first NaN.
+    array = logits.numpy()
+    if rows is None:
+        found = array.argmax(axis=1)
+        rows = np.arange(len(found))
+    else:
+        found = np.array([array[row].argmax() for row in rows], dtype=np.int64)
+    return Picked(torch.from_numpy(found), torch.from_numpy(array[rows, found]))
+
+
+def draw(logits: Tensor, rows: NDArray[np.int64] | None, draws: Draws, filtered: bool) -> Picked:
+    """Draw for each row, or for those named; without `filtered` top_k, top_p and min_p are not looked at."""
+    if logits.device.type == "cpu":
+        return draw_on_host(logits, rows, draws, filtered)
+    chosen = logits if rows is None else logits[to_device(rows, logits.device)]
+    return draw_on_device(chosen, draws, filtered)
+
+
+def _weights(differences: Tensor, inverse: Tensor | None) -> Tensor:
+    """Of the differences to the largest logit, in place. No `inverse`: all temperatures are 1."""
+    if inverse is not None:
+        differences.mul_(inverse)
+    return differences.exp_().mul_(_SCALE).round_()
+
+
+# --- on the host ---
+
+
+def draw_on_host(logits: Tensor, rows: NDArray[np.int64] | None, draws: Draws, filtered: bool) -> Picked:
+    """A few rows at a time, in the cache."""
+    num_rows = logits.shape[0] if rows is None else len(rows)
+    where = np.arange(num_rows) if rows is None else rows
+    padded = -(-logits.shape[1] // _BLOCK) * _BLOCK
+    scratch = torch.full((min(num_rows, _HOST_CHUNK), padded), -math.inf)
+    inverse = _inverse(draws)
+    tokens = np.zeros(num_rows, dtype=np.int64)
+    maxima = torch.empty(num_rows, dtype=torch.float32)
+    for start, end in pairwise([*range(0, num_rows, _HOST_CHUNK), num_rows]):
+        chunk = _rows_of(logits, where[start:end])
+        part = None if inverse is None else inverse[start:end]
+        largest = chunk.amax(dim=-1, keepdim=True)
+        maxima[start:end] = largest.squeeze(1)
+        scratch[:, logits.shape[1] :] = -math.inf  # weighs nothing, and makes up whole blocks
+        torch.sub(chunk, largest, out=scratch[: end - start, : logits.shape[1]])
+        weights = _weights(scratch[: end - start], part)
+        sums = _block_sums(weights)
+        if filtered:
+            for at in range(start, end):
+                _keep_likely(weights[at - start], float(sums[at - start].sum()), draws, at)
+            sums = _block_sums(weights)
+        array = weights.numpy()
+        for at in range(start, end):
+            tokens[at] = _find(array[at - start], sums[at - start], draws.uniforms[at])
+    return Picked(torch.from_numpy(tokens), maxima)
+
+
+def _inverse(draws: Draws) -> Tensor | None:
+    if bool((draws.inverse_temperatures == 1).all()):
+        return None
+    return torch.from_numpy(draws.inverse_temperatures.astype(np.float32)).unsqueeze(1)
+
+
+def _block_sums(weights: Tensor) -> Floats:
+    sums: Floats = weights.view(len(weights), -1, _BLOCK).sum(dim=-1, dtype=torch.float64).numpy()
+    return sums
+
+
+def _rows_of(logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):
+        return logits[first : last + 1]  # rows are named in order
+    return logits.index_select(0, torch.from_numpy(rows))
+
+
+def _find(weights: NDArray[np.float32], sums: Floats, uniform: float) -> int:
+    """The first token at which the running sum passes the number's share of the whole."""
+    running = sums.cumsum()
+    total = running[-1]
+    if not total > 0:
+        return 0  # not a number: the row is told to have failed by its maximum
+    target = min(math.floor(uniform * total), total - 1)
+    block = int(running.searchsorted(target, side="right"))
+    before = running[block] - sums[block]
+    inside = weights[block * _BLOCK : (block + 1) * _BLOCK].cumsum(dtype=np.float64)
+    return block * _BLOCK + int(inside.searchsorted(target - before, side="right"))
+
+
+def _keep_likely(weights: Tensor, total: float, draws: Draws, at: int) -> None:
+    """Sets to 0 what top_k, top_p and min_p leave out of one row."""
+    array = weights.numpy()
+    top_k, top_p = int(draws.top_k[at]), float(draws.top_p[at])
+    threshold = float(draws.min_p[at]) * _SCALE
+    kth = 0.0
+    if top_k < len(array):
+        kth = float(np.partition(array, len(array) - top_k)[len(array) - top_k])
+        threshold = max(threshold, kth)
+    if top_p < 1 and kth > 0:
+        largest = np.sort(array[array >= kth])[::-1]
+        threshold = max(threshold, _nucleus(largest, top_p * float(largest.sum(dtype=np.float64))))
+    elif top_p < 1:
+        threshold = max(threshold, _nucleus_of_row(array, top_p * total))
+    if threshold > 0:
+        nearest = np.float32(threshold)
+        below = nearest if float(nearest) < threshold else np.nextafter(nearest, np.float32(0))
+        torch.threshold_(weights, float(below), 0.0)
+
+
+def _nucleus_of_row(array: NDArray[np.float32], wanted: float) -> float:
+    first = len(array) - min(_FIRST_LOOK, len(array))
+    largest = np.sort(np.partition(array, first)[first:])[::-1]
+    if not largest.sum(dtype=np.float64) >= wanted:
+        largest = np.sort(array)[::-1]
+    return _nucleus(largest, wanted)
+
+
+def _nucleus(largest: NDArray[np.float32], wanted: float) -> float:
+    """The smallest of the fewest `largest` that weigh `wanted` together. They come in falling order."""
+    running = largest.cumsum(dtype=np.float64)
+    return float(largest[min(int(running.searchsorted(wanted)), len(largest) - 1)])
+
+
+# --- on a device ---
+
+
+def draw_on_device(logits: Tensor, draws: Draws, filtered: bool) -> Picked:
+    """All rows at once, and nothing read back."""
+    numbers = [draws.uniforms, draws.inverse_temperatures, draws.top_k, draws.top_p, draws.min_p]
+    moved = to_device(np.stack(numbers), logits.device).unsqueeze(2)
+    maxima = logits.amax(dim=-1, keepdim=True)
+    scaled = bool((draws.inverse_temperatures != 1).any())
+    weights = _weights(logits - maxima, moved[1].float() if scaled else None)
+    if filtered:
+        weights.mul_(weights >= _thresholds(weights, draws, moved))
+    running = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = running[:, -1:]
+    target = torch.minimum((moved[0] * total).floor_(), total - 1)
+    tokens = torch.searchsorted(running, target, right=True).clamp_(max=logits.shape[1] - 1)
+    return Picked(tokens.squeeze(1), maxima.squeeze(1))
+
+
+def _thresholds(weights: Tensor, draws: Draws, moved: Tensor) -> Tensor:
+    """The smallest weight that stays, per row. [n, 1]."""
+    _, _, top_k, top_p, min_p = moved
+    least: Tensor = min_p * _SCALE
+    vocabulary = weights.shape[1]
+    num_largest = int(draws.top_k.max())
+    has_nucleus = bool((draws.top_p < 1).any())
+    if not has_nucleus and bool((draws.top_k >= vocabulary).all()):
+        return least
+    if num_largest <= min(FEW, vocabulary):
+        largest = weights.topk(num_largest, dim=-1).values
+    else:
+        largest = weights.sort(dim=-1, descending=True).values
+    kth = largest.gather(1, top_k.long().clamp_(max=largest.shape[1]) - 1)
+    if not has_nucleus:
+        return torch.maximum(least, kth)
+    wanted = top_p * (weights * (weights >= kth)).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    place = torch.searchsorted(largest.cumsum(dim=-1, dtype=torch.float64), wanted)
+    last = largest.gather(1, place.clamp_(max=largest.shape[1] - 1))
+    return torch.maximum(least, torch.maximum(kth, last))

@@ -1,0 +1,148 @@
+"""CUDA graphs of decode steps: a step of a few hundred launches becomes one.
+
+Owns the static inputs that the graphs read, the padding up to a captured size, and the replay. A graph sees the
+same addresses every time: a batch is copied into the static tensors, rows past it write their KV to a spare slot
+and have a context of 0. Must not know models: it captures any `forward(batch) -> [rows, ...]`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvolt.engines.native.batch import Batch
+
+Forward = Callable[[Batch], Tensor]
+Run = Callable[[], Tensor]
+Recorder = Callable[[Run], Run]
+"""Runs a function once, and returns one that does the same work again on the same memory."""
+
+DEFAULT_SIZES = (1, 2, 4, 8, *range(16, 257, 8))
+
+
+class CudaRecorder:
+    """Records into CUDA graphs that share one memory pool: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Run:
+        # Outside the capture first: kernels compile, libraries take their workspaces.
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """What the graphs are captured for."""
+
+    max_blocks: int
+    """Width of the block tables: the longest context."""
+    spare_slot: int
+    """Where padded rows write their KV: in a block that no sequence owns."""
+    sizes: Sequence[int] = DEFAULT_SIZES
+    """Batch sizes, ascending; a batch runs in the smallest that holds it."""
+
+
+class DecodeGraphs:
+    """Decode steps by replay, for batches within the limits."""
+
+    def __init__(
+        self, forward: Forward, limits: GraphLimits, device: torch.device, recorder: Recorder | None = None
+    ) -> None:
+        self._forward = forward
+        self._limits = limits
+        self._sizes = sorted(limits.sizes)
+        self._recorder = CudaRecorder() if recorder is None else recorder
+        self._runs: dict[int, Run] = {}
+        self._out: Tensor | None = None
+        rows = self._sizes[-1]
+        self._tokens, self._positions, self._slots, self._rows = (
+            torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self._rows.copy_(torch.arange(rows))
+        self._lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._tables = torch.zeros((rows, limits.max_blocks), dtype=torch.int32, device=device)
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        return self._sizes
+
+    def capture(self) -> None:
+        """Captures every size, the largest first so that the smaller ones fit its memory."""
+        self._pad(0, self._sizes[-1])
+        for size in reversed(self._sizes):
+            self._runs[size] = self._recorder(self._step_of(size))
+
+    def covers(self, batch: Batch) -> bool:
+        """Whether `replay` takes this batch: decodes without adapters only, and within the captured sizes."""
+        rows = len(batch.context_lens)
+        return (
+            bool(self._runs)
+            and batch.num_decodes == rows
+            and not batch.lora_rows
+            and 0 < rows <= self._sizes[-1]
+            and batch.block_tables.shape[1] <= self._limits.max_blocks
+        )
+
+    def replay(self, batch: Batch) -> Tensor:
+        """The rows `forward` gives for a covered batch, on the host or the device. Valid until the next replay."""
+        rows = batch.num_decodes
+        size = self._sizes[bisect_left(self._sizes, rows)]
+        self._tokens[:rows].copy_(batch.token_ids, non_blocking=True)
+        self._positions[:rows].copy_(batch.positions, non_blocking=True)
+        self._slots[:rows].copy_(batch.slots, non_blocking=True)
+        self._lens[:rows].copy_(batch.context_lens_t, non_blocking=True)
+        self._tables[:rows, : batch.block_tables.shape[1]].copy_(batch.block_tables, non_blocking=True)
+        if rows < size:
+            self._pad(rows, size)
+        return self._runs[size]()[:rows]
+
+    def _pad(self, rows: int, size: int) -> None:
+        # Tokens and positions may stay as some earlier batch left them: nothing reads the result.
+        self._slots[rows:size].fill_(self._limits.spare_slot)
+        self._lens[rows:size].zero_()
+
+    def _step_of(self, size: int) -> Run:
+        batch = self._static_batch(size)
+
+        def step() -> Tensor:
+            made = self._forward(batch)
+            # One output for all sizes: each graph's own would keep a [size, vocabulary] alive.
+            if self._out is None:
+                self._out = torch.empty(
+                    (self._sizes[-1], *made.shape[1:]), dtype=made.dtype, device=made.device
+                )
+            self._out[:size].copy_(made)
+            return self._out[:size]
+
+        return step
+
+    def _static_batch(self, size: int) -> Batch:
+        return Batch(
+            token_ids=self._tokens[:size],
+            positions=self._positions[:size],
+            slots=self._slots[:size],
+            num_decodes=size,
+            query_starts=list(range(size + 1)),
+            context_lens=[0] * size,  # the kernels read the tensor
+            context_lens_t=self._lens[:size],
+            block_tables=self._tables[:size],
+            logit_rows=self._rows[:size],
+        )

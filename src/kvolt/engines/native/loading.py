@@ -1,0 +1,380 @@
+"""From a model's name to an EngineCore that can compute.
+
+Owns the choices that were left open: device, what to compute in, how many KV blocks, how much per step. Says
+what it does as it goes, since it may take minutes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import torch
+
+from kvolt.core.block_key import BlockKeyContext
+from kvolt.core.card import Capacity, EngineInfo, card_hash
+from kvolt.core.errors import ConfigError
+from kvolt.core.load import StepLogHeader, StepStats, encode_step, encode_step_log
+from kvolt.core.request import Request
+from kvolt.engines.native.arguments import NativeArguments
+from kvolt.engines.native.attention_cpu import CpuAttention
+from kvolt.engines.native.card import model_card
+from kvolt.engines.native.checkpoint import Checkpoint, open_checkpoint
+from kvolt.engines.native.config import ModelConfig
+from kvolt.engines.native.core import EngineCore
+from kvolt.engines.native.fetch_progress import ProgressLog
+from kvolt.engines.native.follower import Allocate, Followers, LoadLora, UnloadLora
+from kvolt.engines.native.model import Attention, LoadOptions, Transformer
+from kvolt.engines.native.parallel import Group, Solo, TorchGroup, check_degree
+from kvolt.engines.native.resolve import resolve
+from kvolt.engines.native.runner import ModelRunner
+from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, SlabShape
+from kvolt.engines.registry import EngineSpec
+from kvolt.engines.scheduler import Scheduler
+from kvolt.engines.step_plan import Limits
+from kvolt.kv import BlockPool
+from kvolt.runtime.clock import Clock, SystemClock
+from kvolt.runtime.cores import usable_cores
+
+if TYPE_CHECKING:
+    from kvolt.engines.native.grammar import GrammarCompiler
+
+_GIB = 1024**3
+_CPU_KV_BYTES = 2 * _GIB
+_GPU_KV_SHARE = 0.9
+_PROGRESS_S = 2.0
+FEATURES = ("KvEvents", "KvVisible", "KvMovable", "Prefill", "Lora", "Embed")
+
+
+def _quiet(text: str) -> None:
+    pass
+
+
+def _own_memory(num_bytes: int) -> int | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CoreHooks:
+    """What loading needs of who asked for it."""
+
+    progress: Callable[[str], None] = _quiet
+    memory: Callable[[int], int | None] = _own_memory
+    """A descriptor of memory for the KV slab, on the host only, to be closed here; None to allocate it here."""
+    clock: Clock = field(default_factory=SystemClock)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The choices, made."""
+
+    device: torch.device
+    dtype: str
+    block_size: int
+    max_num_seqs: int
+    max_batch_tokens: int
+    max_waiting: int
+
+
+class LoadHooks(Protocol):
+    """CoreHooks, for those who cannot import torch yet."""
+
+    @property
+    def progress(self) -> Callable[[str], None]: ...
+
+    @property
+    def memory(self) -> Callable[[int], int | None]: ...
+
+
+def load_core(spec: EngineSpec, arguments: NativeArguments, asker: LoadHooks | None = None) -> EngineCore:
+    """ConfigError for a model that cannot be found, read or run here."""
+    hooks = CoreHooks() if asker is None else CoreHooks(asker.progress, asker.memory)
+    found = resolve(spec.model, ProgressLog(hooks.clock, say=hooks.progress))
+    path = Path(found.path)
+    checkpoint = open_checkpoint(path, arguments.context_length)
+    name = arguments.served_name or spec.model
+    if arguments.tensor_parallel == 1:
+        return build_core(spec, name, checkpoint, arguments, hooks)
+    check_degree(checkpoint.config, arguments.tensor_parallel)
+    device = choose_setup(spec, arguments).device
+    with ExitStack() as undo:
+        followers = Followers(spec, arguments, path)
+        undo.callback(followers.close)
+        group = TorchGroup(0, arguments.tensor_parallel, followers.address, device)
+        undo.callback(group.close)
+        core = build_core(spec, name, checkpoint, arguments, hooks, group, followers)
+        core.closing.push(undo.pop_all())
+    return core
+
+
+def follower_runner(
+    path: Path, arguments: NativeArguments, setup: Setup, group: Group, num_blocks: int
+) -> ModelRunner:
+    """What a rank other than the first computes with."""
+    _set_threads(arguments)
+    checkpoint = open_checkpoint(path, arguments.context_length)
+    options = LoadOptions(DTYPES[setup.dtype], setup.device, arguments.quantize)
+    model = Transformer(checkpoint, options, group)
+    shape = SlabShape.of(checkpoint.config, num_blocks, setup.block_size, setup.dtype, group.degree)
+    slab = KvSlab(shape, str(setup.device))
+    for adapter, folder in arguments.loras.items():
+        model.adapters.load(adapter, Path(folder))
+    return ModelRunner(model, _attention(slab, checkpoint.config, setup.device, group), slab, setup.device)
+
+
+def build_core(
+    spec: EngineSpec,
+    name: str,
+    checkpoint: Checkpoint,
+    arguments: NativeArguments,
+    hooks: CoreHooks,
+    group: Group | None = None,
+    followers: Followers | None = None,
+) -> EngineCore:
+    """With weights from anywhere."""
+    group = group or Solo()
+    config = checkpoint.config
+    setup = choose_setup(spec, arguments, group.rank)
+    _set_threads(arguments)
+    started = hooks.clock.monotonic()
+    hooks.progress(f"loading {name}: {config.num_layers} layers in {setup.dtype} on {setup.device}")
+    options = LoadOptions(DTYPES[setup.dtype], setup.device, arguments.quantize)
+    model = Transformer(checkpoint, options, group, _layer_progress(name, hooks))
+    slab = _slab(config, setup, arguments, hooks, group)
+    if followers is not None:
+        followers.tell(Allocate(slab.shape.num_blocks))
+    num_blocks = slab.shape.num_blocks - 1  # the last one takes what padded rows of captured steps write
+    runner = ModelRunner(model, _attention(slab, config, setup.device, group), slab, setup.device)
+    for adapter, folder in arguments.loras.items():
+        model.adapters.load(adapter, Path(folder))
+    if followers is not None:
+        runner.on_batch = followers.run
+        model.adapters.on_load = lambda name, folder: followers.tell(LoadLora(name, str(folder)))
+        model.adapters.on_unload = lambda name: followers.tell(UnloadLora(name))
+    card = model_card(name, checkpoint, setup.block_size)
+    info = EngineInfo(
+        engine="native",
+        role=spec.role,
+        model=card.name,
+        card=card_hash(card),
+        block_size=setup.block_size,
+        capacity=Capacity(
+            max_num_seqs=setup.max_num_seqs,
+            max_batch_tokens=setup.max_batch_tokens,
+            kv_total_blocks=num_blocks,
+        ),
+        kv_layout=LAYOUT,
+        features=FEATURES,
+    )
+    keys = BlockKeyContext(
+        weights_hash=f"{checkpoint.weights_hash}/{arguments.quantize}",
+        dtype=setup.dtype,
+        block_size=setup.block_size,
+        layout=LAYOUT,
+    )
+
+    def keys_of(request: Request) -> BlockKeyContext:
+        if not request.lora and not request.salt:
+            return keys
+        lora = model.adapters.digest(request.lora) if request.lora else None
+        return msgspec.structs.replace(keys, lora=lora, salt=request.salt)
+
+    def grammars() -> GrammarCompiler:
+        from kvolt.engines.native.grammar import GrammarCompiler  # seconds, and most never need it
+
+        return GrammarCompiler(checkpoint.tokenizer_json, config.vocab_size, card.eos_token_ids)
+
+    limits = Limits(
+        max_num_seqs=setup.max_num_seqs,
+        max_batch_tokens=setup.max_batch_tokens,
+        # Before its first step everything waits, also what will run at once.
+        max_waiting=setup.max_waiting + setup.max_num_seqs,
+        context_length=config.context_length,
+        block_size=setup.block_size,
+    )
+    scheduler = Scheduler(BlockPool(num_blocks), limits, card.eos_token_ids, keys_of)
+    core = EngineCore(
+        card,
+        info,
+        scheduler,
+        runner,
+        grammars,
+        keys_of,
+        hooks.clock,
+    )
+    if setup.device.type == "cuda" and arguments.cuda_graphs and group.degree == 1:
+        hooks.progress("capturing decode steps")
+        _capture(runner, setup, config)
+    if arguments.step_log is not None:
+        core.on_step = _step_log(Path(arguments.step_log), core, setup)
+    hooks.progress(
+        f"{name} is loaded after {hooks.clock.monotonic() - started:.1f} s, {num_blocks} KV blocks"
+    )
+    return core
+
+
+def _set_threads(arguments: NativeArguments) -> None:
+    # torch counts the machine's cores; a container may have a quota of fewer.
+    torch.set_num_threads(arguments.threads or min(torch.get_num_threads(), len(usable_cores().ids)))
+
+
+def choose_setup(spec: EngineSpec, arguments: NativeArguments, rank: int = 0) -> Setup:
+    named = arguments.device
+    if spec.devices:
+        if rank >= len(spec.devices):
+            raise ConfigError(
+                f"{rank + 1} ranks need as many devices, and {len(spec.devices)} are named",
+                key="devices",
+                remedy="name one device for each of tensor_parallel",
+            )
+        named = spec.devices[rank]
+        named = f"cuda:{named}" if named.isdigit() else named
+    if named is None:
+        named = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(named)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"device {named!r} cannot be used: {reason}", key="args.device", remedy="use cpu, cuda or cuda:N"
+        ) from error
+    on_gpu = device.type == "cuda"
+    max_num_seqs = arguments.max_num_seqs or (256 if on_gpu else 64)
+    return Setup(
+        device=device,
+        dtype=_dtype(arguments, on_gpu),
+        block_size=arguments.block_size,
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=max(arguments.max_batch_tokens or (8192 if on_gpu else 512), max_num_seqs),
+        max_waiting=arguments.max_waiting,
+    )
+
+
+def _dtype(arguments: NativeArguments, on_gpu: bool) -> str:
+    if arguments.quantize == "int8":
+        if on_gpu:
+            raise ConfigError(
+                "int8 weights are for the CPU", key="args.quantize", remedy="leave quantize at none"
+            )
+        if arguments.dtype not in ("auto", "bfloat16"):
+            raise ConfigError(
+                "int8 weights are multiplied with bfloat16", key="args.dtype", remedy="leave dtype at auto"
+            )
+        return "bfloat16"
+    if arguments.dtype != "auto":
+        return arguments.dtype
+    if on_gpu:
+        return "bfloat16"
+    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+
+
+def _slab(
+    config: ModelConfig, setup: Setup, arguments: NativeArguments, hooks: CoreHooks, group: Group
+) -> KvSlab:
+    one = SlabShape.of(config, 1, setup.block_size, setup.dtype, group.degree)
+    count = arguments.kv_blocks
+    if count is None:
+        count = _memory_for_kv(setup, arguments) // one.block_bytes
+    least = -(-config.context_length // setup.block_size)
+    if count < 1:
+        raise ConfigError(
+            f"there is no memory for a KV block of {one.block_bytes} bytes",
+            key="args.kv_memory_gib",
+            remedy="raise kv_memory_gib, or choose a smaller model",
+        )
+    if count < least:
+        hooks.progress(f"{count} KV blocks hold less than one context of {config.context_length} tokens")
+    shape = msgspec.structs.replace(one, num_blocks=count + 1)
+    if setup.device.type == "cuda":
+        return KvSlab(shape, str(setup.device))
+    descriptor = hooks.memory(shape.num_bytes)
+    try:
+        return KvSlab(shape, "cpu", descriptor)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)  # the mapping stays
+
+
+def _memory_for_kv(setup: Setup, arguments: NativeArguments) -> int:
+    if arguments.kv_memory_gib is not None:
+        return int(arguments.kv_memory_gib * _GIB)
+    if setup.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(setup.device)
+        return int(free * _GPU_KV_SHARE)
+    return min(_CPU_KV_BYTES, _free_host_bytes() // 4)
+
+
+def _free_host_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return _CPU_KV_BYTES * 4
+
+
+def _attention(slab: KvSlab, config: ModelConfig, device: torch.device, group: Group) -> Attention:
+    num_heads, scale = config.num_heads // group.degree, config.head_dim**-0.5
+    if device.type == "cuda":
+        from kvolt.engines.native.attention_cuda import CudaAttention
+
+        return CudaAttention(slab, num_heads, scale)
+    return CpuAttention(slab, num_heads, scale)
+
+
+def _capture(runner: ModelRunner, setup: Setup, config: ModelConfig) -> None:
+    from kvolt.engines.native.graphs import DEFAULT_SIZES, DecodeGraphs, GraphLimits
+
+    shape = runner.slab.shape
+    limits = GraphLimits(
+        max_blocks=-(-config.context_length // shape.block_size),
+        spare_slot=(shape.num_blocks - 1) * shape.block_size,
+        sizes=[size for size in DEFAULT_SIZES if size <= setup.max_num_seqs],
+    )
+    graphs = DecodeGraphs(runner.decode_logits, limits, setup.device)
+    with torch.inference_mode():
+        graphs.capture()
+    runner.use_replay(graphs)
+
+
+def _step_log(path: Path, core: EngineCore, setup: Setup) -> Callable[[StepStats], None]:
+    """Steps as they come, flushed each: who stops the engine loses none."""
+    out = core.closing.enter_context(path.open("ab", buffering=0))
+    if out.tell() == 0:
+        header = StepLogHeader(
+            engine="native",
+            model=core.card.name,
+            device=_device_name(setup.device),
+            block_size=setup.block_size,
+            dtype=setup.dtype,
+        )
+        out.write(b"".join(encode_step_log(header, ())))
+
+    def write(stats: StepStats) -> None:
+        out.write(encode_step(stats))
+
+    return write
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _layer_progress(name: str, hooks: CoreHooks) -> Callable[[int, int], None]:
+    now = hooks.clock.monotonic
+    told = now()
+
+    def layer(done: int, total: int) -> None:
+        nonlocal told
+        if now() - told > _PROGRESS_S:
+            told = now()
+            hooks.progress(f"loading {name}: {done} of {total} layers")
+
+    return layer

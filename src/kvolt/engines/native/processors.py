@@ -1,0 +1,125 @@
+"""Custom logits processors: the protocol, the registry, and one that is of use by itself.
+
+A request names them in `extra["logits_processors"]`: a list of names, or of {"name": ..., "args": {...}}.
+Names are ours or those that a package offers under the entry point group `kvolt.logits_processors`, whose
+value is a factory: it is called with the args as keywords, once per choice, and returns a processor. So a
+processor may keep state, but a choice can start in the middle (a resumed request), so it must go by the
+`output` that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from kvolt.core.errors import InvalidRequest, Unsupported
+
+GROUP = "kvolt.logits_processors"
+KEY = "logits_processors"
+MAX_PROCESSORS = 16
+_MAX_NGRAM = 64
+
+
+class LogitsProcessor(Protocol):
+    """Changes the logits of one row in place, after penalties and masks and before the temperature."""
+
+    def __call__(self, logits: Tensor, prompt: Sequence[int], output: Sequence[int]) -> None: ...
+
+
+ProcessorFactory = Callable[..., LogitsProcessor]
+
+
+class BanRepeatedNgrams:
+    """No run of `n` tokens comes twice, the prompt counted in."""
+
+    __slots__ = ("_followers", "_n", "_num_indexed")
+
+    def __init__(self, n: int) -> None:
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= _MAX_NGRAM:
+            raise ValueError(f"n must be a whole number from 1 to {_MAX_NGRAM}")
+        self._n = n
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+        self._num_indexed = 0
+
+    def __call__(self, logits: Tensor, prompt: Sequence[int], output: Sequence[int]) -> None:
+        num_tokens = len(prompt) + len(output)
+        if num_tokens < self._num_indexed:
+            self._followers.clear()
+            self._num_indexed = 0
+        if num_tokens < self._n:
+            return
+        width = self._n - 1
+        first = max(self._num_indexed - width, 0)
+        window = _tail(prompt, output, first)
+        for end in range(max(self._num_indexed, width), num_tokens):
+            at = end - first
+            self._followers.setdefault(tuple(window[at - width : at]), []).append(window[at])
+        self._num_indexed = num_tokens
+        banned = self._followers.get(tuple(window[len(window) - width :]))
+        if banned:
+            logits[[token for token in banned if token < logits.shape[0]]] = float("-inf")
+
+
+def _tail(prompt: Sequence[int], output: Sequence[int], first: int) -> list[int]:
+    """The tokens from `first` on; usually a handful at the end of the output."""
+    if first >= len(prompt):
+        return list(output[first - len(prompt) :])
+    return [*prompt[first:], *output]
+
+
+_BUILT_IN: dict[str, ProcessorFactory] = {"ban_repeated_ngrams": BanRepeatedNgrams}
+
+
+def processor_names() -> list[str]:
+    return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=GROUP))})
+
+
+def find_processor(name: str) -> ProcessorFactory:
+    """The factory of that name; InvalidRequest lists the known ones."""
+    built_in = _BUILT_IN.get(name)
+    if built_in is not None:
+        return built_in
+    for point in entry_points(group=GROUP, name=name):
+        try:
+            factory = point.load()
+        except (ImportError, AttributeError) as error:
+            raise Unsupported(
+                f"logits processor {name!r} cannot be loaded: {error}", feature=f"{KEY}.{name}", param=KEY
+            ) from error
+        if callable(factory):
+            return factory  # type: ignore[no-any-return]
+        raise Unsupported(
+            f"logits processor {name!r}: {point.value} cannot be called", feature=f"{KEY}.{name}", param=KEY
+        )
+    raise InvalidRequest(
+        f"unknown logits processor {name[:80]!r}; known: {', '.join(processor_names())}", param=KEY
+    )
+
+
+def make_processors(extra: Mapping[str, Any]) -> tuple[LogitsProcessor, ...]:
+    """Fresh processors for one choice, as a request's `extra` asks; InvalidRequest says what is wrong."""
+    asked = extra.get(KEY)
+    if asked is None:
+        return ()
+    if not isinstance(asked, list | tuple) or len(asked) > MAX_PROCESSORS:
+        raise InvalidRequest(f"{KEY} must be a list of at most {MAX_PROCESSORS}", param=KEY)
+    return tuple(_make(item) for item in asked)
+
+
+def _make(item: object) -> LogitsProcessor:
+    name, args = (item, {}) if isinstance(item, str) else _parts(item)
+    try:
+        return find_processor(name)(**args)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"logits processor {name!r}: {str(error)[:200]}", param=KEY) from error
+
+
+def _parts(item: object) -> tuple[str, dict[str, Any]]:
+    if isinstance(item, dict) and item.keys() <= {"name", "args"}:
+        name, args = item.get("name"), item.get("args", {})
+        if isinstance(name, str) and isinstance(args, dict) and all(isinstance(key, str) for key in args):
+            return name, args
+    raise InvalidRequest(f'each of {KEY} must be a name or {{"name": ..., "args": {{...}}}}', param=KEY)

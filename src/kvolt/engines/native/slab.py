@@ -1,0 +1,106 @@
+"""The memory of all KV blocks of one engine, or of one rank of it.
+
+    tensor: [num_blocks, num_layers, 2 (k, v), num_kv_heads, block_size, head_dim]
+
+One block is one contiguous piece with all layers in it, so a block travels as a single copy, and a run of
+neighbours as one as well. Layers see strided views; a kernel does not mind, since the last three
+dimensions of a view, which it reads at a time, are contiguous.
+
+On the host the memory is a memfd: another process maps the same pages through the descriptor, without a
+name that could be left behind. On a device it is one allocation, which CUDA can share by an IPC handle.
+Knows nothing of which block holds what.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+if TYPE_CHECKING:
+    from kvolt.engines.native.config import ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LAYOUT = "block-layer-kv-head-token"
+"""The order of dimensions, for those who compare layouts before bytes travel."""
+
+
+class SlabShape(msgspec.Struct, frozen=True, kw_only=True):
+    """All that says where a value lies in a slab."""
+
+    num_blocks: int
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    dtype: str
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: str, degree: int = 1
+    ) -> SlabShape:
+        """For one of `degree` ranks."""
+        return cls(
+            num_blocks=num_blocks,
+            num_layers=config.num_layers,
+            num_kv_heads=max(config.num_kv_heads // degree, 1),
+            block_size=block_size,
+            head_dim=config.head_dim,
+            dtype=dtype,
+        )
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return (self.num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        return math.prod(self.dims[1:]) * DTYPES[self.dtype].itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+def create_memory(num_bytes: int) -> int:
+    """A descriptor of anonymous memory that other processes can map. The caller closes it."""
+    descriptor = os.memfd_create("kvolt-kv", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class KvSlab:
+    """See the module."""
+
+    def __init__(self, shape: SlabShape, device: str = "cpu", descriptor: int | None = None) -> None:
+        """`descriptor`: memory made by `create_memory`, on the host only; it may be closed afterwards."""
+        self.shape = shape
+        self._map: mmap.mmap | None = None
+        dtype = DTYPES[shape.dtype]
+        if descriptor is not None:
+            self._map = mmap.mmap(descriptor, shape.num_bytes)
+            flat = torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape.dims))
+            self.tensor = flat.view(shape.dims)
+        else:
+            self.tensor = torch.zeros(shape.dims, dtype=dtype, device=device)
+
+    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer: [num_blocks, num_kv_heads, block_size, head_dim] each."""
+        return self.tensor[:, number, 0], self.tensor[:, number, 1]
+
+    def read(self, block: int) -> bytes:
+        """A copy of a block's bytes."""
+        return self.tensor[block].flatten().view(torch.uint8).cpu().numpy().tobytes()
+
+    def write(self, block: int, data: bytes) -> None:
+        """Fill a block. The caller has checked the length."""
+        given = torch.frombuffer(bytearray(data), dtype=DTYPES[self.shape.dtype])
+        self.tensor[block].copy_(given.view(self.shape.dims[1:]))

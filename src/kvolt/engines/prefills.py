@@ -1,0 +1,130 @@
+"""Prefills: prompts that an engine computes for others to go on with.
+
+Owns the rules of the Prefill protocol for engines with our scheduler: such a prompt is a request of one token whose
+blocks are kept, and what that token is goes into the handoff. Knows no loop: whoever has one calls `expire` when
+`next_expiry` has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvolt.core.errors import ErrorInfo
+from kvolt.core.ids import InstanceId, RequestId
+from kvolt.core.request import Handoff, Request
+from kvolt.engines.scheduler import Scheduler
+from kvolt.engines.step_plan import Advanced, check_request
+
+HOLD_S = 30.0
+"""How long prefilled blocks wait to be fetched, unless told otherwise."""
+
+Done = Callable[[Handoff | ErrorInfo], None]
+
+
+@dataclass(slots=True)
+class _Prefill:
+    request: Request
+    done: Done
+    tokens: dict[int, int] = field(default_factory=dict)
+    can_tell: bool = True
+    """Whether its first tokens can be told before decode goes on."""
+
+
+class Prefills:
+    """See the module. `now` is any clock that does not go back; `abort` forgets what was submitted."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        abort: Callable[[RequestId], None],
+        now: Callable[[], float],
+        hold_s: float = HOLD_S,
+    ) -> None:
+        self._scheduler = scheduler
+        self._abort = abort
+        self._now = now
+        self._hold_s = hold_s
+        self._open: dict[RequestId, _Prefill] = {}
+        self._expiry: dict[RequestId, float] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Prompts that are being computed."""
+        return len(self._open)
+
+    def start(self, request: Request, submit: Callable[[Request], None], done: Done) -> None:
+        """Compute a prompt and sample its first tokens; `done` is called by a later step. Errors as of `submit`,
+        which must keep the blocks."""
+        check_request(request, self._scheduler.limits, self._scheduler.pool.num_blocks)
+        num_tokens = len(request.resume) + 1
+        stop = msgspec.structs.replace(
+            request.stop, max_tokens=num_tokens, min_tokens=min(request.stop.min_tokens, num_tokens)
+        )
+        submit(msgspec.structs.replace(request, stop=stop, handoff=None))
+        can_tell = request.sampling.logprobs is None and request.sampling.prompt_logprobs is None
+        self._open[request.request_id] = _Prefill(request, done, can_tell=can_tell)
+
+    def take(self, one: Advanced) -> bool:
+        """Whether a new token belongs to a prompt that is computed for others: then nobody here is told of it."""
+        prefill = self._open.get(one.sequence.request.request_id)
+        if prefill is None:
+            return False
+        request = prefill.request
+        prefill.tokens[one.sequence.index] = one.token
+        if one.token in one.sequence.enders or one.sequence.num_output >= request.stop.max_tokens:
+            prefill.can_tell = False
+        if len(prefill.tokens) == request.sampling.num_choices:
+            del self._open[request.request_id]
+            self._expiry[request.request_id] = self._now() + self._hold_s
+            prefill.done(self._handoff(prefill))
+        return True
+
+    def fail(self, request_id: RequestId, error: ErrorInfo) -> bool:
+        """Whether a request that failed was such a prompt."""
+        prefill = self._open.pop(request_id, None)
+        if prefill is None:
+            return False
+        self._scheduler.release_kept(request_id)  # its first choice may have ended
+        prefill.done(error)
+        return True
+
+    def release(self, request_id: RequestId) -> None:
+        """Blocks that were taken, or a prompt that nobody wants any more."""
+        if self._open.pop(request_id, None) is not None:
+            self._abort(request_id)
+        self._expiry.pop(request_id, None)
+        self._scheduler.release_kept(request_id)
+
+    def expire(self) -> None:
+        """Let go of what nobody has fetched in time."""
+        now = self._now()
+        for request_id in [each for each, at in self._expiry.items() if at <= now]:
+            self.release(request_id)
+
+    @property
+    def next_expiry(self) -> float | None:
+        return min(self._expiry.values(), default=None)
+
+    def close(self, error: ErrorInfo) -> None:
+        """Nothing is computed any more: all that is open fails, all that is kept is let go."""
+        for request_id in list(self._open):
+            self.fail(request_id, error)
+        for request_id in list(self._expiry):
+            self.release(request_id)
+
+    def _handoff(self, prefill: _Prefill) -> Handoff:
+        request = prefill.request
+        kept = self._scheduler.kept(request.request_id)
+        names = kept[1] if kept is not None else []
+        tokens = tuple(token for _, token in sorted(prefill.tokens.items()))
+        return Handoff(
+            ticket=msgspec.msgpack.encode([request.request_id, [name.key for name in names]]),
+            prefill_instance=InstanceId(""),
+            block_hashes=tuple(name.sequence_hash for name in names),
+            expires_in_s=self._hold_s,
+            token_ids=request.token_ids,
+            first_tokens=tokens if prefill.can_tell else None,
+        )

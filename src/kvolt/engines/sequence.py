@@ -1,0 +1,169 @@
+"""Sequence: one choice of one request on its way through an engine.
+
+Owns its tokens, how far they are computed, the blocks it holds and their names, and the rule by which it ends
+(that of `contract`). Knows no scheduling: when it runs, waits or loses its blocks is up to who moves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from kvolt.core.block_key import BlockKeyChain, BlockKeyContext
+from kvolt.core.delta import FinishReason
+from kvolt.core.hashing import SequenceHasher, request_seed, token_bytes
+from kvolt.core.ids import BlockKey
+from kvolt.core.request import Request
+from kvolt.kv import BlockId, BlockName
+
+
+class End(NamedTuple):
+    """Why a choice is over."""
+
+    finish: FinishReason
+    stop_reason: int | None = None
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    """Ended or aborted."""
+
+
+class BlockNames:
+    """The names of a growing sequence's full blocks, each worked out once."""
+
+    __slots__ = ("_block_size", "_has_media", "_hasher", "_keys", "names")
+
+    def __init__(self, request: Request, context: BlockKeyContext) -> None:
+        """InvalidRequest where the request cannot be hashed."""
+        self._block_size = context.block_size
+        self._has_media = bool(request.media)
+        self._keys = BlockKeyChain(context, request.media)
+        self._hasher = SequenceHasher(
+            context.block_size, request_seed(request.lora, request.salt), request.media
+        )
+        self.names: list[BlockName] = []
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        return self._keys.keys
+
+    def reach(self, tokens: list[int], num_blocks: int) -> None:
+        """Name the first `num_blocks` blocks of `tokens`, which must be full. InvalidRequest for no token ids."""
+        start = len(self.names)
+        if num_blocks <= start:
+            return
+        fresh = tokens[start * self._block_size : num_blocks * self._block_size]
+        if num_blocks == start + 1 and not self._has_media:  # as every block of an answer comes
+            block = token_bytes(fresh)
+            local_hash, sequence_hash = self._hasher.append(block)
+            self.names.append(BlockName(self._keys.append(block), sequence_hash, local_hash))
+            return
+        keys = self._keys.extend(fresh)
+        hashes = self._hasher.extend(fresh)
+        self.names += [
+            BlockName(key, sequence_hash, local_hash)
+            for key, (local_hash, sequence_hash) in zip(keys, hashes, strict=True)
+        ]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """See the module. Blocks cover its tokens in order; those before `num_computed` have their KV there."""
+
+    request: Request
+    index: int
+    """Which of the request's choices."""
+    names: BlockNames
+    eos: frozenset[int] = frozenset()
+    """Tokens that end it without a reason told: none with `ignore_eos`."""
+    order: tuple[int, int] = (0, 0)
+    """Smaller goes first: priority, then arrival."""
+    phase: Phase = Phase.WAITING
+    tokens: list[int] = field(init=False)
+    """Prompt, what was generated before it came here, and what was generated since."""
+    num_prompt: int = field(init=False)
+    num_given: int = field(init=False)
+    """Tokens that it came with: the prompt, and what was generated elsewhere."""
+    num_computed: int = 0
+    """Tokens whose KV lies in blocks."""
+    num_to_prefill: int = 0
+    """Tokens that it had when it was admitted: until these are computed it prefills, then it decodes."""
+    blocks: list[BlockId] = field(default_factory=list)
+    num_sealed: int = 0
+    """Blocks of it that are full and were given to the pool as such."""
+    num_cached: int | None = None
+    """Tokens of the prompt that were found in the cache at its first admission; None before that."""
+    stops: frozenset[int] = field(init=False)
+    enders: frozenset[int] = field(init=False)
+    """Tokens after which it may be over; after any other it is not, but for its length."""
+    max_length: int = field(init=False)
+    is_plain: bool = field(init=False)
+    """Whether a token is all that there is to tell, but for its first and last: no other choice, no logprobs."""
+    voice: Any = None
+    """For who samples its tokens: whatever it keeps between them."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.tokens = [*request.token_ids, *(request.resume or self._handed_over())]
+        self.num_prompt = len(request.token_ids)
+        self.num_given = len(self.tokens)
+        self.stops = frozenset(request.stop.stop_token_ids)
+        self.enders = self.stops | self.eos
+        self.max_length = self.num_prompt + request.stop.max_tokens
+        self.is_plain = request.sampling.num_choices == 1 and request.sampling.logprobs is None
+
+    def _handed_over(self) -> tuple[int, ...]:
+        """The first token, where prefill sampled and told it elsewhere."""
+        handoff = self.request.handoff
+        if handoff is None or handoff.first_tokens is None:
+            return ()
+        return handoff.first_tokens[self.index : self.index + 1]
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated, here and before: also the position of the next one."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed < self.num_to_prefill
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether it has generated a token here."""
+        return len(self.tokens) > self.num_given
+
+    @property
+    def banned(self) -> frozenset[int]:
+        """Tokens that may not come now: those that would end it before `min_tokens`."""
+        return self.enders if self.num_output < self.request.stop.min_tokens else frozenset()
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether every token of the prompt has to be computed, cached or not."""
+        return (
+            self.request.sampling.prompt_logprobs is not None
+            and not self.index
+            and not self.request.resume
+            and not self.has_spoken
+        )
+
+    def push(self, token: int) -> End | None:
+        """Append a sampled token; how it ends the sequence, if it does."""
+        self.tokens.append(token)
+        if token not in self.enders and len(self.tokens) < self.max_length:
+            return None
+        return self.end_by(token)
+
+    def end_by(self, token: int) -> End | None:
+        """How the token appended last ends it: one of `enders`, or one that makes it as long as it may be."""
+        if self.num_output > self.request.stop.min_tokens:
+            if token in self.eos:
+                return End(FinishReason.STOP)
+            if token in self.stops:
+                return End(FinishReason.STOP, token)
+        return End(FinishReason.LENGTH) if len(self.tokens) >= self.max_length else None

@@ -1,0 +1,91 @@
+"""SimArguments: what `engine = "sim"` can be told, and the model that comes of it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvolt.core.latency import LatencyModel
+from kvolt.engines.prefills import HOLD_S
+from kvolt.engines.sim_model import SimModel, foreign_model, generated_model, read_template, sim_card
+
+_AtLeastOne = Annotated[int, Meta(ge=1)]
+
+
+class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Arguments of `engine = "sim"`. The default step model is a mid-size GPU with an 8B model."""
+
+    speed: Annotated[float, Meta(gt=0)] = 1.0
+    """Times faster than the step model says."""
+    block_size: _AtLeastOne = 16
+    kv_blocks: _AtLeastOne = 16_384
+    context_length: _AtLeastOne = 32_768
+    max_num_seqs: _AtLeastOne = 256
+    max_waiting: _AtLeastOne = 4096
+    max_batch_tokens: _AtLeastOne = 8192
+    """Tokens that a step computes at most; it has room for one of each sequence."""
+    hold_s: Annotated[float, Meta(gt=0)] = HOLD_S
+    """How long blocks of a prompt that was computed for others wait to be fetched."""
+    latency: LatencyModel = LatencyModel(
+        base_s=0.006,
+        prefill_token_s=0.00006,
+        prefill_context_s=2e-9,
+        batch_s=0.00005,
+        context_token_s=2e-8,
+    )
+    say: str | None = None
+    """The text of every answer; None for words."""
+    words: _AtLeastOne | None = None
+    """After so many words an answer ends by itself, where EOS may end it; None for words until max_tokens."""
+    say_from_prompt: bool = False
+    """Let a prompt say what its answer is: `<say>one text<or/>another for the next choice</say>`, the last
+    such span. Other prompts are answered as ever."""
+    chat_template: str | None = None
+    """A Jinja template, or the path of one, in place of the sim model's own."""
+    tool_parser: str | None = None
+    """Goes into the card; None lets the frontend find it by the template. So does the next."""
+    reasoning_parser: str | None = None
+    model_tokenizer: str | None = None
+    """Path of a tokenizer.json in place of the generated one. Answers are then made of its first words."""
+    eos_token: str | None = None
+    """The token of `model_tokenizer` that ends an answer. It has to be told: a tokenizer.json does not say."""
+    bos_token: str | None = None
+    """The token of `model_tokenizer` that chat templates know as `bos_token`."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, str) and not _is_unicode(value):
+                raise ValueError(f"{name} is not valid Unicode")
+        if self.max_num_seqs > self.max_batch_tokens:
+            raise ValueError(
+                f"max_batch_tokens is {self.max_batch_tokens}; it must be max_num_seqs, which is "
+                f"{self.max_num_seqs}, or more"
+            )
+        if self.model_tokenizer is None and (self.eos_token is not None or self.bos_token is not None):
+            raise ValueError("eos_token and bos_token are those of a model_tokenizer: name one")
+        if self.model_tokenizer is not None and self.eos_token is None:
+            raise ValueError("a model_tokenizer needs its eos_token, for example eos_token = '<|im_end|>'")
+
+
+def model_of(name: str, arguments: SimArguments) -> SimModel:
+    card = msgspec.structs.replace(
+        sim_card(name, arguments.context_length, arguments.block_size),
+        tool_parser=arguments.tool_parser,
+        reasoning_parser=arguments.reasoning_parser,
+    )
+    if arguments.chat_template is not None:
+        card = msgspec.structs.replace(card, chat_template=read_template(arguments.chat_template))
+    if arguments.model_tokenizer is None or arguments.eos_token is None:
+        return generated_model(card)
+    return foreign_model(card, arguments.model_tokenizer, arguments.eos_token, arguments.bos_token)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,125 @@
+"""What a scheduler is asked for and what it answers: limits, the plan of a step, and what came of it.
+
+Owns the check of a request against the limits. Decides nothing else.
+
+Work and Advanced are made for each sequence at each step: as Structs they cost a third of a named tuple, and the
+collector need not look at them, since no sequence leads back to one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from kvolt.core.errors import ConfigError, InvalidRequest
+from kvolt.core.ids import RequestId
+from kvolt.core.load import StepStats
+from kvolt.core.request import Request
+from kvolt.engines.sequence import End, Sequence
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much an engine takes on."""
+
+    max_num_seqs: int
+    max_batch_tokens: int
+    max_waiting: int
+    context_length: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be 1 or more", key=name, remedy=f"set {name} to 1 or more")
+        if self.max_num_seqs > self.max_batch_tokens:
+            raise ConfigError(
+                f"a step of {self.max_batch_tokens} tokens has no room for one of each of "
+                f"{self.max_num_seqs} sequences",
+                key="max_batch_tokens",
+                remedy="set max_batch_tokens to max_num_seqs or more",
+            )
+
+
+class Work(msgspec.Struct, frozen=True, gc=False):
+    """Tokens of one sequence that a step computes."""
+
+    sequence: Sequence
+    start: int
+    """Tokens before them, all computed."""
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether a new token comes out of it. Not to be asked after `commit`, when it has come."""
+        return self.start + self.num_tokens == len(self.sequence.tokens)
+
+
+@dataclass(slots=True, eq=False)
+class StepPlan:
+    """One step: sequences that decode one token each, and chunks of those that prefill."""
+
+    decodes: list[Work]
+    prefills: list[Work]
+    stats: StepStats
+
+
+class Advanced(msgspec.Struct, frozen=True, gc=False):
+    """A sequence has a new token, which may be its last."""
+
+    sequence: Sequence
+    token: int
+    end: End | None
+    is_first: bool
+    """The first that was generated here."""
+
+
+class PlainBatch:
+    """The new tokens of a step that are all there is to tell of their requests, as most are in most steps.
+
+    While the batch stays the same its ids are the same object: who reads them need not look up its members again.
+    """
+
+    __slots__ = ("_told", "ids", "tokens")
+
+    def __init__(self) -> None:
+        self.ids: list[RequestId] = []
+        self.tokens: list[int] = []
+        self._told: tuple[RequestId, ...] = ()
+
+    def take(self) -> tuple[tuple[RequestId, ...], tuple[int, ...]]:
+        """Ids and tokens, once."""
+        ids, tokens = tuple(self.ids), tuple(self.tokens)
+        self.ids.clear()
+        self.tokens.clear()
+        if ids != self._told:
+            self._told = ids
+        return self._told, tokens
+
+
+def check_request(request: Request, limits: Limits, num_blocks: int) -> None:
+    """InvalidRequest for what could not end here: nothing to start from, nothing left to say, or too long."""
+    prompt, stop = len(request.token_ids), request.stop
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", param="token_ids")
+    if request.sampling.num_choices < 1:
+        raise InvalidRequest("at least one choice must be asked for", param="n")
+    if stop.max_tokens < 1:
+        raise InvalidRequest("at least one token must be asked for", param="max_tokens")
+    if not 0 <= stop.min_tokens <= stop.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {stop.min_tokens}; it must be from 0 to max_tokens, which is {stop.max_tokens}",
+            param="min_tokens",
+        )
+    handed_over = request.handoff is not None and request.handoff.first_tokens is not None
+    if (len(request.resume) or handed_over) >= stop.max_tokens:
+        raise InvalidRequest("all tokens asked for have been generated already", param="resume")
+    num_tokens = prompt + stop.max_tokens
+    asked = f"{prompt} prompt tokens and {stop.max_tokens} new ones"
+    if num_tokens > limits.context_length:
+        raise InvalidRequest(f"{asked} are over the context of {limits.context_length}", param="max_tokens")
+    needed = -(-(num_tokens - 1) // limits.block_size)  # the last token is not computed
+    if needed > num_blocks:
+        raise InvalidRequest(
+            f"{asked} need {needed} KV blocks, and the engine has {num_blocks}", param="max_tokens"
+        )

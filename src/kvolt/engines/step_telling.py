@@ -1,0 +1,42 @@
+"""What came of a step, as it is told to others.
+
+Owns the wording that engines with our scheduler share. Knows no model: log probabilities come from who has them.
+"""
+
+from __future__ import annotations
+
+from kvolt.core.delta import Delta, TokenLogprobs, Usage
+from kvolt.core.load import StepStats, WorkerLoad
+from kvolt.engines.scheduler import Scheduler
+from kvolt.engines.step_plan import Advanced
+
+
+def delta_of(
+    one: Advanced,
+    logprobs: TokenLogprobs | None = None,
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None,
+) -> Delta:
+    """A new token with all that belongs to it."""
+    sequence, end = one.sequence, one.end
+    num_cached = sequence.num_cached or 0
+    return Delta(
+        token_ids=(one.token,),
+        index=sequence.index,
+        finish=end.finish if end else None,
+        logprobs=None if logprobs is None else (logprobs,),
+        prompt_logprobs=prompt_logprobs,
+        cached_tokens=num_cached if one.is_first else None,
+        usage=Usage(sequence.num_prompt, sequence.num_output, num_cached) if end else None,
+        stop_reason=end.stop_reason if end else None,
+    )
+
+
+def load_of(scheduler: Scheduler, stats: StepStats | None = None, num_pending: int = 0) -> WorkerLoad:
+    """How busy a scheduler is; `num_pending` wait before it."""
+    return WorkerLoad(
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting + num_pending,
+        kv_used_blocks=scheduler.num_used_blocks,
+        kv_total_blocks=scheduler.pool.num_blocks,
+        step=stats,
+    )

@@ -1,0 +1,64 @@
+"""What an operator may ask of one worker: the messages of its control endpoint, and how an engine answers them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvolt.core.errors import Unsupported
+from kvolt.engines.contract import Engine, KvEvents, Lora
+
+
+class ClearKv(msgspec.Struct, frozen=True, tag="clear_kv"):
+    """Forget all cached KV blocks."""
+
+
+class LoadLora(msgspec.Struct, frozen=True, tag="load_lora"):
+    name: str
+    path: str
+
+
+class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
+    name: str
+
+
+class ListFeatures(msgspec.Struct, frozen=True, tag="list"):
+    """What the engine offers, and its adapters."""
+
+
+WorkerCommand = ClearKv | LoadLora | UnloadLora | ListFeatures
+
+
+class WorkerAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the engine stands after the command."""
+
+    features: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
+    cleared_blocks: int | None = None
+
+
+async def perform(engine: Engine, features: tuple[str, ...], command: WorkerCommand) -> WorkerAnswer:
+    """Unsupported when the engine does not offer it; the engine's own errors otherwise."""
+    cleared: int | None = None
+    match command:
+        case ClearKv():
+            cleared = await _kv_events(engine, features).clear_kv()
+        case LoadLora(name, path):
+            await _lora(engine, features).load_lora(name, path)
+        case UnloadLora(name):
+            await _lora(engine, features).unload_lora(name)
+        case ListFeatures():
+            pass
+    loras = engine.loras() if isinstance(engine, Lora) and "Lora" in features else ()
+    return WorkerAnswer(features, loras, cleared)
+
+
+def _kv_events(engine: Engine, features: tuple[str, ...]) -> KvEvents:
+    if "KvEvents" not in features or not isinstance(engine, KvEvents):
+        raise Unsupported("this engine has no KV blocks that can be cleared", feature="clear_kv_blocks")
+    return engine
+
+
+def _lora(engine: Engine, features: tuple[str, ...]) -> Lora:
+    if "Lora" not in features or not isinstance(engine, Lora):
+        raise Unsupported("this engine takes no adapters", feature="lora")
+    return engine

@@ -1,0 +1,212 @@
+"""What a worker measures, the same for every engine.
+
+Nothing here costs anything per token: figures are added up per step and per request in plain numbers and turned
+into Prometheus families when somebody asks. Ours are `kvolt_worker_*`; those that Dynamo's dashboards read have its
+names besides. Knows no engine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvolt.core.load import WorkerLoad
+
+_STEP_BOUNDS_S = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
+)
+_REQUEST_BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_FORGET = 0.99
+"""Weight of the past in the hit rate, per request: about the last hundred count."""
+
+FINISHED, CANCELLED, DEADLINE, FAILED, REFUSED = "finished", "cancelled", "deadline", "failed", "refused"
+
+
+class Labels(msgspec.Struct, frozen=True, kw_only=True):
+    """Which worker this is."""
+
+    namespace: str
+    component: str
+    endpoint: str
+    instance: str
+    model: str
+
+
+class _Histogram:
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        running, out = 0, []
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
+            running += count
+            out.append((bound, float(running)))
+        return out
+
+
+class WorkerMetrics(Collector):
+    """The figures of one worker. `on_*` add to them; `collect` is for the registry."""
+
+    def __init__(self) -> None:
+        self.labels = Labels(namespace="", component="", endpoint="", instance="", model="")
+        self.load_time_s = 0.0
+        self.num_open: Callable[[], int] = lambda: 0
+        self.step_age_s: Callable[[], float] = lambda: 0.0
+        self.uptime_s: Callable[[], float] = lambda: 0.0
+        self.kv_history_bytes: Callable[[], int] = lambda: 0
+        self.kv_event_counts: Counter[str] = Counter()
+        self._loads: dict[int, WorkerLoad] = {}
+        self._num_steps = 0
+        self._prefill_tokens = 0
+        self._decode_tokens = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._recent_prompt = 0.0
+        self._recent_cached = 0.0
+        self._step_s = _Histogram(_STEP_BOUNDS_S)
+        self._request_s = _Histogram(_REQUEST_BOUNDS_S)
+        self._outcomes: Counter[str] = Counter(
+            {FINISHED: 0, CANCELLED: 0, DEADLINE: 0, FAILED: 0, REFUSED: 0}
+        )
+
+    def on_load(self, load: WorkerLoad) -> None:
+        """Once per step that tells its load."""
+        self._loads[load.dp_rank] = load
+        step = load.step
+        if step is not None:
+            self._num_steps += 1
+            self._prefill_tokens += step.prefill_tokens
+            self._decode_tokens += step.batch
+            self._step_s.observe(step.time_s)
+
+    def on_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """Once per request, with its first token."""
+        self._prompt_tokens += num_tokens
+        self._cached_tokens += num_cached
+        self._recent_prompt = self._recent_prompt * _FORGET + num_tokens
+        self._recent_cached = self._recent_cached * _FORGET + num_cached
+
+    def on_end(self, outcome: str, after_s: float | None) -> None:
+        """Once per request; without a time if it never began."""
+        self._outcomes[outcome] += 1
+        if after_s is not None:
+            self._request_s.observe(after_s)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of recent prompts that was cached, by tokens."""
+        return self._recent_cached / self._recent_prompt if self._recent_prompt else 0.0
+
+    # --- for the registry
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._own_gauges()
+        yield from self._own_counters()
+        yield self._histogram("kvolt_worker_step_seconds", "Time of an engine step", self._step_s)
+        yield from self._dashboard_names()
+
+    def _own_gauges(self) -> Iterator[Metric]:
+        of_load: tuple[tuple[str, str, Callable[[WorkerLoad], int]], ...] = (
+            ("running", "Requests that the engine computes", lambda load: load.running),
+            ("waiting", "Requests that wait in the engine", lambda load: load.waiting),
+            ("kv_used_blocks", "KV blocks that requests hold", lambda load: load.kv_used_blocks),
+            ("kv_total_blocks", "KV blocks of the device", lambda load: load.kv_total_blocks),
+        )
+        for name, text, read in of_load:
+            family = GaugeMetricFamily(f"kvolt_worker_{name}", text, labels=("model", "dp_rank"))
+            for dp_rank, load in sorted(self._loads.items()):
+                family.add_metric((self.labels.model, str(dp_rank)), read(load))
+            yield family
+        for name, text, value in (
+            ("open_requests", "Streams that are being answered", self.num_open()),
+            ("kv_hit_rate", "Share of recent prompt tokens found in the cache", self.hit_rate),
+            ("step_age_seconds", "Time since the latest step while there is work", self.step_age_s()),
+            ("load_seconds", "Time the engine took to start", self.load_time_s),
+            ("kv_history_bytes", "Recent KV events kept for replay", self.kv_history_bytes()),
+        ):
+            family = GaugeMetricFamily(f"kvolt_worker_{name}", text, labels=("model",))
+            family.add_metric((self.labels.model,), value)
+            yield family
+
+    def _own_counters(self) -> Iterator[Metric]:
+        for name, text, value in (
+            ("steps", "Engine steps", self._num_steps),
+            ("prefill_tokens", "Prompt tokens computed", self._prefill_tokens),
+            ("decode_tokens", "Tokens decoded", self._decode_tokens),
+            ("prompt_tokens", "Prompt tokens of requests that began", self._prompt_tokens),
+            ("cached_tokens", "Prompt tokens found in the cache", self._cached_tokens),
+        ):
+            family = CounterMetricFamily(f"kvolt_worker_{name}", text, labels=("model",))
+            family.add_metric((self.labels.model,), value)
+            yield family
+        for name, text, label, counts in (
+            ("requests", "Requests by how they ended", "outcome", self._outcomes),
+            ("kv_events", "KV blocks told stored or removed, and clearings", "kind", self.kv_event_counts),
+        ):
+            family = CounterMetricFamily(f"kvolt_worker_{name}", text, labels=("model", label))
+            for kind, count in sorted(counts.items()):
+                family.add_metric((self.labels.model, kind), count)
+            yield family
+
+    def _histogram(
+        self, name: str, text: str, histogram: _Histogram, labels: dict[str, str] | None = None
+    ) -> HistogramMetricFamily:
+        of = labels or {"model": self.labels.model}
+        family = HistogramMetricFamily(name, text, labels=tuple(of))
+        family.add_metric(tuple(of.values()), histogram.buckets(), histogram.total)
+        return family
+
+    def _dashboard_names(self) -> Iterator[Metric]:
+        own = self.labels
+        of = {
+            "dynamo_namespace": own.namespace,
+            "dynamo_component": own.component,
+            "dynamo_endpoint": own.endpoint,
+            "worker_id": own.instance,
+            "model": own.model,
+        }
+        outcomes = self._outcomes
+        for name, text, count in (
+            ("requests", "Requests taken", outcomes.total() - outcomes[REFUSED] + self.num_open()),
+            ("cancellation", "Requests whose caller gave up", outcomes[CANCELLED]),
+        ):
+            counter = CounterMetricFamily(f"dynamo_component_{name}", text, labels=tuple(of))
+            counter.add_metric(tuple(of.values()), count)
+            yield counter
+        errors = CounterMetricFamily("dynamo_component_errors", "Errors", labels=(*of, "error_type"))
+        errors.add_metric((*of.values(), "generate"), outcomes[FAILED])
+        errors.add_metric((*of.values(), "invalid_message"), outcomes[REFUSED])
+        yield errors
+        used = sum(load.kv_used_blocks for load in self._loads.values())
+        total = sum(load.kv_total_blocks for load in self._loads.values())
+        for name, text, value in (
+            ("inflight_requests", "Requests being answered", self.num_open()),
+            ("uptime_seconds", "Time since the worker started", self.uptime_s()),
+            ("total_blocks", "KV blocks of the device", total),
+            (
+                "gpu_cache_usage_percent",
+                "Share of KV blocks in use, from 0 to 1",
+                used / total if total else 0.0,
+            ),
+            ("kv_cache_hit_rate", "Share of recent prompt tokens found in the cache", self.hit_rate),
+            ("model_load_time_seconds", "Time the engine took to start", self.load_time_s),
+        ):
+            gauge = GaugeMetricFamily(f"dynamo_component_{name}", text, labels=tuple(of))
+            gauge.add_metric(tuple(of.values()), value)
+            yield gauge
+        text = "Time from a request to its end"
+        yield self._histogram("dynamo_component_request_duration_seconds", text, self._request_s, of)

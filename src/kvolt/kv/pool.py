@@ -1,0 +1,367 @@
+"""BlockPool: which blocks of one memory are free, held, or kept because they may be asked for again.
+
+Owns the state, holders and name of every block. Knows no bytes, no tokens and no clock: who calls it writes and
+reads the memory.
+
+A block is *held* by as many as acquired it. When the last lets go, a named block becomes inactive and stays
+until its memory is needed; any other is free at once. What must be cheap:
+
+- The free blocks are a list used as a stack: taking and giving back is O(1), and the block used last is the one
+  that is warm.
+- The inactive blocks are an OrderedDict, oldest first. It is a linked list with an index: a block is revived
+  from its middle and evicted from its front in O(1). A plain dict keeps the order too, but finds its first
+  entry by walking over all that were deleted before it.
+
+Chains. A block's name covers all blocks before it, so a block is of no use without its parents. Three rules keep
+a parent in the pool as long as its children, and make the oldest inactive block always the end of a chain:
+
+- Whoever holds a block holds all before it, and releases the deepest first.
+- A name belongs to a held block if one has it. A second block of the same name is a duplicate, without effect
+  until the first is let go; then it inherits the name. (So nobody's blocks hang below an inactive one.)
+- A block whose parent has no name gets none.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvolt.core.errors import ConfigError
+from kvolt.core.ids import BlockKey, SequenceHash
+from kvolt.core.kv_events import Cleared, Stored, StoredBlock, Tier
+from kvolt.kv.changes import Change, ChangeLog
+from kvolt.kv.lifecycle import BlockId, BlockMove, BlockName, BlockState, IllegalMove, next_state
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    id: BlockId
+    state: BlockState = BlockState.FREE
+    num_holders: int = 0
+    name: BlockName | None = None
+    parent: BlockName | None = None
+    """Name of the block before it. A name and not a block: the name may pass on to another one."""
+    position: int = 0
+
+    def move(self, move: BlockMove) -> None:
+        self.state = next_state(self.id, self.state, move)
+
+
+class BlockPool:
+    """See the module. `take_changes` is to be called now and then; what it tells is bounded either way."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ConfigError(
+                "a pool has at least one block", key="kv_blocks", remedy="give the KV cache more memory"
+            )
+        self.num_blocks = num_blocks
+        self._blocks: list[_Block] = []  # made as they are first needed: a large pool at rest costs nothing
+        self._free: list[BlockId] = []
+        self._inactive: OrderedDict[BlockId, None] = OrderedDict()
+        self._by_key: dict[BlockKey, BlockId] = {}
+        self._duplicates: dict[BlockKey, list[BlockId]] = {}
+        # Events know blocks by 64 bits: two names that share them are one block there, gone with the second.
+        self._num_by_hash: dict[SequenceHash, int] = {}
+        self._log = ChangeLog(limit=2 * num_blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could give: the inactive ones are among them."""
+        return self.num_blocks - len(self._blocks) + len(self._free) + len(self._inactive)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_registered(self) -> int:
+        """Blocks that can be found by their key."""
+        return len(self._by_key)
+
+    def match(self, keys: Sequence[BlockKey]) -> int:
+        """How many of `keys`, from the first on, are here. Changes nothing."""
+        by_key = self._by_key
+        for index, key in enumerate(keys):
+            if key not in by_key:
+                return index
+        return len(keys)
+
+    def block_of(self, key: BlockKey) -> BlockId | None:
+        return self._by_key.get(key)
+
+    def name_of(self, block: BlockId) -> BlockName | None:
+        """The name of a full block, which a duplicate has as well; None when it has none."""
+        return self._blocks[block].name if block < len(self._blocks) else None
+
+    def lineage(self, key: BlockKey) -> list[BlockName]:
+        """The names from the first block of its sequence to the one of this key; none when it is not here."""
+        names: list[BlockName] = []
+        block_id = self._by_key.get(key)
+        while block_id is not None:
+            block = self._blocks[block_id]
+            assert block.name is not None
+            names.append(block.name)
+            block_id = self._by_key.get(block.parent.key) if block.parent is not None else None
+        return names[::-1]
+
+    def num_holders(self, block: BlockId) -> int:
+        return self._blocks[block].num_holders if block < len(self._blocks) else 0
+
+    # --- holding
+
+    def acquire(self, keys: Sequence[BlockKey]) -> list[BlockId]:
+        """Hold the longest run of `keys`, from the first on, that is here."""
+        acquired: list[BlockId] = []
+        for key in keys:
+            block_id = self._by_key.get(key)
+            if block_id is None:
+                break
+            block = self._blocks[block_id]
+            if block.state is BlockState.INACTIVE:
+                block.move(BlockMove.ACQUIRE)
+                del self._inactive[block_id]
+            block.num_holders += 1
+            acquired.append(block_id)
+        return acquired
+
+    def allocate(self, count: int) -> list[BlockId] | None:
+        """Hold `count` blocks to write to, or none at all; evicts the inactive ones used longest ago."""
+        if count > self.num_free:
+            return None
+        return [self._allocate() for _ in range(count)]
+
+    def retain(self, blocks: Iterable[BlockId]) -> None:
+        """Hold blocks that somebody holds already. Ends with a `release` of its own."""
+        for block in self._held(blocks, "retain"):
+            block.num_holders += 1
+
+    def release(self, blocks: Iterable[BlockId]) -> None:
+        """Let go of blocks, the deepest of a chain first: it is then the first to be evicted."""
+        for block in self._held(blocks, "release"):
+            block.num_holders -= 1
+            if not block.num_holders:
+                self._let_go(block)
+
+    # --- names
+
+    def register(self, block_id: BlockId, name: BlockName, parent: BlockId | None, position: int) -> bool:
+        """The block is full and computed; it can be found from now on. Whether that is so.
+
+        `parent` is the block before it in the caller's hands, None for a first one; `position` is its index
+        in the sequence. It is not so when the parent has no name, or another held block has this one's.
+        """
+        block = self._made(block_id)
+        parent_name = None if parent is None else self._blocks[parent].name
+        if parent is not None and parent_name is None:
+            next_state(block_id, block.state, BlockMove.REGISTER)  # to raise where it always would
+            return False
+        known = self._by_key.get(name.key)
+        is_duplicate = known is not None and self._blocks[known].state is BlockState.REGISTERED
+        block.move(BlockMove.DUPLICATE if is_duplicate else BlockMove.REGISTER)
+        block.name, block.parent, block.position = name, parent_name, position
+        if is_duplicate:
+            self._duplicates.setdefault(name.key, []).append(block_id)
+            return False
+        self._by_key[name.key] = block_id
+        if known is not None:  # inactive: its name has a holder again, and its memory has no more use
+            del self._inactive[known]
+            self._free_named(self._blocks[known])
+            return True
+        self._num_by_hash[name.sequence_hash] = self._num_by_hash.get(name.sequence_hash, 0) + 1
+        self._log.store(name, parent_name.sequence_hash if parent_name else None, position)
+        return True
+
+    def clear(self) -> int:
+        """Forget every name; the inactive blocks become free, the held ones stay with their holders.
+
+        Returns how many names there were.
+        """
+        num_names = len(self._by_key)
+        for block_id in self._inactive:
+            self._free_named(self._blocks[block_id])
+        self._inactive.clear()
+        for block in self._blocks:
+            if block.name is not None:
+                block.move(BlockMove.FORGET)
+                block.name = block.parent = None
+        self._by_key.clear()
+        self._duplicates.clear()
+        self._num_by_hash.clear()
+        self._log.clear()
+        return num_names
+
+    # --- what others are told
+
+    def take_changes(self) -> tuple[Change, ...]:
+        """What happened to the names since this was last asked, in order.
+
+        When more happened than it is worth to tell one by one, the answer is all that there is now.
+        """
+        is_lost = self._log.is_lost
+        changes = self._log.take()
+        return (Cleared(Tier.DEVICE), *self.contents()) if is_lost else changes
+
+    def contents(self) -> list[Stored]:
+        """Every named block, in runs, parents first."""
+        children: dict[BlockKey | None, list[_Block]] = {}
+        for block_id in self._by_key.values():
+            block = self._blocks[block_id]
+            has_parent = block.parent is not None and block.parent.key in self._by_key
+            children.setdefault(block.parent.key if block.parent and has_parent else None, []).append(block)
+        runs: list[Stored] = []
+        heads = children.pop(None, [])[::-1]
+        while heads:
+            head = block = heads.pop()
+            run: list[StoredBlock] = []
+            while True:
+                assert block.name is not None
+                run.append(StoredBlock(block.name.sequence_hash, block.name.local_hash))
+                below = children.get(block.name.key)
+                if not below:
+                    break
+                heads += below[:0:-1]
+                block = below[0]
+            runs.append(Stored(tuple(run), head.parent.sequence_hash if head.parent else None, head.position))
+        return runs
+
+    # ---
+
+    def _allocate(self) -> BlockId:
+        """One block: a free one, else one that was never used, else the inactive one used longest ago."""
+        if not self._free:
+            if len(self._blocks) < self.num_blocks:
+                self._make()
+            else:
+                self._evict()
+        block = self._blocks[self._free.pop()]
+        block.move(BlockMove.ALLOCATE)
+        block.num_holders = 1
+        return block.id
+
+    def _make(self) -> None:
+        block = _Block(BlockId(len(self._blocks)))
+        self._blocks.append(block)
+        self._free.append(block.id)
+
+    def _made(self, block_id: BlockId) -> _Block:
+        """A block of the caller's; one that was never used is free, as it would be had it been made at the start."""
+        while len(self._blocks) <= block_id < self.num_blocks:
+            self._make()
+        return self._blocks[block_id]
+
+    def _held(self, blocks: Iterable[BlockId], move: str) -> list[_Block]:
+        """The blocks, all of them held and each named once: else nothing may be changed."""
+        found = [self._made(block_id) for block_id in blocks]
+        for block in found:
+            if not block.num_holders:
+                raise IllegalMove(
+                    f"block {block.id} is {block.state}: nobody holds it, so nobody can {move} it",
+                    block=block.id,
+                    state=block.state.value,
+                    move=move,
+                )
+        if len({block.id for block in found}) != len(found):
+            raise IllegalMove(f"a block is named twice in one {move}", move=move)
+        return found
+
+    def _let_go(self, block: _Block) -> None:
+        """Nobody holds it any more."""
+        if block.state is BlockState.REGISTERED:
+            assert block.name is not None
+            block.move(BlockMove.RELEASE)
+            heirs = self._duplicates.get(block.name.key)
+            if not heirs:
+                self._inactive[block.id] = None
+                return
+            heir = self._blocks[heirs[0]]
+            self._drop_duplicate(heir)
+            heir.move(BlockMove.INHERIT)
+            self._by_key[block.name.key] = heir.id
+            self._free_named(block)
+            return
+        if block.state is BlockState.DUPLICATE:
+            self._drop_duplicate(block)
+            block.name = block.parent = None
+        block.move(BlockMove.RELEASE)
+        self._free.append(block.id)
+
+    def _drop_duplicate(self, block: _Block) -> None:
+        assert block.name is not None
+        duplicates = self._duplicates[block.name.key]
+        duplicates.remove(block.id)
+        if not duplicates:
+            del self._duplicates[block.name.key]
+
+    def _evict(self) -> None:
+        block_id, _ = self._inactive.popitem(last=False)
+        block = self._blocks[block_id]
+        name = block.name
+        assert name is not None
+        del self._by_key[name.key]
+        left = self._num_by_hash[name.sequence_hash] - 1
+        if left:
+            self._num_by_hash[name.sequence_hash] = left
+        else:
+            del self._num_by_hash[name.sequence_hash]
+            self._log.remove(name.sequence_hash)
+        self._free_named(block)
+
+    def _free_named(self, block: _Block) -> None:
+        """An inactive block becomes free; its name lives on elsewhere, or is gone."""
+        block.move(BlockMove.EVICT)
+        block.name = block.parent = None
+        self._free.append(block.id)
+
+    # ---
+
+    def check_integrity(self) -> None:
+        """AssertionError, with the story, where the pool contradicts itself or the rules above were broken."""
+        free, inactive = set(self._free), set(self._inactive)
+        assert len(free) == len(self._free), f"a block is free twice: {self._free}"
+        hashes: dict[SequenceHash, int] = {}
+        num_duplicates = 0
+        for block in self._blocks:
+            assert (block.num_holders > 0) == block.state.is_held, self._story(block)
+            assert (block.id in free) == (block.state is BlockState.FREE), self._story(block)
+            assert (block.id in inactive) == (block.state is BlockState.INACTIVE), self._story(block)
+            assert (block.name is None) == (block.state in (BlockState.FREE, BlockState.WRITING)), (
+                self._story(block)
+            )
+            if block.name is None:
+                continue
+            if block.state is BlockState.DUPLICATE:
+                num_duplicates += 1
+                assert block.id in self._duplicates.get(block.name.key, ()), self._story(block)
+                known = self._by_key.get(block.name.key)
+                assert known is not None, self._story(block)
+                assert self._blocks[known].state is BlockState.REGISTERED, self._story(block)
+                continue
+            assert self._by_key.get(block.name.key) == block.id, self._story(block)
+            hashes[block.name.sequence_hash] = hashes.get(block.name.sequence_hash, 0) + 1
+            if block.parent is not None:
+                self._check_parent(block)
+        ages = {block_id: age for age, block_id in enumerate(self._inactive)}
+        for block_id, age in ages.items():
+            parent = self._blocks[block_id].parent
+            above = None if parent is None else self._by_key.get(parent.key)
+            assert above not in ages or age < ages[above], f"{above} would be evicted before {block_id} below"
+        assert len(self._by_key) == sum(hashes.values()), "a key leads to a block without it"
+        assert num_duplicates == sum(map(len, self._duplicates.values())), f"lost: {self._duplicates}"
+        assert hashes == self._num_by_hash, f"{hashes} are here, {self._num_by_hash} are counted"
+
+    def _check_parent(self, block: _Block) -> None:
+        assert block.parent is not None
+        parent_id = self._by_key.get(block.parent.key)
+        assert parent_id is not None, f"the parent is gone before its child: {self._story(block)}"
+        parent = self._blocks[parent_id]
+        assert block.position == parent.position + 1, f"{self._story(block)} follows {parent}"
+        if block.state is BlockState.REGISTERED:
+            assert parent.state is BlockState.REGISTERED, (
+                f"held below a block that is not: {self._story(block)}, {parent}"
+            )
+
+    def _story(self, block: _Block) -> str:
+        return f"{block}, known under its key: {block.name and self._by_key.get(block.name.key)}"

@@ -1,0 +1,61 @@
+"""What an engine holds by what it told: KV changes replayed, each held against the contract as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvolt.core.hashing import SequenceHasher, request_seed
+from kvolt.core.ids import SequenceHash
+from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
+from kvolt.core.request import Request
+
+
+class Replica:
+    """The blocks of each tier. `apply` raises AssertionError for a change that cannot be."""
+
+    def __init__(self, changes: Iterable[KvChange] = ()) -> None:
+        self.num_removed = 0
+        self.num_cleared = 0
+        self._tiers: dict[Tier, set[SequenceHash]] = {}
+        for change in changes:
+            self.apply(change)
+
+    @property
+    def blocks(self) -> set[SequenceHash]:
+        """In whatever tier."""
+        return set().union(*self._tiers.values())
+
+    def apply(self, change: KvChange) -> None:
+        match change:
+            case Stored():
+                self._store(change)
+            case Removed():
+                held = self._tiers.get(change.tier, set())
+                for block in change.sequence_hashes:
+                    assert block in held, f"block {block:x} was removed, but not stored before"
+                    held.remove(block)
+                    self.num_removed += 1
+            case Cleared():
+                self.num_cleared += 1
+                for tier in [change.tier] if change.tier is not None else list(self._tiers):
+                    self._tiers.pop(tier, None)
+
+    def _store(self, change: Stored) -> None:
+        assert change.blocks, "stored nothing"
+        assert change.parent is None or change.parent in self.blocks, f"stored before its parent: {change}"
+        held = self._tiers.setdefault(change.tier, set())
+        for block in change.blocks:
+            assert block.sequence_hash not in held, f"block {block.sequence_hash:x} was stored twice"
+            held.add(block.sequence_hash)
+
+    def num_leading(self, blocks: Sequence[SequenceHash]) -> int:
+        """How many of them are held, from the first on."""
+        held = self.blocks
+        return next((index for index, block in enumerate(blocks) if block not in held), len(blocks))
+
+
+def block_hashes(request: Request, block_size: int, output: Sequence[int] = ()) -> list[SequenceHash]:
+    """The names of a request's full blocks, its answer's included."""
+    hasher = SequenceHasher(block_size, request_seed(request.lora, request.salt), request.media)
+    hasher.extend([*request.token_ids, *output])
+    return hasher.sequence

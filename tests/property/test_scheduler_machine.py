@@ -1,0 +1,278 @@
+"""A scheduler under whatever comes: arrivals, aborts, small pools, handoffs. Everything ends as if it were alone."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.unit.engines.scheduler_lab import Lab, alone, digest, limits, request, root, scheduler
+from tests.unit.kv.names import Mirror, seen
+
+from kvolt.core.errors import InvalidRequest, Overloaded
+from kvolt.core.ids import RequestId
+from kvolt.core.request import Request
+from kvolt.engines.sequence import BlockNames, Phase, Sequence
+from kvolt.kv import BlockId, BlockName
+
+LONGEST = (1, 2, 1, 1, 2, 2, 1)
+PROMPTS = [LONGEST[start:end] for start in range(3) for end in range(start + 1, len(LONGEST) + 1)]
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"n": 2},
+    {"n": 3},
+    {"priority": 1},
+    {"priority": 1, "n": 2},
+    {"salt": "other"},
+    {"prompt_logprobs": 1},
+    {"resume": (1, 2)},
+    {"prompt_logprobs": 1, "n": 2, "resume": (1,)},
+]
+STOPS: list[dict[str, Any]] = [
+    {},
+    {"ignore_eos": False},
+    {"stop": (0, 3)},
+    {"ignore_eos": False, "stop": (0, 3), "min_tokens": 2},
+]
+requests = st.builds(
+    lambda prompt, max_tokens, kind, stop: request("", prompt, max_tokens, **kind, **stop),
+    st.sampled_from(PROMPTS),
+    st.integers(1, 12),
+    st.sampled_from(KINDS),
+    st.sampled_from(STOPS),
+)
+"""Few draws for each, since drawing is what takes the time."""
+picks = st.integers(0, 1000)
+
+
+class Schedulers(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(4, 9),
+        block_size=st.integers(1, 3),
+        max_num_seqs=st.integers(1, 6),
+        spare_tokens=st.integers(0, 6),
+        max_waiting=st.sampled_from((2, 30)),
+    )
+    def start(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, spare_tokens: int, max_waiting: int
+    ) -> None:
+        bounds = limits(max_num_seqs, max_num_seqs + spare_tokens, max_waiting, 32, block_size)
+        self.lab = Lab(scheduler(num_blocks, bounds))
+        self.scheduler = self.lab.scheduler
+        self.open: dict[RequestId, Request] = {}
+        """Requests that are to end by themselves."""
+        self.keeping: dict[RequestId, Request] = {}
+        """Those of them whose blocks are to stay, and those that have ended and are kept."""
+        self.adopted: list[tuple[Request, list[tuple[int, BlockId]]]] = []
+        self.mirror = Mirror()
+        self.num_added = 0
+
+    # --- requests
+
+    @rule(templates=st.lists(requests, min_size=1, max_size=4))
+    def arrive(self, templates: list[Request]) -> None:
+        for template in templates:
+            self.add(template, keep_blocks=False)
+
+    @rule(template=requests, keep_blocks=st.booleans())
+    def add(self, template: Request, keep_blocks: bool) -> None:
+        self.num_added += 1
+        request = replaced(template, RequestId(f"r{self.num_added}"))
+        is_full = self.scheduler.num_waiting >= self.scheduler.limits.max_waiting
+        try:
+            self.scheduler.add(request, keep_blocks=keep_blocks)
+        except InvalidRequest:
+            assert not self.can_end(request)
+            return
+        except Overloaded:
+            assert is_full
+            return
+        assert self.can_end(request)
+        assert not is_full
+        self.open[request.request_id] = request
+        if keep_blocks:
+            self.keeping[request.request_id] = request
+
+    def can_end(self, request: Request) -> bool:
+        stop = request.stop
+        num_computed = len(request.token_ids) + stop.max_tokens - 1
+        room = self.scheduler.pool.num_blocks * self.scheduler.limits.block_size
+        return num_computed <= room and len(request.resume) < stop.max_tokens >= stop.min_tokens
+
+    @precondition(lambda self: self.open)
+    @rule(number=picks, only_if_not_started=st.booleans())
+    def stop(self, number: int, only_if_not_started: bool) -> None:
+        request_id = list(self.open)[number % len(self.open)]
+        if only_if_not_started:
+            spoke = any(choice[0] == request_id for choice in self.lab.said)
+            if not self.scheduler.withdraw(request_id):
+                return
+            assert not spoke
+        else:
+            assert self.scheduler.abort(request_id)
+        assert not self.scheduler.abort(request_id)
+        self.gone(request_id)
+
+    def gone(self, request_id: RequestId) -> None:
+        del self.open[request_id]
+        if self.scheduler.kept(request_id) is None:  # its first choice may have ended before the others
+            self.keeping.pop(request_id, None)
+
+    # --- steps
+
+    @precondition(lambda self: self.lab.plan is None and self.scheduler.has_work)
+    @rule()
+    def begin(self) -> None:
+        self.lab.begin()
+
+    @precondition(lambda self: self.lab.plan is not None)
+    @rule()
+    def finish(self) -> None:
+        for one in self.lab.finish():
+            request = one.sequence.request
+            said, end = alone(request, one.sequence.index)
+            so_far = self.lab.said[request.request_id, one.sequence.index]
+            assert so_far == said[: len(so_far)]
+            assert one.end == (end if len(so_far) == len(said) else None)
+        for request in list(self.open.values()):
+            choices = [(request.request_id, index) for index in range(request.sampling.num_choices)]
+            if all(choice in self.lab.ends for choice in choices):
+                del self.open[request.request_id]
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(count=st.integers(1, 12))
+    def go_on(self, count: int) -> None:
+        """Enough steps in a row to fill the pool."""
+        for _ in range(count):
+            if self.lab.plan is None and self.lab.begin() is None:
+                return
+            self.finish()
+
+    @precondition(lambda self: self.lab.plan is not None)
+    @rule()
+    def discard(self) -> None:
+        self.scheduler.discard(self.lab.plan)
+        self.lab.plan = None
+
+    # --- blocks
+
+    @rule()
+    def clear(self) -> None:
+        self.scheduler.clear()
+
+    @precondition(lambda self: self.keeping)
+    @rule()
+    def fetch(self) -> None:
+        """A peer reads what is kept longest, and lets it go."""
+        request_id, request = next(iter(self.keeping.items()))
+        kept = self.scheduler.kept(request_id)
+        if kept is None:
+            assert request_id in self.open
+            assert not self.scheduler.release_kept(request_id)
+            return
+        blocks, names = kept
+        block_size = self.scheduler.limits.block_size
+        tokens = [*request.token_ids, *self.lab.said[request_id, 0]][:-1]  # the last one is not computed
+        assert len(blocks) == -(-len(tokens) // block_size)
+        assert names == names_of(request, tokens, block_size)
+        states = [self.lab.memory[blocks[at // block_size], at % block_size] for at in range(len(tokens))]
+        assert states == states_of(request, tokens)
+        assert self.scheduler.release_kept(request_id)
+        assert self.scheduler.kept(request_id) is None
+        del self.keeping[request_id]
+
+    @precondition(lambda self: not self.adopted)
+    @rule(template=requests)
+    def adopt(self, template: Request) -> None:
+        names = names_of(template, list(template.token_ids), self.scheduler.limits.block_size)
+        adopted = self.scheduler.adopt(names)
+        assert len(adopted) <= len(names)
+        if adopted:
+            self.adopted.append((template, adopted))
+
+    @precondition(lambda self: self.adopted)
+    @rule(number=picks, num_missing=st.sampled_from((0, 0, 1)))
+    def seal(self, number: int, num_missing: int) -> None:
+        request, adopted = self.adopted.pop(number % len(self.adopted))
+        num_filled = len(adopted) - num_missing
+        block_size = self.scheduler.limits.block_size
+        states = states_of(request, list(request.token_ids))
+        for position, block in adopted[:num_filled]:
+            self.lab.fill(block, states[position * block_size :][:block_size])
+        self.scheduler.seal_adopted(adopted, num_filled if num_missing else None)
+
+    # ---
+
+    @invariant()
+    def everything_agrees(self) -> None:
+        self.scheduler.check_integrity()
+        self.mirror.apply(self.scheduler.take_changes())
+        assert self.mirror.positions == seen(self.scheduler.pool)
+
+    @invariant()
+    def blocks_are_shared_by_equal_keys_only(self) -> None:
+        for one, other in combinations(running(self.scheduler), 2):
+            for block in set(one.blocks) & set(other.blocks):
+                position = one.blocks.index(block)
+                assert other.blocks.index(block) == position
+                assert one.names.keys[position] == other.names.keys[position]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "lab"):
+            return
+        if self.lab.plan is not None:
+            self.finish()
+        while self.adopted:
+            self.seal(0, 0)
+        for request_id in list(self.keeping):
+            if self.scheduler.release_kept(request_id):
+                del self.keeping[request_id]
+        num_steps = 0
+        while self.scheduler.has_work:
+            assert self.lab.begin() is not None, "nothing can run, and not all has ended"
+            self.finish()
+            self.everything_agrees()
+            for request_id in list(self.keeping):
+                if self.scheduler.release_kept(request_id):
+                    del self.keeping[request_id]
+            num_steps += 1
+            assert num_steps < 3000
+        assert not self.open
+        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+        assert self.scheduler.num_used_blocks == 0
+        self.everything_agrees()
+
+
+def replaced(template: Request, request_id: RequestId) -> Request:
+    return Request(
+        request_id=request_id,
+        model=template.model,
+        token_ids=template.token_ids,
+        stop=template.stop,
+        sampling=template.sampling,
+        routing=template.routing,
+        resume=template.resume,
+        salt=template.salt,
+    )
+
+
+def running(one: object) -> list[Sequence]:
+    sequences: list[Sequence] = one._running  # type: ignore[attr-defined]
+    assert all(sequence.phase is Phase.RUNNING for sequence in sequences)
+    return sequences
+
+
+def names_of(request: Request, tokens: list[int], block_size: int) -> list[BlockName]:
+    context = scheduler(1, limits(block_size=block_size))._keys(request)
+    names = BlockNames(request, context)
+    names.reach(tokens, len(tokens) // block_size)
+    return names.names
+
+
+def states_of(request: Request, tokens: list[int]) -> list[int]:
+    state = root(request)
+    return [state := digest(state, token) for token in tokens]
+
+
+TestSchedulers = Schedulers.TestCase

@@ -1,0 +1,408 @@
+"""A core without torch for tests of what is around it: a real scheduler and pool, and a model that is a hash.
+
+The KV of a token is a hash of the KV before it and of the token, kept in the memory that the shell gave; the next
+token is a hash of the last KV. So a lost, mixed up or half moved block gives other tokens. `load_*` are what the
+shell can be told to load; `Request.extra["fault"]` makes one request go wrong in a named way.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from msgspec.structs import replace
+from xxhash import xxh3_64_intdigest
+
+from kvolt.core.block_key import BlockKeyContext
+from kvolt.core.card import Capacity, EngineInfo, card_hash
+from kvolt.core.delta import Delta, FinishReason, StepOutput, TokenLogprobs, Usage
+from kvolt.core.errors import ConfigError, ErrorInfo, InvalidRequest, NotFound, Unsupported
+from kvolt.core.ids import BlockKey, InstanceId, RequestId
+from kvolt.core.kv_block import KvBlock, KvLayout
+from kvolt.core.kv_events import Stored
+from kvolt.core.load import WorkerLoad
+from kvolt.core.request import Handoff, Request
+from kvolt.engines.native.arguments import NativeArguments
+from kvolt.engines.registry import EngineSpec
+from kvolt.engines.scheduler import Advanced, Limits, Scheduler, Work
+from kvolt.engines.sequence import BlockNames
+from kvolt.engines.sim_model import sim_card
+from kvolt.kv import BlockId, BlockName, BlockPool
+
+VOCABULARY = 1000
+NUM_SAID = 48
+"""The model says tokens below this, EOS (2) among them."""
+STEP_S = 0.001
+HOLD_S = 0.5
+_STATE = struct.Struct("<Q")
+
+log = logging.getLogger(__name__)
+
+
+class FakeCore:
+    def __init__(self, spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> None:
+        block_size = arguments.block_size
+        num_blocks = arguments.kv_blocks or 256
+        self.card = sim_card(spec.model, arguments.context_length or 256, block_size)
+        limits = Limits(
+            max_num_seqs=arguments.max_num_seqs or 16,
+            max_batch_tokens=arguments.max_batch_tokens or 64,
+            max_waiting=arguments.max_waiting + (arguments.max_num_seqs or 16),
+            context_length=self.card.context_length,
+            block_size=block_size,
+        )
+        self.info = EngineInfo(
+            engine="native",
+            role=spec.role,
+            model=self.card.name,
+            card=card_hash(self.card),
+            block_size=block_size,
+            capacity=Capacity(
+                max_num_seqs=limits.max_num_seqs,
+                max_batch_tokens=limits.max_batch_tokens,
+                kv_total_blocks=num_blocks,
+            ),
+            kv_layout="fake",
+        )
+        self.capabilities = FakeCapabilities(self)
+        self.scheduler = Scheduler(BlockPool(num_blocks), limits, self.card.eos_token_ids, self.keys_of)
+        self.runner = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY)))
+        self.block_bytes = block_size * _STATE.size
+        descriptor = hooks.memory(num_blocks * self.block_bytes)
+        self.memory = mmap.mmap(descriptor, num_blocks * self.block_bytes)
+        os.close(descriptor)
+        self.step_s = STEP_S
+        self._faults: dict[RequestId, str] = {}
+
+    def keys_of(self, request: Request) -> BlockKeyContext:
+        return BlockKeyContext(
+            weights_hash="fake",
+            dtype="u8",
+            block_size=self.card.block_size,
+            layout="fake",
+            lora=self.capabilities.adapters[request.lora] if request.lora else None,
+            salt=request.salt,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def submit(self, request: Request, keep_blocks: bool = False) -> None:
+        fault = request.extra.get("fault")
+        if fault == "refuse":
+            raise Unsupported("refused as told", feature="fault")
+        if fault == "trip":
+            raise RuntimeError("tripped as told")
+        if fault == "log":
+            log.warning("logged as told")
+        if fault is not None:
+            self._faults[request.request_id] = fault
+        self.scheduler.add(request, keep_blocks=keep_blocks)
+
+    def abort(self, request_id: RequestId) -> None:
+        self.scheduler.abort(request_id)
+
+    def withdraw(self, request_id: RequestId) -> bool:
+        return self.scheduler.withdraw(request_id)
+
+    def load(self) -> WorkerLoad:
+        scheduler = self.scheduler
+        return WorkerLoad(
+            scheduler.num_running,
+            scheduler.num_waiting,
+            scheduler.num_used_blocks,
+            scheduler.pool.num_blocks,
+        )
+
+    def close(self) -> None:
+        self.memory.close()
+
+    def step(self) -> StepOutput | None:
+        self.capabilities.expire()
+        plan = self.scheduler.plan()
+        if plan is None:
+            changes = self.scheduler.take_changes()
+            return StepOutput(load=self.load(), kv_changes=changes) if changes else None
+        works = [*plan.decodes, *plan.prefills]
+        for work in works:
+            self._suffer(work.sequence.request)
+        time.sleep(self.step_s)
+        states = [self._compute(work) for work in works]
+        said = [
+            self._next_token(work, state) for work, state in zip(works, states, strict=True) if work.samples
+        ]
+        advanced = self.scheduler.commit(plan, said)
+        told = [one for one in advanced if not self.capabilities.take(one)]
+        plain = [one for one in told if _is_plain(one)]
+        return StepOutput(
+            deltas=tuple(
+                (one.sequence.request.request_id, _delta(one)) for one in told if not _is_plain(one)
+            ),
+            load=replace(self.load(), step=replace(plan.stats, time_s=self.step_s)),
+            plain_ids=tuple(one.sequence.request.request_id for one in plain),
+            plain_tokens=tuple(one.token for one in plain),
+            kv_changes=self.scheduler.take_changes(),
+        )
+
+    def _suffer(self, request: Request) -> None:
+        match self._faults.get(request.request_id):
+            case "raise":
+                raise RuntimeError("the step failed as told")
+            case "exit":
+                print("last words", file=sys.stderr, flush=True)
+                os._exit(7)
+            case "hang":
+                time.sleep(60)
+
+    # --- the model
+
+    def _compute(self, work: Work) -> int:
+        sequence = work.sequence
+        state = self._state(sequence.blocks, work.start - 1) if work.start else _root(sequence.request)
+        for position in range(work.start, work.start + work.num_tokens):
+            state = xxh3_64_intdigest(struct.pack("<QI", state, sequence.tokens[position]))
+            _STATE.pack_into(self.memory, self._place(sequence.blocks, position), state)
+        return state
+
+    def _next_token(self, work: Work, state: int) -> int:
+        sequence = work.sequence
+        seed = sequence.request.sampling.seed or 0
+        return xxh3_64_intdigest(struct.pack("<QQI", state, seed, sequence.index)) % NUM_SAID
+
+    def _state(self, blocks: Sequence[BlockId], position: int) -> int:
+        value: int = _STATE.unpack_from(self.memory, self._place(blocks, position))[0]
+        return value
+
+    def _place(self, blocks: Sequence[BlockId], position: int) -> int:
+        block, offset = divmod(position, self.card.block_size)
+        return blocks[block] * self.block_bytes + offset * _STATE.size
+
+
+def _root(request: Request) -> int:
+    return xxh3_64_intdigest((request.lora or "").encode())
+
+
+def _is_plain(one: Advanced) -> bool:
+    sampling = one.sequence.request.sampling
+    return one.end is None and not one.is_first and sampling.num_choices == 1 and sampling.logprobs is None
+
+
+def _logprobs(tokens: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs, ...] | None:
+    if num_top is None:
+        return None
+    return tuple(
+        TokenLogprobs(token, -0.5, tuple((token + index, -0.5 - index) for index in range(num_top)))
+        for token in tokens
+    )
+
+
+def _delta(one: Advanced) -> Delta:
+    sequence, request = one.sequence, one.sequence.request
+    is_first = one.is_first and not sequence.index
+    of_prompt = None
+    if is_first and not request.resume:
+        of_prompt = _logprobs(request.token_ids[1:], request.sampling.prompt_logprobs)
+    return Delta(
+        token_ids=(one.token,),
+        index=sequence.index,
+        finish=one.end.finish if one.end else None,
+        stop_reason=one.end.stop_reason if one.end else None,
+        logprobs=_logprobs([one.token], request.sampling.logprobs),
+        prompt_logprobs=None if of_prompt is None else (None, *of_prompt),
+        cached_tokens=sequence.num_cached if is_first else None,
+        usage=Usage(sequence.num_prompt, sequence.num_output) if one.end else None,
+    )
+
+
+class FakeCapabilities:
+    def __init__(self, core: FakeCore) -> None:
+        self._core = core
+        self.adapters: dict[str, str] = {}
+        self._prefills: dict[
+            RequestId, tuple[Request, Callable[[Handoff | ErrorInfo], None], dict[int, Any]]
+        ] = {}
+        self._expiry: dict[RequestId, float] = {}
+
+    # --- blocks
+
+    def clear_kv(self) -> int:
+        return self._core.scheduler.clear()
+
+    def match(self, request: Request) -> int:
+        return self._core.scheduler.pool.match(self._names(request).keys) * self._core.card.block_size
+
+    def kv_contents(self) -> tuple[Stored, ...]:
+        return tuple(self._core.scheduler.pool.contents())
+
+    def kv_layout(self) -> KvLayout:
+        block_size = self._core.card.block_size
+        return KvLayout(
+            name="fake",
+            dtype="u8",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=_STATE.size,
+            block_size=block_size,
+            block_bytes=block_size * _STATE.size,
+        )
+
+    def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
+        core, pool = self._core, self._core.scheduler.pool
+        exported: list[KvBlock] = []
+        for key in keys:
+            block = pool.block_of(key)
+            if block is None:
+                break
+            lineage = pool.lineage(key)
+            parent = lineage[-2].key if len(lineage) > 1 else None
+            data = core.memory[block * core.block_bytes : (block + 1) * core.block_bytes]
+            name = lineage[-1]
+            exported.append(
+                KvBlock(key, name.sequence_hash, name.local_hash, parent, len(lineage) - 1, data).seal()
+            )
+        return tuple(exported)
+
+    def import_kv(self, blocks: Sequence[KvBlock]) -> int:
+        core, scheduler = self._core, self._core.scheduler
+        num_taken = 0
+        for block in blocks:
+            before = scheduler.pool.lineage(block.parent) if block.parent is not None else []
+            if not block.intact or len(block.data) != core.block_bytes or len(before) != block.position:
+                break
+            if scheduler.pool.block_of(block.key) is None:
+                name = BlockName(block.key, block.sequence_hash, block.local_hash)
+                adopted = scheduler.adopt([*before, name])
+                if not adopted:
+                    break
+                place = adopted[0][1] * core.block_bytes
+                core.memory[place : place + core.block_bytes] = block.data
+                scheduler.seal_adopted(adopted)
+            num_taken += 1
+        return num_taken
+
+    def _names(self, request: Request) -> BlockNames:
+        names = BlockNames(request, self._core.keys_of(request))
+        tokens = list(request.token_ids)
+        names.reach(tokens, len(tokens) // self._core.card.block_size)
+        return names
+
+    # --- prompts for others
+
+    def prefill(self, request: Request, done: Callable[[Handoff | ErrorInfo], None]) -> None:
+        stop = replace(request.stop, max_tokens=len(request.resume) + 1)
+        self._core.submit(replace(request, stop=stop), keep_blocks=True)
+        self._prefills[request.request_id] = (request, done, {})
+
+    def take(self, one: Advanced) -> bool:
+        request_id = one.sequence.request.request_id
+        if request_id not in self._prefills:
+            return False
+        request, done, told = self._prefills[request_id]
+        assert one.end is not None
+        is_last = one.end.finish is FinishReason.STOP or one.sequence.num_output >= request.stop.max_tokens
+        told[one.sequence.index] = None if is_last else one.token
+        if len(told) == request.sampling.num_choices:
+            del self._prefills[request_id]
+            self._expiry[request_id] = time.monotonic() + HOLD_S
+            tokens = [told[index] for index in sorted(told)]
+            kept = self._core.scheduler.kept(request_id)
+            assert kept is not None
+            done(
+                Handoff(
+                    ticket=request_id.encode(),
+                    prefill_instance=InstanceId(""),
+                    block_hashes=tuple(name.sequence_hash for name in kept[1]),
+                    expires_in_s=HOLD_S,
+                    first_tokens=None
+                    if None in tokens or request.sampling.logprobs is not None
+                    else tuple(tokens),
+                )
+            )
+        return True
+
+    def release_prefill(self, request_id: RequestId) -> None:
+        if self._prefills.pop(request_id, None) is not None:
+            self._core.abort(request_id)
+        self._expiry.pop(request_id, None)
+        self._core.scheduler.release_kept(request_id)
+
+    def expire(self) -> None:
+        for request_id, at in list(self._expiry.items()):
+            if at <= time.monotonic():
+                self.release_prefill(request_id)
+
+    @property
+    def next_expiry(self) -> float | None:
+        return min(self._expiry.values(), default=None)
+
+    # --- adapters, embeddings
+
+    def load_lora(self, name: str, path: str) -> None:
+        if path == "broken":
+            raise InvalidRequest("it does not fit the model", param="path")
+        self.adapters[name] = f"digest of {path}"
+
+    def unload_lora(self, name: str) -> None:
+        if name not in self.adapters:
+            raise NotFound(f"no adapter {name}", kind="lora", name=name)
+        del self.adapters[name]
+
+    def loras(self) -> dict[str, str]:
+        return dict(self.adapters)
+
+    def embed(self, inputs: Sequence[Sequence[int]], pooling: str) -> list[list[float]]:
+        if not all(inputs):
+            raise InvalidRequest("an input is empty", param="input")
+        if pooling == "last":
+            raise ZeroDivisionError("a fault in the core")
+        return [[1.0, float(len(tokens))] for tokens in inputs]
+
+
+# --- what can be loaded
+
+
+def load(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+    hooks.progress("loading")
+    return FakeCore(spec, arguments, hooks)
+
+
+def load_slowly(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+    for number in range(40):
+        hooks.progress(f"layer {number} of 40")
+        time.sleep(0.01)
+    return FakeCore(spec, arguments, hooks)
+
+
+def load_for_ever(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+    hooks.progress(f"pid {os.getpid()}")
+    time.sleep(60)
+    raise AssertionError
+
+
+def load_unknown(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+    raise ConfigError(f"there is no model {spec.model!r}", key="model", remedy="name a folder")
+
+
+def load_with_a_bug(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+    raise ZeroDivisionError("a bug in loading")
+
+
+def load_and_exit(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+    print("out of something", file=sys.stderr, flush=True)
+    os._exit(3)
+
+
+def load_telling_threads(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+    """By what a library would read, which is not what Python read at its start."""
+    found = subprocess.check_output(["sh", "-c", "echo OMP_NUM_THREADS=$OMP_NUM_THREADS"], text=True)
+    hooks.progress(found.strip())
+    return FakeCore(spec, arguments, hooks)

@@ -1,0 +1,414 @@
+"""EngineCore with a tiny model: what requests may ask of their tokens, and what does not disturb others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.engines.native.equality_lab import (
+    Drive,
+    Reference,
+    answer,
+    answers,
+    ask,
+    assert_at_rest,
+    core_of,
+    make_prompts,
+)
+from tokenizers import Tokenizer
+
+from kvolt.core.delta import FinishReason
+from kvolt.core.errors import InvalidRequest, NotFound, Unsupported
+from kvolt.core.load import decode_step_log
+from kvolt.core.request import Grammar, GrammarKind, Handoff, MediaSpan, Request
+from kvolt.engines.native import core as core_module
+from kvolt.engines.native.core import EngineCore
+from kvolt.engines.sim_model import EOS
+from kvolt.testing.tiny_models import tiny_checkpoint
+
+PROMPTS = make_prompts(seed=7, vocabulary=900, count=6, longest=60)
+PROMPT = PROMPTS["p3"]
+DICE: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"open": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
+        "required": ["open", "size"],
+        "additionalProperties": False,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("core") / "model", "Qwen3ForCausalLM", seed=4)
+
+
+@pytest.fixture
+def core(folder: Path) -> Iterator[EngineCore]:
+    core = core_of(folder, max_batch_tokens=64)
+    yield core
+    core.close()
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference.of_folder(folder)
+
+
+def constrained(name: str, kind: GrammarKind, text: str, **given: Any) -> Request:
+    extra = given.pop("request", {})
+    stop = {"ignore_eos": False} | given.pop("stop", {})
+    grammar = {"grammar": Grammar(kind, text)} | extra
+    return ask(name, PROMPT, 60, stop=stop, request=grammar, **({"temperature": 1.0} | given))
+
+
+# --- Seeds and choices ----------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_text_alone_batched_and_preempted(
+    folder: Path, core: EngineCore
+) -> None:
+    requests = [
+        ask(name, prompt, 12, seed=number, **DICE) for number, (name, prompt) in enumerate(PROMPTS.items())
+    ]
+    single = {request.request_id: answer(core, request).tokens for request in requests}
+    together = answers(core, *requests)
+    tight = core_of(folder, block_size=2, kv_blocks=50, max_batch_tokens=64)
+    crowded = answers(tight, *requests, *(ask(f"x{number}", PROMPT, 12, **DICE) for number in range(6)))
+    assert tight.scheduler.num_preemptions > 0
+    for name, tokens in single.items():
+        assert together[name].tokens == tokens
+        assert crowded[name].tokens == tokens
+    other = answer(core, ask("p3", PROMPT, 12, seed=99, **DICE))
+    assert other.tokens != single["p3"]
+
+
+def test_a_request_without_a_seed_has_one_by_its_id(core: EngineCore) -> None:
+    first = answer(core, ask("a", PROMPT, 12, **DICE)).tokens
+    assert answer(core, ask("a", PROMPT, 12, **DICE)).tokens == first
+    assert answer(core, ask("b", PROMPT, 12, **DICE)).tokens != first
+
+
+@pytest.mark.parametrize("num_given", [1, 7, 11])
+def test_a_resumed_request_goes_on_as_if_it_had_not_stopped(core: EngineCore, num_given: int) -> None:
+    sampling = {"seed": 5, "frequency_penalty": 0.7, "repetition_penalty": 1.2, **DICE}
+    whole = answer(core, ask("a", PROMPT, 12, **sampling))
+    given = tuple(whole.tokens[:num_given])
+    rest = answer(core, ask("b", PROMPT, 12, request={"resume": given}, prompt_logprobs=1, **sampling))
+    assert rest.tokens == whole.tokens[num_given:]
+    assert rest.usage is not None
+    assert rest.usage.completion_tokens == 12
+    assert rest.prompt_logprobs is None
+
+
+def test_choices_are_told_apart_and_share_the_prompt(core: EngineCore) -> None:
+    drive = Drive(core, [ask("a", PROMPT, 10, num_choices=4, seed=3, logprobs=1, **DICE)])
+    drive.finish()
+    assert drive.choices.keys() == {("a", index) for index in range(4)}
+    found = [drive.choices["a", index] for index in range(4)]
+    assert len({tuple(one.tokens) for one in found}) == 4
+    for one in found:
+        assert (len(one.tokens), one.finish, len(one.logprobs)) == (10, FinishReason.LENGTH, 10)
+    shared = (len(PROMPT) - 1) // 16 * 16
+    assert [one.usage.cached_tokens for one in found if one.usage] == [0, shared, shared, shared]
+    fewer = Drive(core, [ask("a", PROMPT, 10, num_choices=2, seed=3, **DICE)])
+    fewer.finish()
+    assert [fewer.choices["a", index].tokens for index in range(2)] == [one.tokens for one in found[:2]]
+
+
+def test_greedy_choices_are_all_the_same(core: EngineCore) -> None:
+    drive = Drive(core, [ask("a", PROMPT, 8, num_choices=3)])
+    first = drive.finish()["a"].tokens
+    assert [one.tokens for one in drive.choices.values()] == [first] * 3
+
+
+# --- How choices end ------------------------------------------------------------------------------------
+
+
+def test_a_stop_token_ends_a_choice_and_is_its_reason(core: EngineCore) -> None:
+    free = answer(core, ask("a", PROMPT, 12))
+    assert (free.finish, free.stop_reason) == (FinishReason.LENGTH, None)
+    last = free.tokens[5]
+    end = free.tokens.index(last) + 1
+    found = answer(core, ask("b", PROMPT, 12, stop={"stop_token_ids": (899, last)}))
+    assert found.tokens == free.tokens[:end]
+    assert (found.finish, found.stop_reason) == (FinishReason.STOP, last)
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(PROMPT), end)
+
+
+def test_eos_ends_a_choice_unless_it_is_ignored(core: EngineCore) -> None:
+    bias = {"logit_bias": {EOS: 100.0}}
+    found = answer(core, ask("a", PROMPT, 6, stop={"ignore_eos": False}, **bias))
+    assert (found.tokens, found.finish, found.stop_reason) == ([EOS], FinishReason.STOP, None)
+    ignored = answer(core, ask("b", PROMPT, 6, **bias))
+    assert (ignored.tokens, ignored.finish) == ([EOS] * 6, FinishReason.LENGTH)
+
+
+def test_min_tokens_keeps_off_what_would_end_it(core: EngineCore) -> None:
+    free = answer(core, ask("a", PROMPT, 8))
+    ends = {"ignore_eos": False, "min_tokens": 4, "stop_token_ids": (free.tokens[0],)}
+    found = answer(core, ask("b", PROMPT, 8, stop=ends, logit_bias={EOS: 100.0, free.tokens[0]: 50.0}))
+    assert len(found.tokens) == 5
+    assert not {EOS, free.tokens[0]} & set(found.tokens[:4])
+    assert (found.tokens[4], found.finish, found.stop_reason) == (EOS, FinishReason.STOP, None)
+
+
+# --- What may come --------------------------------------------------------------------------------------
+
+
+def test_a_bias_moves_the_choice_to_the_next_best(core: EngineCore, reference: Reference) -> None:
+    best = reference.logits(PROMPT)[-1].topk(3).indices.tolist()
+    assert answer(core, ask("a", PROMPT, 1, logit_bias={best[0]: -100.0})).tokens == [best[1]]
+    assert answer(core, ask("b", PROMPT, 1, allowed_token_ids=(best[2], 0))).tokens == [best[2]]
+    assert answer(core, ask("c", PROMPT, 3, logit_bias={77: 100.0})).tokens == [77] * 3
+
+
+def test_reported_figures_are_those_before_any_bias(core: EngineCore, reference: Reference) -> None:
+    found = answer(core, ask("a", PROMPT, 1, logit_bias={77: 100.0}, logprobs=0, temperature=0.5))
+    expected = reference.logits(PROMPT)[-1].log_softmax(dim=-1)
+    assert found.logprobs[0].logprob == pytest.approx(float(expected[77]), abs=1e-3)
+
+
+def test_a_custom_processor_sees_prompt_and_output(core: EngineCore) -> None:
+    once = {"extra": {"logits_processors": [{"name": "ban_repeated_ngrams", "args": {"n": 1}}]}}
+    found = answers(core, ask("a", PROMPT, 30, request=once), ask("b", PROMPT, 30))
+    tokens = found["a"].tokens
+    assert len({*tokens, *PROMPT}) == len(tokens) + len(set(PROMPT))
+    assert found["b"].tokens == answer(core, ask("b", PROMPT, 30)).tokens
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"request": {"lora": "nobody"}}, NotFound),
+        ({"request": {"media": (MediaSpan(0, 1, bytes(16)),)}}, Unsupported),
+        ({"request": {"extra": {"logits_processors": ["nobody"]}}}, InvalidRequest),
+        ({"logit_bias": {10**6: 1.0}}, InvalidRequest),
+        ({"allowed_token_ids": ()}, InvalidRequest),
+        ({"max_tokens": 1000}, InvalidRequest),
+        ({"num_choices": 0}, InvalidRequest),
+    ],
+    ids=lambda value: next(iter(value.get("request", value))) if isinstance(value, dict) else "",
+)
+def test_what_cannot_run_is_refused_at_once(
+    core: EngineCore, asked: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        core.submit(ask("a", PROMPT, **asked))
+    assert_at_rest(core)
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_a_row_without_a_token_fails_its_request_alone(core: EngineCore, num_choices: int) -> None:
+    asked = {"stop": {"ignore_eos": False, "min_tokens": 2}, "allowed_token_ids": (EOS,)}
+    drive = Drive(core, [ask("a", PROMPT, 8), ask("b", PROMPT, 4, num_choices=num_choices, **asked)])
+    found = drive.finish()
+    assert drive.failed.keys() == {"b"}
+    assert "no token is allowed" in drive.failed["b"].message
+    assert found["a"].tokens == answer(core, ask("a", PROMPT, 8)).tokens
+
+
+def test_choices_that_fail_together_fail_once(core: EngineCore) -> None:
+    """The second one's token is refused in the step in which the first one's is."""
+    word = {"extra": {"logits_processors": [{"name": "ban_repeated_ngrams", "args": {"n": 1}}]}}
+    asked = ask("a", PROMPT, 8, num_choices=3, request=word, allowed_token_ids=(EOS, EOS + 1))
+    drive = Drive(core, [asked])
+    drive.finish()  # asserts it
+    assert drive.failed.keys() == {"a"}
+
+
+# --- Grammars -------------------------------------------------------------------------------------------
+
+
+def text_of(core: EngineCore, tokens: list[int]) -> str:
+    text: str = Tokenizer.from_buffer(core.card.tokenizer_json).decode(tokens)
+    return text
+
+
+def test_a_schema_makes_a_random_model_write_json(core: EngineCore) -> None:
+    asked = [constrained(f"s{seed}", GrammarKind.JSON_SCHEMA, SCHEMA, seed=seed) for seed in range(4)]
+    free = ask("free", PROMPT, 12)
+    found = answers(core, *asked, free)
+    for request in asked:
+        one = found[request.request_id]
+        assert one.finish is FinishReason.STOP
+        document = json.loads(text_of(core, one.tokens))
+        assert document.keys() == {"open", "size"}
+        assert isinstance(document["open"], bool)
+        assert document["size"] in ("small", "large")
+    assert len({tuple(one.tokens) for one in found.values()}) > 2
+    assert found["free"].tokens == answer(core, free).tokens
+
+
+def test_every_choice_follows_the_grammar_and_resumes_in_its_middle(core: EngineCore) -> None:
+    words = json.dumps(["yes", "no", "perhaps"])
+    drive = Drive(core, [constrained("a", GrammarKind.CHOICE, words, num_choices=5, seed=1)])
+    whole = drive.finish()["a"].tokens
+    for one in drive.choices.values():
+        assert text_of(core, one.tokens) in ("yes", "no", "perhaps")
+    given = tuple(whole[:1])
+    rest = constrained("a", GrammarKind.CHOICE, words, seed=1, request={"resume": given})
+    assert answer(core, rest).tokens == whole[1:]
+
+
+def test_a_grammar_outlives_the_end_of_other_requests(core: EngineCore) -> None:
+    """Its request still prefills, chunk by chunk, when the only other one ends."""
+    drive = Drive(core, [ask("short", PROMPT[:4], 2)])
+    long = tuple(range(3, 303))
+    asked = constrained("a", GrammarKind.CHOICE, '["yes"]')
+    drive.submit(
+        Request(**{name: getattr(asked, name) for name in asked.__struct_fields__} | {"token_ids": long})
+    )
+    assert text_of(core, drive.finish()["a"].tokens) == "yes"
+
+
+def test_a_choice_that_ends_first_leaves_the_grammar_to_the_others(core: EngineCore) -> None:
+    drive = Drive(
+        core, [constrained("a", GrammarKind.REGEX, "[a-z]{0,3}", num_choices=3, logit_bias={EOS: 9.0})]
+    )
+    drive.finish()
+    for one in drive.choices.values():
+        assert text_of(core, one.tokens).islower() or one.tokens == [EOS]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"text": "{"}, "grammar"),
+        ({"text": '["yes"]', "request": {"resume": (700,)}}, "resumed tokens"),
+        (
+            {
+                "text": '["yes"]',
+                "request": {"handoff": Handoff(ticket=b"", prefill_instance="i", first_tokens=(700,))},  # type: ignore[arg-type]
+            },
+            "resumed tokens",
+        ),
+    ],
+    ids=["unreadable", "resume", "handoff"],
+)
+def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(
+    core: EngineCore, asked: dict[str, Any], reason: str
+) -> None:
+    request = constrained("bad", GrammarKind.CHOICE, **asked)
+    drive = Drive(core, [request, ask("free", PROMPT, 6)])
+    assert len(drive.finish()["free"].tokens) == 6
+    assert drive.failed.keys() == {"bad"}
+    assert drive.failed["bad"].code == InvalidRequest.code
+    assert reason in drive.failed["bad"].message
+
+
+def test_a_compiler_that_breaks_fails_the_request(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(core, constrained("a", GrammarKind.CHOICE, '["yes"]'))
+
+    def broken(grammar: Grammar) -> None:
+        raise ValueError("out of luck")
+
+    monkeypatch.setattr(core._compiler, "compile", broken)
+    drive = Drive(core, [constrained("a", GrammarKind.CHOICE, '["yes"]')])
+    drive.finish()
+    assert "out of luck" in drive.failed["a"].message
+
+
+def test_a_request_can_be_taken_back_while_its_grammar_compiles(core: EngineCore) -> None:
+    core.submit(constrained("a", GrammarKind.CHOICE, '["yes"]'))
+    assert core.load().waiting == 1
+    assert core.withdraw("a")  # type: ignore[arg-type]
+    core.submit(constrained("b", GrammarKind.CHOICE, '["yes"]'))
+    core.abort("b")  # type: ignore[arg-type]
+    assert_at_rest(core)
+
+
+# --- Steps ----------------------------------------------------------------------------------------------
+
+
+def test_only_what_has_not_started_can_be_withdrawn(core: EngineCore) -> None:
+    drive = Drive(core, [ask("a", PROMPT, 6)])
+    drive.step()
+    drive.submit(ask("b", PROMPT, 6))
+    assert not core.withdraw("a")  # type: ignore[arg-type]
+    assert core.withdraw("b")  # type: ignore[arg-type]
+    assert drive.finish().keys() == {"a"}
+
+
+@pytest.mark.parametrize("broken", ["forward", "sample", "prompt_logprobs"])
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_a_step_that_breaks_changes_nothing(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, broken: str, num_steps: int
+) -> None:
+    requests = [
+        ask(name, prompt, 8, prompt_logprobs=1, seed=2, num_choices=2, **DICE)
+        for name, prompt in PROMPTS.items()
+    ]
+    expected = Drive(core, requests)
+    expected.finish()
+    core.capabilities.clear_kv()
+    drive = Drive(core, requests)
+    for _ in range(num_steps):
+        drive.step()
+
+    def raises(*_: object) -> None:
+        raise RuntimeError("the device is on fire")
+
+    owner = core.runner.model if broken == "forward" else core_module
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, broken, raises)
+        if broken != "prompt_logprobs" or num_steps < 4:
+            with pytest.raises(RuntimeError, match="on fire"):
+                drive.step()
+        core.scheduler.check_integrity()
+    drive.finish()
+    assert drive.choices.keys() == expected.choices.keys()
+    for key, one in expected.choices.items():
+        assert drive.choices[key].tokens == one.tokens
+        assert drive.choices[key].prompt_logprobs == one.prompt_logprobs
+        if key[1] == 0:
+            assert len(one.prompt_logprobs or ()) == len(PROMPTS[key[0]])
+
+
+def test_logits_that_are_not_finite_fail_their_requests(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive = Drive(core, [ask("a", PROMPT[:9], 6), ask("b", PROMPT[:9], 6, temperature=1.0)])
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            core.runner.model, "logits", lambda hidden: torch.full((hidden.shape[0], 900), float("nan"))
+        )
+        drive.step()
+    assert drive.failed.keys() == {"a", "b"}
+    assert_at_rest(core)
+
+
+def test_plain_tokens_come_with_the_same_ids_while_the_batch_stays_the_same(core: EngineCore) -> None:
+    drive = Drive(core, [ask(name, prompt[:8], 8) for name, prompt in PROMPTS.items()])
+    first = drive.step()
+    assert first is not None
+    assert [delta.cached_tokens for _, delta in first.deltas] == [0] * len(PROMPTS)
+    outputs = [drive.step() for _ in range(6)]
+    assert outputs[0] is not None
+    assert outputs[0].plain_ids == tuple(PROMPTS)
+    for output in outputs:
+        assert output is not None
+        assert output.plain_ids is outputs[0].plain_ids
+        assert output.load is not None
+        assert (output.load.running, output.load.waiting) == (len(PROMPTS), 0)
+    drive.finish()
+
+
+def test_steps_are_logged(folder: Path, tmp_path: Path) -> None:
+    log = tmp_path / "steps.jsonl"
+    for _ in range(2):
+        core = core_of(folder, step_log=str(log))
+        drive = Drive(core, [ask("a", PROMPT, 5)])
+        drive.finish()
+        core.close()
+    header, steps = decode_step_log(log.read_bytes().splitlines())
+    assert (header.engine, header.device, header.dtype) == ("native", "cpu", "float32")
+    assert [step.prefill_tokens for step in steps] == [len(PROMPT), 0, 0, 0, 0] * 2
+    assert [step.context_tokens for step in steps[1:5]] == [len(PROMPT) + at for at in range(1, 5)]
+    assert all(step.time_s > 0 for step in steps)

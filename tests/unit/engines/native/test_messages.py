@@ -1,0 +1,221 @@
+"""Messages and their frames, and the ledger that reads steps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvolt.core.delta import Delta, FinishReason, StepOutput, Usage
+from kvolt.core.errors import ErrorInfo, InvalidRequest, ProtocolError
+from kvolt.core.ids import RequestId
+from kvolt.core.kv_events import Cleared
+from kvolt.core.load import WorkerLoad
+from kvolt.core.request import Handoff, Request, Sampling, StopConditions
+from kvolt.engines.native.ledger import Ledger, check_vocabulary
+from kvolt.engines.native.messages import (
+    MAX_FRAME_BYTES,
+    METHODS,
+    Abort,
+    FrameCutter,
+    Step,
+    StepWording,
+    Submit,
+    decode_answer,
+    decode_command,
+    frame,
+    raw,
+)
+
+A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
+
+
+def request(request_id: RequestId = A, choices: int = 1) -> Request:
+    return Request(
+        request_id=request_id,
+        model="m",
+        token_ids=(1, 2, 3),
+        stop=StopConditions(max_tokens=4),
+        sampling=Sampling(num_choices=choices),
+    )
+
+
+END = Delta((9,), finish=FinishReason.LENGTH, usage=Usage(3, 4))
+
+# --- frames
+
+
+@given(st.lists(st.integers(0, 3000), max_size=8), st.lists(st.integers(1, 5000), min_size=1))
+def test_messages_come_out_whole_however_they_are_cut(lengths: list[int], pieces: list[int]) -> None:
+    sent = [Abort(RequestId("x" * length)) for length in lengths]
+    stream = b"".join(bytes(frame(message)) for message in sent)
+    cutter, got = FrameCutter(), []
+    at = number = 0
+    while at < len(stream):
+        size = pieces[number % len(pieces)]
+        got += [decode_command(message) for message in cutter.feed(stream[at : at + size])]
+        at, number = at + size, number + 1
+    assert got == sent
+
+
+def test_a_length_that_cannot_be_is_an_error() -> None:
+    with pytest.raises(ProtocolError):
+        FrameCutter().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
+
+
+def test_what_was_cut_stays_valid() -> None:
+    """The bytes of a large value are not copied: nothing may be written over them later."""
+    cutter = FrameCutter()
+    first = frame(Submit(request()))
+    (message,) = cutter.feed(bytes(first[:10])) or cutter.feed(bytes(first[10:]))
+    for _ in range(10):
+        cutter.feed(bytes(frame(Abort(RequestId("y" * 500)))))
+    assert decode_command(message) == Submit(request())
+
+
+def test_no_torch_is_needed_to_read_them() -> None:
+    program = "import kvolt.engines.native.engine, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_every_call_can_be_decoded() -> None:
+    arguments = {
+        "withdraw": (A,),
+        "match": (request(),),
+        "export_kv": ([b"k" * 16],),
+        "import_kv": ([],),
+        "prefill": (request(),),
+        "release_prefill": (A,),
+        "load_lora": ("name", "path"),
+        "unload_lora": ("name",),
+        "embed": ([[1, 2]], "last"),
+    }
+    for name, method in METHODS.items():
+        given_arguments = arguments.get(name, ())
+        assert method.decode_arguments(raw(given_arguments)) == given_arguments
+
+
+# --- steps
+
+
+def told(wording: StepWording, output: StepOutput, num_seen: int = 0) -> Step:
+    """As it arrives."""
+    (message,) = FrameCutter().feed(bytes(frame(wording.step(num_seen, output))))
+    step = decode_answer(message)
+    assert isinstance(step, Step)
+    return step
+
+
+def ledger_with(*requests: Request) -> Ledger:
+    ledger = Ledger()
+    for number, each in enumerate(requests, 1):
+        ledger.add(each, number)
+    return ledger
+
+
+def test_a_step_arrives_as_it_was_told() -> None:
+    output = StepOutput(
+        deltas=((A, Delta((5,), cached_tokens=3)),),
+        failed=((B, ErrorInfo("engine_failed", "why", {"engine": "native"})),),
+        load=WorkerLoad(running=2),
+        plain_ids=(C,),
+        plain_tokens=(7,),
+        kv_changes=(Cleared(),),
+    )
+    ledger = ledger_with(request(A), request(B), request(C))
+    assert ledger.read(told(StepWording(), output, 3)) == output
+    assert ledger.find(B) is None
+    assert ledger.num_sequences == 2
+
+
+def test_the_same_batch_is_sent_once_and_is_the_same_object() -> None:
+    wording, ledger = StepWording(), ledger_with(request(A), request(B))
+    first = StepOutput(plain_ids=(A, B), plain_tokens=(1, 2))
+    nothing = StepOutput(load=WorkerLoad())
+    steps = [told(wording, output, 2) for output in (first, first, nothing, first)]
+    assert [step.plain_ids for step in steps] == [(A, B), None, None, None]
+    outputs = [ledger.read(step) for step in steps]
+    assert [output and output.plain_ids for output in outputs] == [(A, B), (A, B), (), (A, B)]
+    assert outputs[0] is not None
+    assert outputs[0].plain_ids is outputs[1].plain_ids is outputs[3].plain_ids  # type: ignore[union-attr]
+    smaller = told(wording, StepOutput(plain_ids=(B,), plain_tokens=(1,)), 2)
+    assert smaller.plain_ids == (B,)
+
+
+def test_nothing_is_told_of_what_was_dropped() -> None:
+    """Until the engine has heard of it; others are told as ever."""
+    wording, ledger = StepWording(), ledger_with(request(A), request(B), request(C))
+    ledger.drop(A, 4)
+    ledger.drop(C, 5)
+    late = StepOutput(
+        deltas=((C, END),),
+        failed=((C, ErrorInfo("engine_failed", "late")),),
+        plain_ids=(A, B),
+        plain_tokens=(1, 2),
+        load=WorkerLoad(running=3),
+    )
+    output = ledger.read(told(wording, late, 3))
+    assert output == StepOutput(plain_ids=(B,), plain_tokens=(2,), load=WorkerLoad(running=3))
+    assert ledger.read(told(wording, StepOutput(plain_ids=(A,), plain_tokens=(1,)), 4)) is None
+    assert ledger.num_sequences == 1
+
+
+def test_an_id_in_use_again_hears_nothing_of_its_past() -> None:
+    wording, ledger = StepWording(), ledger_with(request(A))
+    ledger.drop(A, 2)
+    ledger.add(request(A), 3)
+    past = StepOutput(deltas=((A, END),))
+    assert ledger.read(told(wording, past, 1)) is None
+    assert ledger.find(A) is not None
+    assert ledger.read(told(wording, past, 3)) == past
+    assert ledger.find(A) is None
+
+
+def test_a_request_ends_with_the_last_of_its_choices() -> None:
+    wording, ledger = StepWording(), ledger_with(request(A, choices=2))
+    assert ledger.num_sequences == 2
+    ledger.read(told(wording, StepOutput(deltas=((A, END),)), 1))
+    assert ledger.find(A) is not None
+    assert ledger.num_sequences == 1
+    ledger.read(told(wording, StepOutput(deltas=((A, replace(END, index=1)),)), 1))
+    assert (ledger.find(A), ledger.num_sequences) == (None, 0)
+
+
+def test_a_dropped_request_counts_no_longer() -> None:
+    wording, ledger = StepWording(), ledger_with(request(A, choices=3))
+    ledger.read(told(wording, StepOutput(deltas=((A, END),)), 1))
+    ledger.drop(A, 2)
+    ledger.drop(A, 3)
+    assert ledger.num_sequences == 0
+
+
+# --- tokens
+
+
+@pytest.mark.parametrize(
+    ("param", "changed"),
+    [
+        ("token_ids", replace(request(), token_ids=(1, 50))),
+        ("token_ids", replace(request(), token_ids=(-1, 2))),
+        ("resume", replace(request(), resume=(50,))),
+        ("stop_token_ids", replace(request(), stop=StopConditions(max_tokens=1, stop_token_ids=(77,)))),
+        ("allowed_token_ids", replace(request(), sampling=Sampling(allowed_token_ids=(3, 99)))),
+        ("logit_bias", replace(request(), sampling=Sampling(logit_bias={-5: 1.0}))),
+        (
+            "handoff",
+            replace(request(), handoff=Handoff(ticket=b"", prefill_instance="", first_tokens=(51,))),  # type: ignore[arg-type]
+        ),
+    ],
+)
+def test_tokens_that_the_model_does_not_have_are_refused(param: str, changed: Request) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_vocabulary(changed, 50)
+    assert caught.value.fields["param"] == param
+
+
+def test_all_tokens_of_the_model_are_taken() -> None:
+    check_vocabulary(replace(request(), token_ids=(0, 49), resume=(0,)), 50)

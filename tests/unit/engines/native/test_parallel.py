@@ -1,0 +1,192 @@
+"""Tensor parallelism over two processes: the same answers, and nobody left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tests.unit.engines.native.equality_lab import (
+    NUM_TOP,
+    Answer,
+    Drive,
+    Reference,
+    after_aborts,
+    answer,
+    answers,
+    ask,
+    chunked,
+    core_of,
+    make_prompts,
+    preempted,
+)
+from tests.unit.engines.native.lora_lab import merged, write_adapter
+
+from kvolt.core.errors import ConfigError, Unsupported
+from kvolt.engines.native.checkpoint import open_checkpoint
+from kvolt.engines.native.core import EngineCore
+from kvolt.engines.native.parallel import check_degree, share
+from kvolt.testing.tiny_models import tiny_checkpoint
+
+PROMPTS = make_prompts(seed=1, vocabulary=900)
+PROMPT = PROMPTS["p6"]
+MAX_TOKENS = 12
+SMALL = {"tensor_parallel": 2, "threads": 1, "max_batch_tokens": 16, "max_num_seqs": 6}
+TIGHT = {"block_size": 2, "kv_blocks": 80}
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With biases everywhere: one rank alone may add those behind a sum."""
+    root = tmp_path_factory.mktemp("parallel")
+    return tiny_checkpoint(root / "model", seed=3, attention_bias=True, mlp_bias=True)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference.of_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def adapter(folder: Path, reference: Reference) -> Path:
+    return write_adapter(folder.parent / "adapter", reference, seed=1)
+
+
+@pytest.fixture(scope="module")
+def core(folder: Path, adapter: Path) -> Iterator[EngineCore]:
+    core = core_of(folder, loras={"early": str(adapter)}, **SMALL, **TIGHT)
+    yield core
+    core.close()
+
+
+def assert_equal(reference: Reference, found: dict[str, Answer]) -> None:
+    for name, one in found.items():
+        verdict = reference.compare(PROMPTS[name], one)
+        assert verdict.flips == ()
+        assert verdict.max_delta < 1e-3
+        assert len(one.tokens) == MAX_TOKENS
+
+
+def test_a_rank_that_dies_ends_the_step_and_the_next_start_works(folder: Path, reference: Reference) -> None:
+    before = {process.pid for process in multiprocessing.active_children()}
+    assert not torch.distributed.is_initialized(), "must run before the tests that share a core"
+    for is_killed in (True, False):
+        core = core_of(folder, **SMALL)
+        try:
+            (rank,) = [process for process in multiprocessing.active_children() if process.pid not in before]
+            drive = Drive(core, [ask("p6", PROMPT, MAX_TOKENS)])
+            drive.step()
+            if is_killed:
+                rank.kill()
+                rank.join()
+                with pytest.raises(Exception, match=r"rank-1|peer|Connection"):
+                    drive.step()
+                core.scheduler.check_integrity()
+            else:
+                assert_equal(reference, drive.finish())
+        finally:
+            core.close()
+        assert not rank.is_alive()
+
+
+@pytest.mark.parametrize("run", [chunked, preempted, after_aborts])
+def test_answers_equal_those_of_transformers(core: EngineCore, reference: Reference, run: object) -> None:
+    requests = [ask(name, prompt, MAX_TOKENS, logprobs=NUM_TOP) for name, prompt in PROMPTS.items()]
+    assert callable(run)
+    found = run(core, requests)
+    assert found.keys() == PROMPTS.keys()
+    assert_equal(reference, found)
+
+
+def test_cached_blocks_are_found_on_every_rank(core: EngineCore, reference: Reference) -> None:
+    core.capabilities.clear_kv()
+    for cached in (0, (len(PROMPT) - 1) // 2 * 2):
+        found = answer(core, ask("p6", PROMPT, MAX_TOKENS, logprobs=NUM_TOP))
+        assert found.cached == cached
+        assert_equal(reference, {"p6": found})
+
+
+def test_adapters_are_shared_by_the_ranks(core: EngineCore, reference: Reference, adapter: Path) -> None:
+    with_adapter = merged(reference, adapter)
+
+    def asked(lora: str) -> dict[str, Answer]:
+        changed = ask("p6", PROMPT, MAX_TOKENS, request={"lora": lora}, logprobs=NUM_TOP)
+        return answers(core, changed, ask("p5", PROMPTS["p5"], MAX_TOKENS))
+
+    for lora in ("early", "late"):
+        if lora == "late":
+            core.capabilities.load_lora("late", str(adapter))
+        found = asked(lora)
+        assert_equal(with_adapter, {"p6": found["p6"]})
+        assert_equal(reference, {"p5": found["p5"]})
+    core.capabilities.unload_lora("late")
+    assert_equal(reference, {"p6": answer(core, ask("p6", PROMPT, MAX_TOKENS))})
+
+
+def test_embeddings_are_those_of_one_rank(folder: Path, core: EngineCore) -> None:
+    alone = core_of(folder).capabilities.embed(list(PROMPTS.values()))
+    for ours, theirs in zip(core.capabilities.embed(list(PROMPTS.values())), alone, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_blocks_do_not_travel_yet(core: EngineCore) -> None:
+    for call in (core.capabilities.export_kv, core.capabilities.import_kv):
+        with pytest.raises(Unsupported, match="ranks"):
+            call([])
+
+
+_LEADER = """
+import multiprocessing, sys
+if __name__ == "__main__":
+    from kvolt.core.request import Role
+    from kvolt.engines.native.arguments import NativeArguments
+    from kvolt.engines.native.loading import load_core
+    from kvolt.engines.registry import EngineSpec
+    spec = EngineSpec(model=sys.argv[1], role=Role.AGGREGATED)
+    core = load_core(spec, NativeArguments(kv_blocks=8, tensor_parallel=2, threads=1))
+    print(*[process.pid for process in multiprocessing.active_children()], flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_leader_that_is_killed_takes_its_ranks_along(folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "leader.py"
+    script.write_text(_LEADER)
+    command = [sys.executable, str(script), str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as leader:
+        assert leader.stdout is not None
+        pid = int(leader.stdout.readline())
+        assert psutil.pid_exists(pid)
+        leader.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "a rank is left behind"
+        time.sleep(0.05)
+
+
+# --- Shares ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_shares_make_up_the_whole(degree: int) -> None:
+    whole = torch.arange(96).view(8, 12)
+    for dim in (0, 1):
+        parts = [share(whole, dim, rank, degree) for rank in range(degree)]
+        assert torch.equal(torch.cat(parts, dim=dim), whole)
+
+
+@pytest.mark.parametrize(("degree", "name"), [(3, "num_heads"), (4, "num_kv_heads")])
+def test_a_model_that_cannot_be_shared_evenly_is_refused(folder: Path, degree: int, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        check_degree(open_checkpoint(folder).config, degree)
+    with pytest.raises(ConfigError, match=name):
+        core_of(folder, tensor_parallel=degree)

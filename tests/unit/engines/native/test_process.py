@@ -1,0 +1,255 @@
+"""The engine's own process: how it ends, with whom it ends, and what it does when there is nothing to do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from asyncio.subprocess import PIPE
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvloop
+from tests.unit.engines.native.shell_lab import (
+    make_engine,
+    pid_of,
+    request,
+    running,
+    until_gone,
+)
+
+from kvolt.core.delta import StepOutput
+from kvolt.core.errors import EngineFailed
+from kvolt.core.load import WorkerLoad
+from kvolt.engines.native import engine as engine_module
+from kvolt.engines.native.engine_loop import EngineLoop, Pipe, ShellGone
+from kvolt.engines.native.messages import FrameCutter, Step, Stop, decode_answer, frame
+from kvolt.runtime.clock import SystemClock
+from kvolt.runtime.tasks import Scope
+
+# --- the process dies
+
+
+async def test_a_killed_process_is_told_by_its_signal() -> None:
+    async with running(process="own") as (engine, reader):
+        engine.submit(request("r", tokens=200))
+        await reader.until(lambda: "r" in reader.tokens)
+        os.kill(pid_of(engine), signal.SIGKILL)
+        await reader.until(lambda: reader.error)
+        assert isinstance(reader.error, EngineFailed)
+        assert "was killed by SIGKILL" in reader.error.message
+        assert reader.error.fields["exit_code"] == -9
+
+
+async def test_a_process_that_exits_is_told_with_its_last_words() -> None:
+    async with running(process="own") as (engine, reader):
+        engine.submit(request("r", fault="exit"))
+        with pytest.raises(EngineFailed, match="exited with code 7"):
+            await engine.prefill(request("p"))
+        await reader.until(lambda: reader.error)
+        assert "last words" in str(reader.error)
+
+
+async def test_a_process_that_exits_while_it_loads() -> None:
+    with pytest.raises(EngineFailed, match=r"exited with code 3 while it loaded(.|\n)*out of something"):
+        await make_engine("load_and_exit", process="own").start()
+
+
+async def test_a_step_that_hangs_is_killed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_STOP_S", 0.2)
+    async with running(process="own") as (engine, reader):
+        engine.submit(request("r", fault="hang"))
+        await asyncio.sleep(0.05)
+        pid = pid_of(engine)
+    await until_gone(pid)
+    assert reader.error is None
+
+
+async def test_a_start_that_is_cancelled_leaves_no_process(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    engine = make_engine("load_for_ever", process="own")
+    async with Scope("start") as scope:
+        scope.start(engine.start(), "start")
+        while "pid" not in caplog.text:
+            await asyncio.sleep(0.01)
+        pid = pid_of(engine)
+        scope.cancel()
+    await until_gone(pid)
+
+
+# --- the shell dies
+
+_SHELL = """
+import asyncio, sys
+from tests.unit.engines.native.shell_lab import Reader, make_engine, pid_of, request
+
+async def main():
+    load, fault = sys.argv[1:]
+    engine = make_engine(load, process="own")
+    starting = asyncio.ensure_future(engine.start())
+    while engine._host is None:
+        await asyncio.sleep(0.01)
+    if load != "load_for_ever":
+        await starting
+        reading = asyncio.ensure_future(Reader(engine).run())
+        engine.submit(request("r", tokens=200, fault=fault))
+    await asyncio.sleep(0.3)
+    print(pid_of(engine), flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("load", "fault"),
+    [("load", "none"), ("load", "hang"), ("load_for_ever", "none")],
+    ids=["computing", "in the middle of a step", "loading"],
+)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_nothing_outlives_the_shell(load: str, fault: str, number: signal.Signals) -> None:
+    shell = await asyncio.create_subprocess_exec(sys.executable, "-c", _SHELL, load, fault, stdout=PIPE)
+    assert shell.stdout is not None
+    pid = int(await shell.stdout.readline())
+    os.kill(pid, 0)
+    shell.send_signal(number)
+    await shell.wait()
+    await until_gone(pid)
+
+
+async def test_it_ends_with_the_socket() -> None:
+    """Also where the kernel does not see to it, and in the middle of a step."""
+    async with running(process="own") as (engine, reader):
+        engine.submit(request("r", fault="hang"))
+        await asyncio.sleep(0.1)
+        engine._link.close()
+        await until_gone(pid_of(engine))
+        await reader.until(lambda: reader.error)
+        assert "exited with code 1" in str(reader.error)
+
+
+# --- signals, logs, threads
+
+
+async def test_ctrl_c_is_the_shells() -> None:
+    async with running(process="own") as (engine, reader):
+        engine.submit(request("r", tokens=60))
+        for _ in range(3):
+            os.kill(pid_of(engine), signal.SIGINT)
+            await asyncio.sleep(0.01)
+        await reader.finish("r")
+
+
+async def test_what_it_logs_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
+    async with running(process="own") as (engine, reader):
+        engine.submit(request("r", fault="log"))
+        await reader.finish("r")
+        records = [record for record in caplog.records if record.getMessage() == "logged as told"]
+        assert [record.levelno for record in records] == [logging.WARNING]
+
+
+async def test_the_number_of_threads_is_set_before_anything_is_imported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with running("load_telling_threads", process="own", threads=3):
+        assert "OMP_NUM_THREADS=3" in caplog.text
+
+
+def test_the_same_on_uvloop() -> None:
+    async def main() -> None:
+        async with running(process="own") as (engine, reader):
+            engine.submit(request("r", tokens=60))
+            await reader.finish("r")
+            os.kill(pid_of(engine), signal.SIGKILL)
+            await reader.until(lambda: reader.error)
+            assert "was killed by SIGKILL" in str(reader.error)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+# --- the loop
+
+
+class _Stub:
+    """A core that does as it is told."""
+
+    def __init__(self, *, has_work: bool) -> None:
+        self.has_work = has_work
+        self.num_steps = 0
+        self.outputs: list[StepOutput] = []
+        self.capabilities: Any = SimpleNamespace(next_expiry=None)
+
+    def step(self) -> StepOutput | None:
+        self.num_steps += 1
+        return self.outputs.pop(0) if self.outputs else None
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad()
+
+
+def _run(core: Any, for_s: float, then: bytes) -> list[object]:
+    """What the loop says until it is stopped."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        loop = EngineLoop(Pipe(theirs), core, SystemClock())
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                loop.run()
+            except ShellGone as error:
+                errors.append(error)
+            finally:
+                theirs.close()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        time.sleep(for_s)
+        ours.sendall(then)
+        if not then:
+            ours.shutdown(socket.SHUT_RDWR)
+        said = b""
+        while then and (data := ours.recv(65536)):
+            said += data
+        thread.join(5)
+        assert not thread.is_alive()
+        return [*map(decode_answer, FrameCutter().feed(said)), *errors]
+
+
+def test_a_core_at_rest_is_left_alone() -> None:
+    core = _Stub(has_work=False)
+    assert _run(core, 0.1, bytes(frame(Stop()))) == []
+    assert core.num_steps <= 1
+
+
+def test_a_core_that_is_stuck_is_asked_now_and_then() -> None:
+    """Blocks are held by others, or a grammar is being compiled: nobody says when that ends."""
+    core = _Stub(has_work=True)
+    assert _run(core, 0.2, bytes(frame(Stop()))) == []
+    assert 2 <= core.num_steps <= 30
+
+
+def test_a_hold_that_runs_out_wakes_it() -> None:
+    core = _Stub(has_work=False)
+    core.capabilities.next_expiry = time.monotonic() + 0.05
+    _run(core, 0.2, bytes(frame(Stop())))
+    assert core.num_steps >= 2
+
+
+def test_what_is_there_to_tell_is_told_in_order() -> None:
+    core = _Stub(has_work=True)
+    core.outputs = [StepOutput(load=WorkerLoad(running=number)) for number in range(1, 6)]
+    said = _run(core, 0.1, bytes(frame(Stop())))
+    assert [step.load.running for step in said if isinstance(step, Step) and step.load] == [1, 2, 3, 4, 5]
+
+
+def test_the_loop_ends_with_the_socket() -> None:
+    assert [type(error) for error in _run(_Stub(has_work=False), 0.05, b"")] == [ShellGone]

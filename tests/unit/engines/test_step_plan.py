@@ -1,0 +1,53 @@
+"""Limits, and requests that do not fit them."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.engines.scheduler_lab import limits, request
+
+from kvolt.core.errors import ConfigError, InvalidRequest
+from kvolt.core.request import Request
+from kvolt.engines.step_plan import check_request
+
+BOUNDS = limits(context_length=20, block_size=4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "param"),
+    [
+        (request("a", ()), "token_ids"),
+        (request("a", n=0), "n"),
+        (request("a", max_tokens=0), "max_tokens"),
+        (request("a", max_tokens=4, min_tokens=5), "min_tokens"),
+        (request("a", max_tokens=4, min_tokens=-1), "min_tokens"),
+        (request("a", max_tokens=2, resume=(1, 2)), "resume"),
+        (request("a", (1,) * 10, max_tokens=11), "max_tokens"),
+        (request("a", (1,) * 10, max_tokens=8), "max_tokens"),
+    ],
+    ids=["prompt", "n", "nothing", "min over max", "min", "resume", "context", "blocks"],
+)
+def test_what_can_never_end_here_is_refused(bad: Request, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_request(bad, BOUNDS, num_blocks=4)
+    assert caught.value.fields["param"] == param
+
+
+def test_what_just_fits_is_taken() -> None:
+    check_request(request("a", (1,) * 10, max_tokens=7, min_tokens=7), BOUNDS, num_blocks=4)
+    check_request(request("a", (1,) * 10, max_tokens=10), BOUNDS, num_blocks=5)
+
+
+@pytest.mark.parametrize(
+    "name", ["max_num_seqs", "max_batch_tokens", "max_waiting", "context_length", "block_size"]
+)
+def test_limits_are_one_or_more(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        limits(**{name: 0})
+    assert caught.value.fields["key"] == name
+
+
+def test_a_step_has_room_for_a_token_of_each_sequence() -> None:
+    limits(max_num_seqs=8, max_batch_tokens=8)
+    with pytest.raises(ConfigError) as caught:
+        limits(max_num_seqs=9, max_batch_tokens=8)
+    assert caught.value.fields["key"] == "max_batch_tokens"

@@ -1,0 +1,147 @@
+"""What an operator may ask of a worker: over the request plane, through its own admin port, through a frontend's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tests.unit.engines.lab import LIMITS, NAMESPACE, Lab, RunningWorker, ScriptedEngine
+
+from kvolt.core.card import EngineInfo
+from kvolt.core.errors import NotFound, Unsupported
+from kvolt.engines.endpoints import CONTROL
+from kvolt.engines.worker_control import ClearKv, ListFeatures, LoadLora, UnloadLora, WorkerAnswer
+from kvolt.frontend.clear_kv import clear_kv_blocks
+from kvolt.runtime.address import EndpointAddress
+from kvolt.runtime.client import open_stream
+from kvolt.runtime.plane import Destination
+from kvolt.runtime.runtime import Runtime
+from kvolt.testing import run_virtual
+
+decode = msgspec.msgpack.Decoder(WorkerAnswer).decode
+
+
+class Capable(ScriptedEngine):
+    """With a cache of seven blocks and room for adapters."""
+
+    def __init__(self, model: str = "sim-tiny") -> None:
+        super().__init__(model)
+        self.num_blocks = 7
+        self.adapters: dict[str, str] = {}
+
+    async def clear_kv(self) -> int:
+        cleared, self.num_blocks = self.num_blocks, 0
+        return cleared
+
+    async def load_lora(self, name: str, path: str) -> None:
+        self.adapters[name] = path
+
+    async def unload_lora(self, name: str) -> None:
+        if self.adapters.pop(name, None) is None:
+            raise NotFound(f"no adapter {name!r}", kind="lora", name=name)
+
+    def loras(self) -> tuple[str, ...]:
+        return tuple(self.adapters)
+
+
+class Restrained(Capable):
+    """Has the methods, but was set up without a cache that can be cleared."""
+
+    async def start(self) -> EngineInfo:
+        return msgspec.structs.replace(await super().start(), features=("Lora",))
+
+
+async def ask(caller: Runtime, running: RunningWorker, command: Any) -> WorkerAnswer:
+    endpoint = EndpointAddress(NAMESPACE, running.endpoint.component, CONTROL)
+    address = running.runtime.plane.address
+    assert address is not None
+    to = Destination(address, str(endpoint))
+    async with await open_stream(caller.plane, to, command, LIMITS, decode) as stream:
+        return await anext(stream)  # type: ignore[no-any-return]
+
+
+def test_commands_reach_the_engine() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", engine := Capable())
+            caller = await lab.runtime("caller")
+            assert running.worker.info is not None
+            assert running.worker.info.features == ("KvEvents", "Lora")
+            features = ("KvEvents", "Lora")
+            assert await ask(caller, running, ListFeatures()) == WorkerAnswer(features)
+            assert await ask(caller, running, ClearKv()) == WorkerAnswer(features, cleared_blocks=7)
+            assert await ask(caller, running, ClearKv()) == WorkerAnswer(features, cleared_blocks=0)
+            assert await ask(caller, running, LoadLora("a", "/adapters/a")) == WorkerAnswer(features, ("a",))
+            assert engine.adapters == {"a": "/adapters/a"}
+            with pytest.raises(NotFound, match="no adapter 'b'"):
+                await ask(caller, running, UnloadLora("b"))
+            assert await ask(caller, running, UnloadLora("a")) == WorkerAnswer(features)
+
+    run_virtual(scenario)
+
+
+def test_a_cordoned_worker_still_takes_commands() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", Capable())
+            caller = await lab.runtime("caller")
+            await running.runtime.cordon()
+            assert (await ask(caller, running, ClearKv())).cleared_blocks == 7
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize("engine", [ScriptedEngine, Restrained], ids=["without", "not now"])
+def test_what_is_not_offered_is_unsupported(engine: type[ScriptedEngine]) -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", engine())
+            caller = await lab.runtime("caller")
+            with pytest.raises(Unsupported):
+                await ask(caller, running, ClearKv())
+            with pytest.raises(Unsupported):
+                await running.worker.clear_kv_blocks()
+            if engine is ScriptedEngine:
+                with pytest.raises(Unsupported):
+                    await ask(caller, running, LoadLora("a", "/a"))
+
+    run_virtual(scenario)
+
+
+def test_a_frontend_clears_all_workers_that_can() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            edge = await lab.frontend()
+            assert await clear_kv_blocks(edge.runtime, edge.models) == []
+            for name, engine in (("w0", Capable()), ("w1", Capable()), ("w2", Capable("other"))):
+                await lab.worker(name, engine)
+            await edge.ready("other", "sim-tiny")
+            done = await clear_kv_blocks(edge.runtime, edge.models)
+            told = sorted((each.model, each.process, each.cleared_blocks, each.error) for each in done)
+            assert told == [
+                ("other", "w2", 7, None),
+                ("sim-tiny", "w0", 7, None),
+                ("sim-tiny", "w1", 7, None),
+            ]
+            lab.network.crash("w1", silent=False)
+            results = {each.process: each for each in await clear_kv_blocks(edge.runtime, edge.models)}
+            assert results["w0"].cleared_blocks == 0
+            if "w1" in results:  # until discovery has noticed
+                assert results["w1"].error
+
+    run_virtual(scenario)
+
+
+def test_a_frontend_whose_workers_cannot_says_so() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            edge = await lab.frontend()
+            await lab.worker("w0", ScriptedEngine())
+            await edge.ready()
+            with pytest.raises(Unsupported):
+                await clear_kv_blocks(edge.runtime, edge.models)
+            with pytest.raises(Unsupported):
+                await edge.runtime.clear_kv_blocks()  # nobody was put in charge here
+
+    run_virtual(scenario)

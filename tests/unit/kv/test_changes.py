@@ -1,0 +1,73 @@
+"""How changes of a pool are put together."""
+
+from __future__ import annotations
+
+from tests.unit.kv.names import name_of
+
+from kvolt.core.kv_events import Cleared, Removed, Stored, StoredBlock, Tier
+from kvolt.kv.changes import ChangeLog
+
+
+def stored(*paths: tuple[int, ...]) -> Stored:
+    names = [name_of(path) for path in paths]
+    parent = name_of(paths[0][:-1]).sequence_hash if len(paths[0]) > 1 else None
+    blocks = tuple(StoredBlock(name.sequence_hash, name.local_hash) for name in names)
+    return Stored(blocks, parent, len(paths[0]) - 1)
+
+
+def log_of(*paths: tuple[int, ...], limit: int = 100) -> ChangeLog:
+    log = ChangeLog(limit)
+    for path in paths:
+        parent = name_of(path[:-1]).sequence_hash if len(path) > 1 else None
+        log.store(name_of(path), parent, len(path) - 1)
+    return log
+
+
+def test_a_chain_is_one_run_and_each_branch_another() -> None:
+    log = log_of((1,), (1, 2), (1, 2, 3), (1, 4), (5,))
+    assert log.take() == (stored((1,), (1, 2), (1, 2, 3)), stored((1, 4)), stored((5,)))
+    assert log.take() == ()
+
+
+def test_removals_in_a_row_are_one_and_order_is_kept() -> None:
+    log = log_of((1,), (1, 2))
+    one, two = name_of((1,)), name_of((1, 2))
+    log.remove(two.sequence_hash)
+    log.remove(one.sequence_hash)
+    log.store(one, None, 0)
+    removed = Removed((two.sequence_hash, one.sequence_hash))
+    assert log.take() == (stored((1,), (1, 2)), removed, stored((1,)))
+
+
+def test_a_block_stored_after_a_removal_starts_a_run_of_its_own() -> None:
+    log = log_of((1,))
+    log.remove(name_of((7,)).sequence_hash)
+    log.store(name_of((1, 2)), name_of((1,)).sequence_hash, 1)
+    assert log.take() == (stored((1,)), Removed((name_of((7,)).sequence_hash,)), stored((1, 2)))
+
+
+def test_clearing_makes_what_came_before_pointless() -> None:
+    log = log_of((1,))
+    log.clear()
+    log.store(name_of((2,)), None, 0)
+    assert log.take() == (Cleared(Tier.DEVICE), stored((2,)))
+
+
+def test_past_its_limit_it_holds_nothing_and_says_so() -> None:
+    log = log_of((1,), (2,), limit=2)
+    assert not log.is_lost
+    log.remove(name_of((1,)).sequence_hash)
+    assert log.is_lost
+    log.store(name_of((3,)), None, 0)
+    assert log.take() == ()
+    assert not log.is_lost
+    log.store(name_of((4,)), None, 0)
+    assert log.take() == (stored((4,)),)
+
+
+def test_clearing_also_ends_a_loss() -> None:
+    log = log_of((1,), (2,), limit=1)
+    assert log.is_lost
+    log.clear()
+    assert not log.is_lost
+    assert log.take() == (Cleared(Tier.DEVICE),)

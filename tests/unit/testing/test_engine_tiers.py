@@ -1,0 +1,359 @@
+"""The tiers of the engine suite: an engine that offers everything passes them, and each finds what it is for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.engines.lab import ScriptedEngine
+from tests.unit.testing.toy_engine import BLOCK_BYTES, Choice, Job, ToyArguments, ToyEngine
+from tests.unit.testing.toy_store import Entry
+
+from kvolt.core.delta import StepOutput
+from kvolt.core.ids import BlockKey, InstanceId, RequestId
+from kvolt.core.kv_block import KvBlock
+from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
+from kvolt.core.request import Handoff, Request, Role
+from kvolt.engines.registry import EngineSpec
+from kvolt.testing import engine_event_cases as events
+from kvolt.testing import engine_handoff_cases as handoff
+from kvolt.testing import engine_movable_cases as movable
+from kvolt.testing import engine_visible_cases as visible
+from kvolt.testing import run_virtual
+from kvolt.testing.engine_suite import CASES as CORE
+from kvolt.testing.engine_tiers import TIERS, suites_for
+
+SPEC = EngineSpec(model="toy", role=Role.AGGREGATED)
+PLENTY = ToyArguments()
+SCARCE = ToyArguments(kv_blocks=80)
+"""Less than the cases ask for: blocks are evicted."""
+
+
+class ToyHarness:
+    def __init__(self, arguments: ToyArguments = PLENTY, kind: type[ToyEngine] = ToyEngine) -> None:
+        self._arguments = arguments
+        self._kind = kind
+
+    def engine(self) -> ToyEngine:
+        return self._kind(SPEC, self._arguments)
+
+    def prompt(self, num_tokens: int) -> tuple[int, ...]:
+        return tuple(range(3, 3 + num_tokens))
+
+    def ending_prompt(self) -> tuple[int, ...]:
+        return (30, 31, 32, 33, 34, 35)
+
+
+ALL = [case for tier in TIERS for case in tier.cases]
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("arguments", [PLENTY, SCARCE], ids=["plenty", "scarce"])
+def test_an_engine_that_offers_everything_passes(case: Any, arguments: ToyArguments) -> None:
+    run_virtual(lambda: case(ToyHarness(arguments)))
+
+
+async def test_an_engine_has_to_pass_what_it_offers() -> None:
+    assert list(suites_for(ToyEngine(SPEC, PLENTY))) == ALL
+    assert suites_for(ScriptedEngine()) == CORE
+
+
+def test_no_case_is_there_twice() -> None:
+    names = [case.__name__ for case in ALL]
+    assert len(set(names)) == len(names)
+
+
+# --- engines with a fault
+
+
+class _Telling(ToyEngine):
+    """Tells something else than what happened."""
+
+    def tell(self, change: KvChange) -> Sequence[KvChange]:
+        raise NotImplementedError
+
+    async def steps(self) -> AsyncIterator[StepOutput]:
+        async for step in super().steps():
+            told = tuple(change for real in step.kv_changes for change in self.tell(real))
+            yield replace(step, kv_changes=told)
+
+
+class _TellsNothing(_Telling):
+    def tell(self, change: KvChange) -> Sequence[KvChange]:
+        return ()
+
+
+class _ForgetsRemovals(_Telling):
+    def tell(self, change: KvChange) -> Sequence[KvChange]:
+        return () if isinstance(change, Removed) else (change,)
+
+
+class _ForgetsToTellClears(_Telling):
+    def tell(self, change: KvChange) -> Sequence[KvChange]:
+        return () if isinstance(change, Cleared) else (change,)
+
+
+class _TellsTwice(_Telling):
+    def tell(self, change: KvChange) -> Sequence[KvChange]:
+        return (change, change)
+
+
+class _ChildrenFirst(_Telling):
+    async def steps(self) -> AsyncIterator[StepOutput]:
+        async for step in ToyEngine.steps(self):
+            yield replace(step, kv_changes=step.kv_changes[::-1])
+
+
+class _OwnHashes(_Telling):
+    def tell(self, change: KvChange) -> Sequence[KvChange]:
+        if not isinstance(change, Stored):
+            return (change,)
+        blocks = tuple(replace(block, sequence_hash=block.sequence_hash ^ 1) for block in change.blocks)
+        return (replace(change, blocks=blocks, parent=change.parent and change.parent ^ 1),)
+
+
+class _SharesLastToken(ToyEngine):
+    """Says that a prompt which it has whole was not computed at all."""
+
+    def _look_up(self, choice: Choice) -> None:
+        super()._look_up(choice)
+        if choice.keys.keys and choice.keys.keys[-1] in self.store.named:
+            choice.num_cached = len(choice.request.token_ids)
+
+
+class _NoSalt(ToyEngine):
+    def _names(self, request: Request) -> Any:
+        return super()._names(replace(request, salt=None))
+
+
+class _ClearsInSilence(ToyEngine):
+    """Tells of it only when something else happens."""
+
+    async def clear_kv(self) -> int:
+        return self.store.clear()
+
+
+class _StaleAfterClear(ToyEngine):
+    """The block of a held one stays findable."""
+
+    async def clear_kv(self) -> int:
+        before = dict(self.store.named)
+        num_blocks = await super().clear_kv()
+        self.store.named.update(before)
+        return num_blocks
+
+
+class _KeepsEvicted(ToyEngine):
+    def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
+        super().__init__(spec, arguments)
+
+        def evict(entry: Entry) -> None:
+            self.store.changes.append(Removed((entry.sequence_hash,)))
+
+        self.store.evict = evict  # type: ignore[method-assign]
+
+
+class _MatchesTooMuch(ToyEngine):
+    async def match(self, request: Request) -> int:
+        held = await super().match(request)
+        return held and len(request.token_ids)
+
+
+class _MatchRegisters(ToyEngine):
+    async def match(self, request: Request) -> int:
+        held = await super().match(request)
+        self.store.named.popitem() if held else None
+        return held
+
+
+class _HidesContents(ToyEngine):
+    async def kv_contents(self) -> tuple[Stored, ...]:
+        return (await super().kv_contents())[:-1]
+
+
+class _ContentsUnsorted(ToyEngine):
+    async def kv_contents(self) -> tuple[Stored, ...]:
+        return (await super().kv_contents())[::-1]
+
+
+class _Trusting(ToyEngine):
+    """Does not look at checksums."""
+
+    def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
+        super().__init__(spec, arguments)
+        self.store.accepts = lambda block, size: len(block.data) == size  # type: ignore[method-assign]
+
+
+class _TakesAnySize(ToyEngine):
+    def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
+        super().__init__(spec, arguments)
+        self.store.accepts = lambda block, size: block.intact  # type: ignore[method-assign]
+
+
+class _TakesOrphans(ToyEngine):
+    async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
+        await super().import_kv(blocks)
+        return len(blocks)
+
+
+class _ImportsNothing(ToyEngine):
+    async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
+        return len(blocks)
+
+
+class _ImportDropsOthers(ToyEngine):
+    """Makes room at the cost of those who compute."""
+
+    async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
+        for job in self._jobs.values():
+            for choice in job.choices:
+                for entry in choice.entries:
+                    entry.data = bytes(BLOCK_BYTES)
+        return await super().import_kv(blocks)
+
+
+class _ExportsUnsealed(ToyEngine):
+    async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
+        return tuple(replace(block, checksum=0) for block in await super().export_kv(keys))
+
+
+class _ExportsPastGaps(ToyEngine):
+    async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
+        held = [key for key in keys if key in self.store.named]
+        return await super().export_kv(held)
+
+
+class _OwnKeys(ToyEngine):
+    def kv_keys(self, request: Request) -> tuple[BlockKey, ...]:
+        return tuple(BlockKey(bytes([id(self) % 251]) + key[1:]) for key in super().kv_keys(request))
+
+
+class _TellsFirstTwice(ToyEngine):
+    def submit(self, request: Request) -> None:
+        told = request.handoff and replace(request.handoff, first_tokens=None)
+        super().submit(replace(request, handoff=told))
+
+
+class _SamplesAnotherFirst(ToyEngine):
+    async def prefill(self, request: Request) -> Handoff:
+        found = await super().prefill(request)
+        first = found.first_tokens and tuple(token + 1 for token in found.first_tokens)
+        return replace(found, first_tokens=first)
+
+
+class _GivesFinalTokens(ToyEngine):
+    def _end(self, choice: Choice, token: int) -> Any:
+        job = self._jobs.get(choice.request.request_id)
+        return None if isinstance(job, Job) and job.prefilled is not None else super()._end(choice, token)
+
+
+class _HoldsNothing(ToyEngine):
+    async def prefill(self, request: Request) -> Handoff:
+        found = await super().prefill(request)
+        await self.release_prefill(request.request_id)
+        return found
+
+
+class _NeverLetsGo(ToyEngine):
+    async def release_prefill(self, request_id: RequestId) -> None:
+        pass
+
+
+class _NeverExpires(ToyEngine):
+    def _release(self, request_id: RequestId) -> None:
+        pass
+
+    async def release_prefill(self, request_id: RequestId) -> None:
+        ToyEngine._release(self, request_id)
+
+
+class _GoesOnWhenCancelled(ToyEngine):
+    async def prefill(self, request: Request) -> Handoff:
+        job = self._add(request)
+        job.prefilled = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(job.prefilled)
+
+    async def release_prefill(self, request_id: RequestId) -> None:
+        pass
+
+
+class _PrefillsAnything(ToyEngine):
+    async def prefill(self, request: Request) -> Handoff:
+        return Handoff(ticket=b"", prefill_instance=InstanceId(""))
+
+
+class _WrongWithoutBlocks(ToyEngine):
+    """Goes on from a handoff whose blocks are not here as if they were."""
+
+    def _seal(self, choice: Choice) -> None:
+        if choice.request.handoff is None or self.store.named:
+            return super()._seal(choice)
+        while len(choice.entries) < choice.num_computed // self._arguments.block_size:
+            position = len(choice.entries)
+            names = (
+                choice.keys.keys[position],
+                choice.hashes.sequence[position],
+                choice.hashes.local[position],
+            )
+            choice.entries.append(Entry(*names, None, position, bytes(BLOCK_BYTES), 1))
+        return None
+
+
+FAULTS = [
+    (_TellsNothing, events.a_prompt_is_found_again),
+    (_TellsTwice, events.a_prompt_is_found_again),
+    (_ChildrenFirst, events.a_prompt_is_found_again),
+    (_OwnHashes, events.a_prompt_is_found_again),
+    (_OwnHashes, events.blocks_of_the_answer_are_told),
+    (_SharesLastToken, events.a_common_start_is_shared),
+    (_NoSalt, events.salts_share_nothing),
+    (_ForgetsToTellClears, events.clear_forgets_everything),
+    (_ClearsInSilence, events.clear_forgets_everything),
+    (_StaleAfterClear, events.clear_forgets_everything),
+    (_StaleAfterClear, events.clear_while_it_computes),
+    (_ForgetsRemovals, events.what_was_removed_is_not_found),
+    (_KeepsEvicted, events.what_was_removed_is_not_found),
+    (_TellsNothing, events.what_was_aborted_is_told_right),
+    (_MatchesTooMuch, visible.match_counts_what_is_held),
+    (_HidesContents, visible.contents_are_what_was_told),
+    (_ContentsUnsorted, visible.contents_are_what_was_told),
+    (_ForgetsToTellClears, visible.contents_are_what_was_told),
+    (_MatchRegisters, visible.looking_changes_nothing),
+    (_OwnKeys, movable.keys_name_what_the_bytes_depend_on),
+    (_NoSalt, movable.keys_name_what_the_bytes_depend_on),
+    (_ExportsUnsealed, movable.exports_are_sealed_and_in_order),
+    (_ExportsPastGaps, movable.exports_are_sealed_and_in_order),
+    (_ImportsNothing, movable.blocks_travel),
+    (_TellsNothing, movable.blocks_travel),
+    (_TakesOrphans, movable.half_of_a_prompt_travels),
+    (_Trusting, movable.a_damaged_block_is_a_miss),
+    (_TakesAnySize, movable.a_damaged_block_is_a_miss),
+    (_ImportsNothing, movable.a_damaged_block_is_a_miss),
+    (_ImportDropsOthers, movable.import_while_it_computes),
+    (_ImportsNothing, handoff.decode_goes_on_where_prefill_ended),
+    (_TellsFirstTwice, handoff.decode_goes_on_where_prefill_ended),
+    (_SamplesAnotherFirst, handoff.decode_goes_on_where_prefill_ended),
+    (_TellsFirstTwice, handoff.each_choice_has_its_first_token),
+    (_GivesFinalTokens, handoff.an_only_token_is_decodes_to_tell),
+    (_WrongWithoutBlocks, handoff.an_unknown_ticket_is_no_wrong_answer),
+    (_HoldsNothing, handoff.blocks_are_held_until_released),
+    (_NeverLetsGo, handoff.blocks_are_held_until_released),
+    (_NeverExpires, handoff.a_ticket_expires),
+    (_GoesOnWhenCancelled, handoff.a_cancelled_prefill_leaves_nothing),
+    (_PrefillsAnything, handoff.prefill_refuses_bad_requests),
+]
+
+
+@pytest.mark.parametrize(("kind", "case"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_suite_finds_a_broken_engine(kind: type[ToyEngine], case: Any) -> None:
+    with pytest.raises((AssertionError, asyncio.TimeoutError)):
+        run_virtual(lambda: case(ToyHarness(SCARCE, kind)))
+
+
+def test_every_case_of_a_tier_can_fail() -> None:
+    found = {case.__name__ for _, case in FAULTS}
+    tiers = [tier for tier in TIERS if tier.needs]
+    assert {case.__name__ for tier in tiers for case in tier.cases} == found
