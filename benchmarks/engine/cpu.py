@@ -129,7 +129,7 @@ class Bench:
         for system in self._running[shift:] + self._running[:shift]:
             try:
                 row = measure(system, self.plan, self._words, batch, round_number)
-            except Broken as error:
+            except (Broken, cpu_report.NoWindow) as error:
                 self._drop(system, error)
                 continue
             self.rows.append(row)
@@ -139,7 +139,7 @@ class Bench:
                 f"  whole {row.whole_s:5.1f} s  others {row.others_cores:.2f} cores"
             )
 
-    def _drop(self, system: System, error: Broken) -> None:
+    def _drop(self, system: System, error: Exception) -> None:
         self.left_out.append(f"{system.name}: broke off: {error}")
         _tell(f"left out: {self.left_out[-1]}")
         self._running.remove(system)

@@ -14,6 +14,10 @@ GOAL_OF_BEST_FROM_BATCH = 8
 _NOISE_CORES = 0.15
 
 
+class NoWindow(Exception):
+    """A batch of which never all sequences were decoding."""
+
+
 class Row(msgspec.Struct, frozen=True):
     """One system at one batch size in one round."""
 
@@ -55,7 +59,7 @@ def decode_per_s(answer: Batch) -> float:
     start = max(times[0] for times in answer.times)
     end = min(times[-1] for times in answer.times)
     if end <= start:
-        raise ValueError("the first sequence ended before the last one began: ask for more output tokens")
+        raise NoWindow("its first sequence ended before its last one began: ask for more output tokens")
     return sum(start < time <= end for times in answer.times for time in times) / (end - start)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from itertools import count
 
 import seat
@@ -69,7 +70,13 @@ def main(folder: str, threads: int, given: Sequence[str]) -> None:
         except KvoltError as error:
             raise SystemExit(f"{error}") from None
         try:
-            about = {"kvolt": kvolt.__version__, "arguments": arguments, "engine": str(info)}
+            about = {
+                "kvolt": kvolt.__version__,
+                "torch": version("torch"),
+                "arguments": arguments,
+                "block_size": info.block_size,
+                "max_batch_tokens": info.capacity.max_batch_tokens,
+            }
             seat.serve(about, Seated(engine, runner).generate)
         finally:
             runner.run(engine.close())

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import cast
 
@@ -77,6 +78,12 @@ class BlockKeyContext(msgspec.Struct, frozen=True, kw_only=True):
         return blake2b(framed, digest_size=_CONTEXT_KEY_BYTES, person=_CONTEXT_PERSON).digest()
 
 
+@lru_cache(maxsize=256)
+def _keyed(context: BlockKeyContext) -> blake2b:
+    """The hash under a context's key, of nothing: to be copied. Most requests have one of few contexts."""
+    return blake2b(digest_size=BLOCK_KEY_BYTES, key=context.derive_key())
+
+
 class BlockKeyChain:
     """The keys of a growing sequence's full blocks, at a cost that follows the new tokens only."""
 
@@ -84,7 +91,7 @@ class BlockKeyChain:
         self.context = context
         self.keys: list[BlockKey] = []
         self._blocks = TokenBlocks(context.block_size, list(media))
-        self._keyed = blake2b(digest_size=BLOCK_KEY_BYTES, key=context.derive_key())
+        self._keyed = _keyed(context)
 
     @property
     def num_tokens(self) -> int:

@@ -22,7 +22,6 @@ then `commit` with the tokens sampled. Knows no model, no memory, no clock and n
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats
 from kvolt.core.request import Request
 from kvolt.engines.holds import Holds
+from kvolt.engines.scheduler_check import check_books
 from kvolt.engines.sequence import BlockNames, Phase, Sequence
 from kvolt.engines.step_plan import Advanced, Limits, PlainBatch, StepPlan, Work, check_request
 from kvolt.kv import BlockId, BlockName, BlockPool, Change
@@ -386,36 +386,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """AssertionError, with the story, where sequences and pool do not agree."""
-        self.pool.check_integrity()
-        holders = Counter(
-            chain(*(sequence.blocks for sequence in self._running), *self._deferred, self._holds)
-        )
-        for block in range(self.pool.num_blocks):
-            found, counted = holders[BlockId(block)], self.pool.num_holders(BlockId(block))
-            assert found == counted, f"block {block} has {found} holders, and {counted} in the pool's books"
-        assert self._in_flight or not self._deferred, "blocks wait for a step that is not under way"
-        for queue in (self._running, self._waiting):
-            assert queue == sorted(queue, key=_order), f"out of order: {queue}"
-        held_back = [sequence for group in self._groups.values() for sequence in group.held_back]
-        queued = {id(sequence) for sequence in chain(self._running, self._waiting, held_back)}
-        live = {id(sequence) for group in self._groups.values() for sequence in group.live}
-        assert queued == live, "a sequence is in no queue, or in one after its end"
-        assert len(self._running) + len(self._waiting) + len(held_back) == self._num_live == len(live)
-        for sequence in chain(self._waiting, held_back):
-            assert not sequence.blocks, f"{sequence} waits with blocks"
-        for sequence in self._running:
-            self._check_running(sequence)
-
-    def _check_running(self, sequence: Sequence) -> None:
-        block_size = self.limits.block_size
-        assert len(set(sequence.blocks)) == len(sequence.blocks), f"a block is there twice: {sequence}"
-        assert sequence.num_computed < len(sequence.tokens), f"nothing is left to compute: {sequence}"
-        assert sequence.num_computed <= len(sequence.blocks) * block_size, f"KV without a block: {sequence}"
-        assert sequence.num_sealed == sequence.num_computed // block_size, f"a full block unnamed: {sequence}"
-        for position, block in enumerate(sequence.blocks):
-            name = self.pool.name_of(block)
-            known = sequence.names.names[position] if position < sequence.num_sealed else None
-            assert name is None or name == known, f"block {block} of {sequence} is known as {name}"
+        check_books(self)
 
 
 def _remove(queue: list[Sequence], sequence: Sequence) -> None:

@@ -59,7 +59,7 @@ class SimEngine:
         self._scheduler = Scheduler(
             BlockPool(arguments.kv_blocks), limits, self._card.eos_token_ids, self._keys_of
         )
-        memory = SimMemory(arguments.kv_blocks)
+        memory = SimMemory()
         speaker = Speaker(model, arguments.say, arguments.say_from_prompt, arguments.words)
         self._runner = SimRunner(speaker, memory, arguments.block_size)
         self._exchange = KvExchange(self._scheduler, memory, BLOCK_BYTES, self._keys_of)
@@ -108,8 +108,7 @@ class SimEngine:
             raise EngineFailed("the engine is closed", engine="sim")
         if request.grammar is not None:
             raise Unsupported("the sim engine has no grammars", feature="grammar")
-        token_bytes(request.resume)  # no tokens are refused here, and not in a step
-        token_bytes((request.handoff.first_tokens if request.handoff is not None else None) or ())
+        _check_tokens(request)
         self._scheduler.add(request, keep_blocks=keep_blocks)
         try:
             self._runner.add(request)
@@ -272,3 +271,11 @@ class SimEngine:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _check_tokens(request: Request) -> None:
+    """What are no tokens is refused here: in a step it would hurt all others. (The prompt is looked at anyway.)"""
+    if request.resume:
+        token_bytes(request.resume)
+    if request.handoff is not None and request.handoff.first_tokens:
+        token_bytes(request.handoff.first_tokens)

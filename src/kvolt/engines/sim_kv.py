@@ -47,20 +47,23 @@ def key_context(model: str, block_size: int, request: Request) -> BlockKeyContex
 
 
 class SimMemory:
-    """See the module."""
+    """See the module. Grows with the blocks that are used: pools give out the first ones first."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self._bytes = bytearray(num_blocks * BLOCK_BYTES)
+    def __init__(self) -> None:
+        self._bytes = bytearray()
 
     def read(self, block: BlockId) -> bytes:
         return bytes(self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
 
     def write(self, block: BlockId, data: bytes) -> None:
-        self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = data
+        start, end = block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES
+        if end > len(self._bytes):
+            self._bytes.extend(bytes(end - len(self._bytes)))
+        self._bytes[start:end] = data
 
     def compute(self, block: BlockId, key: BlockKey) -> None:
         """Fill a block with what belongs there."""
-        self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = key * _COPIES
+        self.write(block, key * _COPIES)
 
     def confusion(self, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> int:
         """What reading these blocks as those of `keys` does to a model: 0 when all hold what they should."""

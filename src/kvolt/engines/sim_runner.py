@@ -17,6 +17,8 @@ from kvolt.engines.sim_script import Choice, Speaker
 from kvolt.engines.step_plan import Advanced, StepPlan, Work
 from kvolt.engines.step_telling import delta_of
 
+_RUNNING = Phase.RUNNING
+
 
 @dataclass(slots=True)
 class _Voice:
@@ -65,7 +67,7 @@ class SimRunner:
             self._fill(work)
             if not work.samples:
                 continue
-            if sequence.phase is not Phase.RUNNING:
+            if sequence.phase is not _RUNNING:
                 tokens.append(0)
                 continue
             voice = sequence.voice = self._voice(sequence)
@@ -75,7 +77,7 @@ class SimRunner:
     def _fill(self, work: Work) -> None:
         """Write the blocks that these tokens complete."""
         sequence, block_size = work.sequence, self._block_size
-        if sequence.phase is not Phase.RUNNING:
+        if sequence.phase is not _RUNNING:
             return  # aborted during the step: it has no blocks any more
         num_full = (work.start + work.num_tokens) // block_size
         sequence.names.reach(sequence.tokens, num_full)

@@ -17,7 +17,15 @@ import msgspec
 
 from kvolt.core.card import EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import StepOutput
-from kvolt.core.errors import DeadlineExceeded, EngineFailed, InvalidRequest, KvoltError, NotFound, from_info
+from kvolt.core.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    Fault,
+    InvalidRequest,
+    KvoltError,
+    NotFound,
+    from_info,
+)
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request
@@ -280,7 +288,10 @@ class Worker:
         for request_id, failure in step.failed:
             entry = self._close(request_id, FAILED)
             if entry is not None:
-                entry.stream.end(from_info(failure))
+                error = from_info(failure)
+                if error.fault is not Fault.CALLER:
+                    log.warning("request %s failed: %s", request_id, error.message)
+                entry.stream.end(error)
         now = self._clock.monotonic()
         self._progress.step(now, bool(self._open))
         dp_rank = 0

@@ -33,11 +33,15 @@ from kvolt.core.kv_events import Cleared, Stored, StoredBlock, Tier
 from kvolt.kv.changes import Change, ChangeLog
 from kvolt.kv.lifecycle import BlockId, BlockMove, BlockName, BlockState, IllegalMove, next_state
 
+# Once: to look up a member of an enum takes longer than most of what is done with it here.
+_ALLOCATE, _REGISTER, _REGISTERED = BlockMove.ALLOCATE, BlockMove.REGISTER, BlockState.REGISTERED
+_FREE, _INACTIVE = BlockState.FREE, BlockState.INACTIVE
+
 
 @dataclass(slots=True, eq=False)
 class _Block:
     id: BlockId
-    state: BlockState = BlockState.FREE
+    state: BlockState = _FREE
     num_holders: int = 0
     name: BlockName | None = None
     parent: BlockName | None = None
@@ -120,7 +124,7 @@ class BlockPool:
             if block_id is None:
                 break
             block = self._blocks[block_id]
-            if block.state is BlockState.INACTIVE:
+            if block.state is _INACTIVE:
                 block.move(BlockMove.ACQUIRE)
                 del self._inactive[block_id]
             block.num_holders += 1
@@ -159,8 +163,8 @@ class BlockPool:
             next_state(block_id, block.state, BlockMove.REGISTER)  # to raise where it always would
             return False
         known = self._by_key.get(name.key)
-        is_duplicate = known is not None and self._blocks[known].state is BlockState.REGISTERED
-        block.move(BlockMove.DUPLICATE if is_duplicate else BlockMove.REGISTER)
+        is_duplicate = known is not None and self._blocks[known].state is _REGISTERED
+        block.move(BlockMove.DUPLICATE if is_duplicate else _REGISTER)
         block.name, block.parent, block.position = name, parent_name, position
         if is_duplicate:
             self._duplicates.setdefault(name.key, []).append(block_id)
@@ -237,7 +241,7 @@ class BlockPool:
             else:
                 self._evict()
         block = self._blocks[self._free.pop()]
-        block.move(BlockMove.ALLOCATE)
+        block.move(_ALLOCATE)
         block.num_holders = 1
         return block.id
 
@@ -269,7 +273,7 @@ class BlockPool:
 
     def _let_go(self, block: _Block) -> None:
         """Nobody holds it any more."""
-        if block.state is BlockState.REGISTERED:
+        if block.state is _REGISTERED:
             assert block.name is not None
             block.move(BlockMove.RELEASE)
             heirs = self._duplicates.get(block.name.key)

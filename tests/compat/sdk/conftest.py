@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from tests.compat.sdk import native as native_server
+from tests.compat.sdk.native import Native
 from tests.compat.sdk.server import Server, start
 from tests.integration.processes import Bench
 
@@ -40,4 +42,24 @@ def narrow(server: Server) -> Iterator[OpenAI]:
 @pytest.fixture
 async def aclient(server: Server) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(base_url=server.api, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Native]:
+    """Real weights, if small and random ones."""
+    with Bench(tmp_path_factory.mktemp("native"), OMP_NUM_THREADS="1") as bench:
+        yield asyncio.run(native_server.start(bench))
+
+
+@pytest.fixture(scope="session")
+def tiny(native: Native) -> Iterator[OpenAI]:
+    """To the native engine."""
+    with OpenAI(base_url=native.api, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def atiny(native: Native) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=native.api, api_key=KEY, max_retries=0) as client:
         yield client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from tests.unit.engines.scheduler_lab import EOS, Lab, alone, limits, request, scheduler
 from tests.unit.kv.names import Mirror, seen
 
@@ -10,6 +11,7 @@ from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats
 from kvolt.engines.scheduler import StepPlan, Work
+from kvolt.engines.step_plan import PlainBatch
 
 
 def outline(plan: StepPlan | None) -> tuple[list[tuple[str, int, int]], list[tuple[str, int, int]]]:
@@ -428,3 +430,22 @@ def test_integrity_sees_a_lost_block() -> None:
     lab.scheduler.pool.allocate(1)
     with pytest.raises(AssertionError, match="books"):
         lab.scheduler.check_integrity()
+
+
+def test_plain_tokens_are_told_apart_from_all_that_needs_more_words() -> None:
+    one = scheduler()
+    for name, choices, logprobs in (("plain", 1, None), ("two", 2, None), ("figures", 1, 0)):
+        asked = request(name, (1, 2, 3), max_tokens=3, n=choices)
+        one.add(replace(asked, sampling=replace(asked.sampling, logprobs=logprobs)))
+    batch = PlainBatch()
+    told: list[tuple[list[str], tuple[str, ...]]] = []
+    while (plan := one.plan()) is not None:
+        num_samples = len(plan.decodes) + sum(work.samples for work in plan.prefills)
+        advanced = one.commit(plan, [7] * num_samples, batch)
+        told.append(([each.sequence.request.request_id for each in advanced], batch.take()[0]))
+    assert told == [
+        (["plain", "two", "figures"], ()),
+        (["two", "figures", "two"], ("plain",)),
+        (["plain", "two", "two", "figures"], ()),
+        (["two"], ()),
+    ]

@@ -115,8 +115,10 @@ def test_prompt_logits_are_needed_once_by_the_first_choice(
     assert not sequence(request("a")).needs_prompt_logits
 
 
-def test_names_are_both_identities_of_each_full_block_however_they_are_reached() -> None:
-    media = (MediaSpan(2, 5, b"d" * 16),)
+@pytest.mark.parametrize("media", [(MediaSpan(2, 5, b"d" * 16),), ()], ids=["media", "text"])
+def test_names_are_both_identities_of_each_full_block_however_they_are_reached(
+    media: tuple[MediaSpan, ...],
+) -> None:
     answer = request("a", salt="tenant")
     answer = Request(
         request_id=answer.request_id,
@@ -129,15 +131,16 @@ def test_names_are_both_identities_of_each_full_block_however_they_are_reached()
     )
     tokens = list(answer.token_ids)
     context = BlockKeyContext(weights_hash="w", dtype="f4", block_size=4, layout="l", salt="tenant")
-    extents = [MediaExtent(2, 5, b"d" * 16)]
+    extents = [MediaExtent(span.start, span.length, span.digest) for span in media]
     keys = BlockKeyChain(context, extents).extend(tokens)
     hashes = SequenceHasher(4, request_seed("tuned", "tenant"), extents).extend(tokens)
     expected = [BlockName(key, chained, local) for key, (local, chained) in zip(keys, hashes, strict=True)]
-    names = BlockNames(answer, context)
-    for num_blocks in (1, 1, 3, 2):
-        names.reach(tokens, num_blocks)
-    assert names.names == expected
-    assert names.keys == keys
+    for ways in ((1, 1, 3, 2), (3,), (1, 2, 3), (2, 3)):
+        names = BlockNames(answer, context)
+        for num_blocks in ways:
+            names.reach(tokens, num_blocks)
+        assert names.names == expected
+        assert names.keys == keys
 
 
 def test_what_is_no_token_is_refused() -> None:

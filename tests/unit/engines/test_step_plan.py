@@ -1,4 +1,4 @@
-"""Limits, and requests that do not fit them."""
+"""Limits, and requests that do not fit them; batches that stay the same."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 from tests.unit.engines.scheduler_lab import limits, request
 
 from kvolt.core.errors import ConfigError, InvalidRequest
+from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
-from kvolt.engines.step_plan import check_request
+from kvolt.engines.step_plan import PlainBatch, check_request
 
 BOUNDS = limits(context_length=20, block_size=4)
 
@@ -51,3 +52,14 @@ def test_a_step_has_room_for_a_token_of_each_sequence() -> None:
     with pytest.raises(ConfigError) as caught:
         limits(max_num_seqs=9, max_batch_tokens=8)
     assert caught.value.fields["key"] == "max_batch_tokens"
+
+
+def test_a_batch_is_told_once_and_its_ids_are_one_object_while_they_are_the_same() -> None:
+    batch = PlainBatch()
+    told = []
+    for names in ("ab", "ab", "ba", ""):
+        batch.ids += [RequestId(name) for name in names]
+        batch.tokens += [len(told), 7][: len(names)]
+        told.append(batch.take())
+    assert told == [(("a", "b"), (0, 7)), (("a", "b"), (1, 7)), (("b", "a"), (2, 7)), ((), ())]
+    assert told[0][0] is told[1][0]

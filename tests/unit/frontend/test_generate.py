@@ -460,10 +460,10 @@ def test_a_chat_over_the_context_says_so_with_the_numbers() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_refusal_of_the_engine_is_a_status(stream: bool) -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        answer = await edge.complete(max_tokens=100, n=100, stream=stream)
-        assert (answer.status, answer.json["error"]["param"]) == (400, "n")
+        answer = await edge.complete(max_tokens=100, stream=stream)
+        assert (answer.status, answer.json["error"]["param"]) == (400, "max_tokens")
 
-    served(body, lambda: sim(SimArguments(context_length=512, kv_blocks=64)))
+    served(body, lambda: sim(SimArguments(context_length=512, kv_blocks=4)))
 
 
 @pytest.mark.parametrize("stream", [False, True])

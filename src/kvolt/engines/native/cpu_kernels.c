@@ -102,11 +102,12 @@ INLINE int64_t bytes(int64_t count, const int narrow) { return count * (narrow ?
     static void name##_wide(const void *arguments, int64_t item) { name(arguments, item, 0); }
 #define OF_TYPE(name, narrow) ((narrow) ? name##_narrow : name##_wide)
 
-/* e to the x, within 2 units of the last place from -87 to 88, and no less or more outside. */
+/* e to the x, within 2 units of the last place from -60 to 60, and no less or more outside: beside 1 that is nothing,
+ * and products with it do not become denormal, which costs a hundred times as much as the rest. */
 INLINE float exponential(float x)
 {
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
+    x = x < -60.0f ? -60.0f : x;
+    x = x > 60.0f ? 60.0f : x;
     float shifted = x * 1.44269504f + 12582912.0f; /* rounds: what is left of the fraction has no bits */
     float n = shifted - 12582912.0f;
     float r = x - n * 0.693359375f + n * 2.12194440e-4f;

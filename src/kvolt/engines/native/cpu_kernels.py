@@ -32,7 +32,7 @@ SOURCES = ("cpu_kernels.c", "cpu_attention.h")
 COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
     *("-std=gnu11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
-    *("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-fno-thread-jumps"),
 )
 _FOR_THIS_CPU = (("-march=native",), ("-mcpu=native",), ())
 """As compilers spell it on one architecture or another."""

@@ -19,6 +19,8 @@ Quantize = Literal["none", "int8"]
 _PACKED_ROWS = 32
 """The number of rows that a packed layout is chosen for: a decode step's. Others are possible, and nearly as fast."""
 
+_INT8_COLUMNS, _INT8_DEPTH = 32, 64
+
 
 class Projection(Protocol):
     """x [T, in] -> [T, out]."""
@@ -64,6 +66,11 @@ class Int8:
         self._scale = scale.squeeze(1).to(torch.bfloat16)
         self._bias = bias
 
+    @staticmethod
+    def fits(weight: Tensor) -> bool:
+        """The kernel reads whole tiles and does not look where the weight ends."""
+        return weight.shape[0] % _INT8_COLUMNS == 0 and weight.shape[1] % _INT8_DEPTH == 0
+
     def __call__(self, x: Tensor) -> Tensor:
         out = torch._weight_int8pack_mm(x.contiguous(), self._weight, self._scale)
         return out if self._bias is None else out + self._bias
@@ -73,7 +80,7 @@ def projection(weight: Tensor, bias: Tensor | None, quantize: Quantize = "none")
     """The best way to multiply with this weight."""
     if weight.device.type != "cpu" or weight.dtype is not torch.bfloat16:
         return Plain(weight, bias)
-    if quantize == "int8":
+    if quantize == "int8" and Int8.fits(weight):
         return Int8(weight, bias)
     return Packed(weight, bias) if _can_pack() else Plain(weight, bias)
 

@@ -73,7 +73,7 @@ class _GenerationFields(GuidedFields, frozen=True, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     frequency_penalty: _Penalty | None = None
     presence_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=2)] | None = None
     logit_bias: (
         Annotated[dict[_TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None
     ) = None

@@ -39,8 +39,15 @@ NUM_TOP = 5
 
 
 def core_of(model: Path | str, **arguments: Any) -> EngineCore:
-    """Exact and small, unless told otherwise."""
-    given = {"dtype": "float32", "device": "cpu", "kv_blocks": 256, "context_length": 512} | arguments
+    """Exact and small, unless told otherwise. One thread: several that wait for each other on cores that other
+    processes use cost ten times what they bring."""
+    given = {
+        "dtype": "float32",
+        "device": "cpu",
+        "kv_blocks": 256,
+        "context_length": 512,
+        "threads": 1,
+    } | arguments
     return load_core(EngineSpec(model=str(model), role=Role.AGGREGATED), NativeArguments(**given))
 
 
@@ -289,7 +296,7 @@ class Verdict(NamedTuple):
     """Largest difference of a log probability, of those that the answer has."""
 
 
-class _Reading(NamedTuple):
+class Reading(NamedTuple):
     """What the reference has to say of one answer."""
 
     best: list[int]
@@ -303,7 +310,7 @@ class Reference:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
-        self._readings: dict[tuple[tuple[int, ...], tuple[int, ...]], _Reading] = {}
+        self._readings: dict[tuple[tuple[int, ...], tuple[int, ...]], Reading] = {}
 
     @classmethod
     def of_folder(cls, folder: Path) -> Reference:
@@ -325,7 +332,7 @@ class Reference:
         return tokens[len(prompt) :]
 
     def compare(self, prompt: Sequence[int], found: Answer) -> Verdict:
-        reading = self._read(tuple(prompt), tuple(found.tokens))
+        reading = self.read(tuple(prompt), tuple(found.tokens))
         flips = tuple(
             Flip(place, ours, theirs, gap)
             for place, (ours, theirs, gap) in enumerate(
@@ -343,13 +350,13 @@ class Reference:
             delta = float(deltas.abs().max())
         return Verdict(flips, delta)
 
-    def _read(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> _Reading:
+    def read(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Reading:
         key = (prompt, tokens)
         if key not in self._readings:
             logits = self.logits(prompt + tokens)[len(prompt) - 1 : -1]
             best = logits.topk(2)
             all_logprobs = logits.log_softmax(dim=-1)
-            self._readings[key] = _Reading(
+            self._readings[key] = Reading(
                 best.indices[:, 0].tolist(),
                 (best.values[:, 0] - best.values[:, 1]).tolist(),
                 all_logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0],

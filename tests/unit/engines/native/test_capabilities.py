@@ -31,6 +31,7 @@ from kvolt.engines.native.checkpoint import open_checkpoint
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, build_core
 from kvolt.engines.registry import EngineSpec
+from kvolt.engines.sequence import BlockNames
 from kvolt.engines.sim_model import EOS
 from kvolt.testing.tiny_models import tiny_checkpoint
 
@@ -132,7 +133,9 @@ def test_changes_told_step_by_step_add_up_to_the_contents(folder: Path) -> None:
 
 
 def exported(core: EngineCore, request: Request) -> tuple[KvBlock, ...]:
-    return core.capabilities.export_kv(core.capabilities._names(request).keys)
+    names = BlockNames(request, core.keys_of(request))
+    names.reach(list(request.token_ids), len(request.token_ids) // BLOCK)
+    return core.capabilities.export_kv(names.keys)
 
 
 def test_blocks_travel_to_another_core_and_mean_the_same_there(folder: Path, core: EngineCore) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tests.unit.engines.native.equality_lab import (
     MODES,
     NUM_TOP,
@@ -24,6 +25,7 @@ from tests.unit.engines.native.equality_lab import (
     make_prompts,
 )
 
+from kvolt.engines.native import cpu_kernels
 from kvolt.engines.native.config import ARCHITECTURES
 from kvolt.testing.tiny_models import tiny_checkpoint, tiny_gguf
 
@@ -76,6 +78,29 @@ def test_the_comparison_sees_a_wrong_token_and_a_wrong_figure(
     found.tokens[4] = (right + 1) % 900
     flip = reference.compare(PROMPTS["p3"], found).flips[0]
     assert (flip.place, flip.theirs) == (4, right)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_plain_torch_gives_the_same_where_there_are_no_kernels(
+    models: dict[str, tuple[Path, Reference]], architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "shared", lambda: None)
+    folder, reference = models[architecture]
+    requests = [ask(name, prompt, MAX_TOKENS, logprobs=NUM_TOP) for name, prompt in PROMPTS.items()]
+    assert_equal(reference, batched(core_of(folder, max_batch_tokens=64), requests))
+
+
+def test_long_contexts_and_several_threads(models: dict[str, tuple[Path, Reference]]) -> None:
+    folder, reference = models["Qwen3ForCausalLM"]
+    prompts = make_prompts(seed=8, vocabulary=900, count=4, longest=1500)
+    core = core_of(folder, context_length=2048, kv_blocks=400, threads=2)
+    try:
+        found = answers(
+            core, *(ask(name, prompt, MAX_TOKENS, logprobs=NUM_TOP) for name, prompt in prompts.items())
+        )
+    finally:
+        torch.set_num_threads(1)
+    assert_equal(reference, found, prompts)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 64])

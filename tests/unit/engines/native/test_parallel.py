@@ -38,7 +38,7 @@ from kvolt.testing.tiny_models import tiny_checkpoint
 PROMPTS = make_prompts(seed=1, vocabulary=900)
 PROMPT = PROMPTS["p6"]
 MAX_TOKENS = 12
-SMALL = {"tensor_parallel": 2, "threads": 1, "max_batch_tokens": 16, "max_num_seqs": 6}
+SMALL = {"tensor_parallel": 2, "max_batch_tokens": 16, "max_num_seqs": 6}
 TIGHT = {"block_size": 2, "kv_blocks": 80}
 
 pytestmark = pytest.mark.timeout(180)
