@@ -45,7 +45,16 @@ PURE = [
     *sorted(SOURCE.glob("kv/*.py")),
     *(
         SOURCE / "engines" / f"{name}.py"
-        for name in ("sequence", "step_plan", "holds", "scheduler", "step_telling")
+        for name in (
+            "sequence",
+            "step_plan",
+            "holds",
+            "scheduler",
+            "scheduler_check",
+            "step_telling",
+            "kv_exchange",
+            "prefills",
+        )
     ),
 ]
 PURE += [

@@ -83,7 +83,18 @@ def check_engine(group: WorkerSettings) -> tuple[str, dict[str, Any]]:
     name, chosen = choose_engine(group.engine, group.model)
     arguments = {**chosen, **group.args}
     check_arguments(name, arguments)
+    if name == "native":
+        _check_name(group.model)
     return name, arguments
+
+
+def _check_name(model: str) -> None:
+    """ConfigError for what can be no model's name, before anybody has waited for torch; a hub's is left to it."""
+    from kvolt.engines.native.model_files import parse_hub_name
+    from kvolt.engines.native.resolve import locate
+
+    if parse_hub_name(model) is None:
+        locate(model)
 
 
 def with_model(group: WorkerSettings, model: str, engine: str | None = None) -> WorkerSettings:

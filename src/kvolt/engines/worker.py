@@ -20,10 +20,10 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.errors import (
     DeadlineExceeded,
     EngineFailed,
-    Fault,
     InvalidRequest,
     KvoltError,
     NotFound,
+    Unavailable,
     from_info,
 )
 from kvolt.core.ids import InstanceId, RequestId
@@ -100,7 +100,7 @@ class Worker:
         self._instance = InstanceId("")
         self._plain_ids: tuple[RequestId, ...] = ()
         self._plain = StepSender(())
-        self._over: EngineFailed | None = None
+        self._is_over = False
         """The engine has ended: what comes now would wait for steps that never come."""
         self._progress = Progress(
             self._clock, self._options.stuck_after_s, self._on_stuck, lambda: self._set_health(State.READY)
@@ -207,8 +207,8 @@ class Worker:
     def _take(self, stream: IncomingStream) -> None:
         request: Request = stream.decode_body(_decode_request)
         request_id = request.request_id
-        if self._over is not None:
-            raise EngineFailed(self._over.message, engine=self._engine_name)
+        if self._is_over:  # nothing of it was begun: another worker can take it
+            raise Unavailable("the worker's engine has ended", reason="no_engine")
         if self.info is None or request.model != self.info.model:
             raise NotFound(f"this worker does not serve {request.model!r}", kind="model", name=request.model)
         if request_id in self._open:
@@ -288,10 +288,7 @@ class Worker:
         for request_id, failure in step.failed:
             entry = self._close(request_id, FAILED)
             if entry is not None:
-                error = from_info(failure)
-                if error.fault is not Fault.CALLER:
-                    log.warning("request %s failed: %s", request_id, error.message)
-                entry.stream.end(error)
+                entry.stream.end(from_info(failure))
         now = self._clock.monotonic()
         self._progress.step(now, bool(self._open))
         dp_rank = 0
@@ -316,7 +313,7 @@ class Worker:
         self._loads[load.dp_rank] = (load, sent_at)
 
     def _fail_all(self, error: EngineFailed) -> None:
-        self._over = error
+        self._is_over = True
         for request_id in list(self._open):
             entry = self._close(request_id, FAILED)
             if entry is not None:

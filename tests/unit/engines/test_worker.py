@@ -27,6 +27,7 @@ from kvolt.core.errors import (
     InvalidRequest,
     KvoltError,
     NotFound,
+    Unavailable,
     Unsupported,
 )
 from kvolt.core.ids import RequestId
@@ -185,7 +186,7 @@ def test_the_death_of_the_engine_ends_all_streams(caplog: pytest.LogCaptureFixtu
                 await running.task
             assert "engine" in running.runtime.health.not_ready()
             # Nobody would ever answer it.
-            assert isinstance(await refusal(client, make_request("late")), EngineFailed)
+            assert isinstance(await refusal(client, make_request("late")), Unavailable)
             assert len(engine.submitted) == 3
 
     with caplog.at_level(logging.CRITICAL):
@@ -203,7 +204,7 @@ def test_a_closed_engine_ends_all_streams() -> None:
             with pytest.raises(EngineFailed):
                 await read(stream)
             await running.task
-            assert isinstance(await refusal(client, make_request("late")), EngineFailed)
+            assert isinstance(await refusal(client, make_request("late")), Unavailable)
 
     run_virtual(scenario)
 

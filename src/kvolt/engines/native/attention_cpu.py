@@ -178,6 +178,8 @@ class PagedStep:
     address: int
     held: tuple[object, ...]
     tables: Tensor
+    partials: Tensor | None
+    """What the parts of contexts give, where these are split over threads."""
 
 
 @dataclass(slots=True)
@@ -257,7 +259,7 @@ class Paged:
         address = ctypes.addressof(told)
         if kernels.check(self._shape_address, address):
             raise IndexError("a step points outside of its KV blocks or positions")
-        return PagedStep(address, (told, tables, lens, positions, slots, partials), tables)
+        return PagedStep(address, (told, lens, positions, slots), tables, partials)
 
     def takes(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation) -> bool:
         bound = self._layers[layer]

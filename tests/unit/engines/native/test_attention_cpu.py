@@ -21,7 +21,7 @@ from tests.unit.engines.native.cpu_lab import (  # noqa: E402
     threads,
 )
 
-from kvolt.engines.native.attention_cpu import CpuAttention  # noqa: E402
+from kvolt.engines.native.attention_cpu import CpuAttention, Paged  # noqa: E402
 from kvolt.engines.native.cpu_kernels import CpuKernels  # noqa: E402
 
 
@@ -143,10 +143,34 @@ def test_heads_with_other_strides_go_the_plain_way(native: CpuKernels) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("field", ["slots", "positions", "block_tables", "context_lens_t"])
-def test_a_step_outside_of_the_slab_is_refused(native: CpuKernels, field: str) -> None:
-    case = Case(Shape(), [20, 40])
-    getattr(case.batch, field).view(-1)[-1] = 100_000
+@pytest.mark.parametrize(
+    ("contexts", "num_threads", "is_split"),
+    [([300], 1, False), ([300], 2, True), ([300] * 7, 2, True), ([300] * 8, 2, False), ([64] * 3, 2, False)],
+)
+def test_contexts_are_split_where_there_are_more_threads_than_sequences_keep_busy(
+    native: CpuKernels, contexts: list[int], num_threads: int, is_split: bool
+) -> None:
+    case = Case(Shape(), contexts)
+    paged = Paged(native, case.slab(0.0), case.shape.num_heads, 0.125)
+    with threads(num_threads):
+        step = paged.step(case.batch, case.rotation)
+    assert step is not None
+    assert (step.partials is not None) == is_split
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("slots", slot) for slot in (-1, 7 * 16)),
+        *(("positions", position) for position in (-1, 40 + 3)),
+        *(("block_tables", block) for block in (-1, 7)),
+        *(("context_lens_t", length) for length in (0, 3 * 16 + 1)),
+    ],
+)
+def test_a_step_outside_of_the_slab_is_refused(native: CpuKernels, field: str, value: int) -> None:
+    """Of six blocks and a spare one, three to a sequence."""
+    case = Case(Shape(), [40, 40])
+    getattr(case.batch, field).view(-1)[0] = value
     slab = case.slab(0.0)
     before = slab.tensor.clone()
     with pytest.raises(IndexError, match="outside"):
