@@ -26,10 +26,10 @@ from kvolt.core.kv_events import Cleared, Removed, Stored
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Request, Role
 from kvolt.engines.contract import Pooling
 from kvolt.engines.native.arguments import NativeArguments
-from kvolt.engines.native.capabilities import HOLD_S
 from kvolt.engines.native.checkpoint import open_checkpoint
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, build_core
+from kvolt.engines.prefills import HOLD_S
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sequence import BlockNames
 from kvolt.engines.sim_model import EOS
@@ -302,7 +302,7 @@ def test_a_prefill_that_fails_is_told_to_who_asked(core: EngineCore) -> None:
     found: list[Handoff | ErrorInfo] = []
     wrong = {"grammar": Grammar(GrammarKind.CHOICE, "{")}
     core.capabilities.prefill(ask("a", PROMPT, 5, request=wrong, num_choices=2), found.append)
-    impossible = {"allowed_token_ids": (EOS,), "stop": {"min_tokens": 2, "ignore_eos": False}}
+    impossible: dict[str, Any] = {"allowed_token_ids": (EOS,), "stop": {"min_tokens": 2, "ignore_eos": False}}
     core.capabilities.prefill(ask("b", PROMPT, 5, num_choices=2, **impossible), found.append)
     drive = Drive(core)
     drive.finish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,12 @@ from tests.unit.engines.native.equality_lab import (
     core_of,
     make_prompts,
 )
-from tokenizers import Tokenizer
 
 from kvolt.core.delta import FinishReason
 from kvolt.core.errors import InvalidRequest, NotFound, Unsupported
+from kvolt.core.ids import RequestId
 from kvolt.core.load import decode_step_log
-from kvolt.core.request import Grammar, GrammarKind, Handoff, MediaSpan, Request
+from kvolt.core.request import MediaSpan
 from kvolt.engines.native import core as core_module
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.sim_model import EOS
@@ -33,14 +32,6 @@ from kvolt.testing.tiny_models import tiny_checkpoint
 PROMPTS = make_prompts(seed=7, vocabulary=900, count=6, longest=60)
 PROMPT = PROMPTS["p3"]
 DICE: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
-SCHEMA = json.dumps(
-    {
-        "type": "object",
-        "properties": {"open": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
-        "required": ["open", "size"],
-        "additionalProperties": False,
-    }
-)
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +51,6 @@ def reference(folder: Path) -> Reference:
     return Reference.of_folder(folder)
 
 
-def constrained(name: str, kind: GrammarKind, text: str, **given: Any) -> Request:
-    extra = given.pop("request", {})
-    stop = {"ignore_eos": False} | given.pop("stop", {})
-    grammar = {"grammar": Grammar(kind, text)} | extra
-    return ask(name, PROMPT, 60, stop=stop, request=grammar, **({"temperature": 1.0} | given))
-
-
 # --- Seeds and choices ----------------------------------------------------------------------------------
 
 
@@ -76,7 +60,7 @@ def test_the_same_seed_gives_the_same_text_alone_batched_and_preempted(
     requests = [
         ask(name, prompt, 12, seed=number, **DICE) for number, (name, prompt) in enumerate(PROMPTS.items())
     ]
-    single = {request.request_id: answer(core, request).tokens for request in requests}
+    single: dict[str, list[int]] = {request.request_id: answer(core, request).tokens for request in requests}
     together = answers(core, *requests)
     tight = core_of(folder, block_size=2, kv_blocks=50, max_batch_tokens=64)
     crowded = answers(tight, *requests, *(ask(f"x{number}", PROMPT, 12, **DICE) for number in range(6)))
@@ -143,7 +127,7 @@ def test_a_stop_token_ends_a_choice_and_is_its_reason(core: EngineCore) -> None:
 
 
 def test_eos_ends_a_choice_unless_it_is_ignored(core: EngineCore) -> None:
-    bias = {"logit_bias": {EOS: 100.0}}
+    bias: dict[str, Any] = {"logit_bias": {EOS: 100.0}}
     found = answer(core, ask("a", PROMPT, 6, stop={"ignore_eos": False}, **bias))
     assert (found.tokens, found.finish, found.stop_reason) == ([EOS], FinishReason.STOP, None)
     ignored = answer(core, ask("b", PROMPT, 6, **bias))
@@ -206,117 +190,12 @@ def test_what_cannot_run_is_refused_at_once(
 
 @pytest.mark.parametrize("num_choices", [1, 2])
 def test_a_row_without_a_token_fails_its_request_alone(core: EngineCore, num_choices: int) -> None:
-    asked = {"stop": {"ignore_eos": False, "min_tokens": 2}, "allowed_token_ids": (EOS,)}
+    asked: dict[str, Any] = {"stop": {"ignore_eos": False, "min_tokens": 2}, "allowed_token_ids": (EOS,)}
     drive = Drive(core, [ask("a", PROMPT, 8), ask("b", PROMPT, 4, num_choices=num_choices, **asked)])
     found = drive.finish()
     assert drive.failed.keys() == {"b"}
     assert "no token is allowed" in drive.failed["b"].message
     assert found["a"].tokens == answer(core, ask("a", PROMPT, 8)).tokens
-
-
-# --- Grammars -------------------------------------------------------------------------------------------
-
-
-def text_of(core: EngineCore, tokens: list[int]) -> str:
-    text: str = Tokenizer.from_buffer(core.card.tokenizer_json).decode(tokens)
-    return text
-
-
-def test_a_schema_makes_a_random_model_write_json(core: EngineCore) -> None:
-    asked = [constrained(f"s{seed}", GrammarKind.JSON_SCHEMA, SCHEMA, seed=seed) for seed in range(4)]
-    free = ask("free", PROMPT, 12)
-    found = answers(core, *asked, free)
-    for request in asked:
-        one = found[request.request_id]
-        assert one.finish is FinishReason.STOP
-        document = json.loads(text_of(core, one.tokens))
-        assert document.keys() == {"open", "size"}
-        assert isinstance(document["open"], bool)
-        assert document["size"] in ("small", "large")
-    assert len({tuple(one.tokens) for one in found.values()}) > 2
-    assert found["free"].tokens == answer(core, free).tokens
-
-
-def test_every_choice_follows_the_grammar_and_resumes_in_its_middle(core: EngineCore) -> None:
-    words = json.dumps(["yes", "no", "perhaps"])
-    drive = Drive(core, [constrained("a", GrammarKind.CHOICE, words, num_choices=5, seed=1)])
-    whole = drive.finish()["a"].tokens
-    for one in drive.choices.values():
-        assert text_of(core, one.tokens) in ("yes", "no", "perhaps")
-    given = tuple(whole[:1])
-    rest = constrained("a", GrammarKind.CHOICE, words, seed=1, request={"resume": given})
-    assert answer(core, rest).tokens == whole[1:]
-
-
-def test_a_grammar_waits_with_its_request(folder: Path) -> None:
-    """Here until the only other one has ended."""
-    core = core_of(folder, max_num_seqs=1)
-    asked = constrained("a", GrammarKind.CHOICE, '["yes"]')
-    answer(core, asked)  # compiled, and kept
-    drive = Drive(core, [ask("other", PROMPT, 60), asked])
-    has_waited = False
-    while ("other", 0) not in drive.choices or drive.choices["other", 0].finish is None:
-        drive.step()
-        has_waited |= core.scheduler.num_waiting == 1
-    assert has_waited, "it was still compiled when the other one ended"
-    assert text_of(core, drive.finish()["a"].tokens) == "yes"
-    core.close()
-
-
-def test_a_choice_that_ends_first_leaves_the_grammar_to_the_others(core: EngineCore) -> None:
-    asked = constrained("a", GrammarKind.CHOICE, '["yes"]', num_choices=4, stop={"max_tokens": 1})
-    drive = Drive(core, [asked])
-    drive.finish()
-    assert len(drive.choices) == 4
-    for one in drive.choices.values():
-        assert "yes".startswith(text_of(core, one.tokens))
-
-
-@pytest.mark.parametrize(
-    ("asked", "reason"),
-    [
-        ({"text": "{"}, "grammar"),
-        ({"text": '["yes"]', "request": {"resume": (700,)}}, "resumed tokens"),
-        (
-            {
-                "text": '["yes"]',
-                "request": {"handoff": Handoff(ticket=b"", prefill_instance="i", first_tokens=(700,))},  # type: ignore[arg-type]
-            },
-            "resumed tokens",
-        ),
-    ],
-    ids=["unreadable", "resume", "handoff"],
-)
-def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(
-    core: EngineCore, asked: dict[str, Any], reason: str
-) -> None:
-    request = constrained("bad", GrammarKind.CHOICE, **asked)
-    drive = Drive(core, [request, ask("free", PROMPT, 6)])
-    assert len(drive.finish()["free"].tokens) == 6
-    assert drive.failed.keys() == {"bad"}
-    assert drive.failed["bad"].code == InvalidRequest.code
-    assert reason in drive.failed["bad"].message
-
-
-def test_a_compiler_that_breaks_fails_the_request(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(core, constrained("a", GrammarKind.CHOICE, '["yes"]'))
-
-    def broken(grammar: Grammar) -> None:
-        raise ValueError("out of luck")
-
-    monkeypatch.setattr(core._compiler, "compile", broken)
-    drive = Drive(core, [constrained("a", GrammarKind.CHOICE, '["yes"]')])
-    drive.finish()
-    assert "out of luck" in drive.failed["a"].message
-
-
-def test_a_request_can_be_taken_back_while_its_grammar_compiles(core: EngineCore) -> None:
-    core.submit(constrained("a", GrammarKind.CHOICE, '["yes"]'))
-    assert core.load().waiting == 1
-    assert core.withdraw("a")  # type: ignore[arg-type]
-    core.submit(constrained("b", GrammarKind.CHOICE, '["yes"]'))
-    core.abort("b")  # type: ignore[arg-type]
-    assert_at_rest(core)
 
 
 # --- Steps ----------------------------------------------------------------------------------------------
@@ -326,8 +205,8 @@ def test_only_what_has_not_started_can_be_withdrawn(core: EngineCore) -> None:
     drive = Drive(core, [ask("a", PROMPT, 6)])
     drive.step()
     drive.submit(ask("b", PROMPT, 6))
-    assert not core.withdraw("a")  # type: ignore[arg-type]
-    assert core.withdraw("b")  # type: ignore[arg-type]
+    assert not core.withdraw(RequestId("a"))
+    assert core.withdraw(RequestId("b"))
     assert drive.finish().keys() == {"a"}
 
 

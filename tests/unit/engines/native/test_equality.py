@@ -6,6 +6,7 @@ A sample with tiny random models; the full count is in tests/long/test_equality_
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -173,7 +174,7 @@ def test_sharded_and_gguf_files_of_the_same_weights_give_the_same(tmp_path: Path
     ],
     ids=lambda overrides: next(iter(overrides)),
 )
-def test_variants_of_the_architecture(tmp_path: Path, overrides: dict[str, object]) -> None:
+def test_variants_of_the_architecture(tmp_path: Path, overrides: dict[str, Any]) -> None:
     folder = tiny_checkpoint(tmp_path / "model", seed=2, **overrides)
     requests = [ask(name, prompt, MAX_TOKENS, logprobs=NUM_TOP) for name, prompt in PROMPTS.items()]
     core = core_of(folder, max_batch_tokens=64)
