@@ -17,6 +17,7 @@ from kvolt.runtime.supervisor import read_status
 
 WORKERS = """
 [[workers]]
+engine = "sim"
 model = "sim-tiny"
 count = 2
 args = {speed = 2}

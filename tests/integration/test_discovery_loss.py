@@ -185,7 +185,7 @@ async def test_a_process_stops_while_discovery_hangs(bench: Bench) -> None:
 
 async def test_a_worker_that_crashes_meanwhile_waits_for_discovery(bench: Bench) -> None:
     (bench.folder / "kvolt.toml").write_text(
-        '[[workers]]\nmodel = "sim-tiny"\ncount = 2\nargs = {speed = 5}\n'
+        '[[workers]]\nengine = "sim"\nmodel = "sim-tiny"\ncount = 2\nargs = {speed = 5}\n'
     )
     serve, _ = await bench.serve("--runtime-start-timeout-s", "2", "--supervisor-restart-backoff-s", "0.2")
     await bench.until_seen(*NAMES)

@@ -115,7 +115,7 @@ async def test_callers_of_a_lost_worker(
 
 async def test_serve_brings_a_killed_worker_back(bench: Bench) -> None:
     (bench.folder / "kvolt.toml").write_text(
-        '[[workers]]\nmodel = "sim-tiny"\ncount = 2\nargs = {speed = 0.5}\n'
+        '[[workers]]\nengine = "sim"\nmodel = "sim-tiny"\ncount = 2\nargs = {speed = 0.5}\n'
     )
     _, url = await bench.serve("--supervisor-restart-backoff-s", "0.2", "--discovery-ttl-s", "1.5")
     before = await bench.until_seen("frontend", "worker-0", "worker-1")

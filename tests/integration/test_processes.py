@@ -22,7 +22,7 @@ from kvolt.runtime.supervisor import read_status
 HTTP = ("frontend-0", "frontend-1")
 ALL = (*HTTP, "router", "worker-0", "worker-1")
 
-FAST = '[[workers]]\nmodel = "sim-tiny"\ncount = 2\nargs = {speed = 50}\n'
+FAST = '[[workers]]\nengine = "sim"\nmodel = "sim-tiny"\ncount = 2\nargs = {speed = 50}\n'
 SLOW = """
 [frontend]
 max_requests = 6
@@ -31,6 +31,7 @@ max_requests = 6
 restart_backoff_s = 0.2
 
 [[workers]]
+engine = "sim"
 model = "sim-tiny"
 count = 2
 args = {speed = 0.5}

@@ -20,6 +20,7 @@ from kvolt.runtime.supervisor import read_status
 
 FAST = """
 [[workers]]
+engine = "sim"
 model = "sim-tiny"
 count = 2
 args = {speed = 20, context_length = 512}
@@ -29,6 +30,7 @@ SLOW = """
 drain_timeout_s = 20
 
 [[workers]]
+engine = "sim"
 model = "sim-tiny"
 count = 2
 args = {speed = 0.5}
@@ -276,7 +278,7 @@ async def test_a_second_one_says_whom_it_joins_and_keeps_its_logs_apart(bench: B
 
 async def test_it_says_what_it_waits_for(bench: Bench) -> None:
     (bench.folder / "kvolt.toml").write_text(
-        '[runtime]\nstart_timeout_s = 3\n[[workers]]\nmodel = "sim-tiny"\nrole = "prefill"\n'
+        '[runtime]\nstart_timeout_s = 3\n[[workers]]\nengine = "sim"\nmodel = "sim-tiny"\nrole = "prefill"\n'
     )
     serve = bench.start("serve", "--port", "0")
     await serve.says(r'not ready after 3 s: no worker has role = "aggregated" \(only prefill\)')

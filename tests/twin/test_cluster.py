@@ -24,7 +24,7 @@ from kvolt.runtime.streams import ServedStream
 from kvolt.testing import faults
 from kvolt.testing.cluster import Violation
 
-SAMPLE = range(24)
+SAMPLE = range(16)
 
 
 @pytest.fixture(autouse=True)

@@ -127,6 +127,13 @@ def test_guided(tiny: OpenAI, what: str) -> None:
     assert re.fullmatch(pattern, completion.choices[0].text), completion.choices[0].text
 
 
+def test_a_grammar_that_is_complete_wants_no_more_tokens(tiny: OpenAI) -> None:
+    body = {"guided_choice": ["yes", "no"], "min_tokens": 20}
+    answer = tiny.chat.completions.create(model=MODEL, messages=ask(), max_tokens=40, extra_body=body)
+    assert answer.choices[0].message.content in ("yes", "no")
+    assert answer.choices[0].finish_reason == "stop"
+
+
 # --- tool_choice
 
 

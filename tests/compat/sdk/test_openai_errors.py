@@ -212,9 +212,9 @@ def test_error_in_a_stream(client: OpenAI) -> None:
 
 
 async def test_worker_lost_in_a_stream(server: Server, client: OpenAI) -> None:
-    worker = server.bench.start("worker", "mortal", "--name", "mortal", *SPEAKS, name="mortal")
-    await until(lambda: "mortal" in [model.id for model in client.models.list()], what="the model")
-    with client.chat.completions.create(model="mortal", messages=ask(), stream=True) as stream:
+    worker = server.bench.start("worker", "sim-mortal", "--name", "sim-mortal", *SPEAKS, name="sim-mortal")
+    await until(lambda: "sim-mortal" in [model.id for model in client.models.list()], what="the model")
+    with client.chat.completions.create(model="sim-mortal", messages=ask(), stream=True) as stream:
         next(stream)
         worker.kill()
         with pytest.raises(openai.APIError) as caught:
@@ -223,6 +223,6 @@ async def test_worker_lost_in_a_stream(server: Server, client: OpenAI) -> None:
     assert caught.value.type == "server_error"
     assert caught.value.code == "worker_unreachable"
     with pytest.raises((openai.NotFoundError, openai.InternalServerError)) as refused:
-        client.chat.completions.create(model="mortal", messages=say("x"))
+        client.chat.completions.create(model="sim-mortal", messages=say("x"))
     assert refused.value.status_code in (404, 503)
     await until(lambda: [model.id for model in client.models.list()] == [MODEL], what="the end of the model")

@@ -56,6 +56,15 @@ def test_a_models_name_means_its_engine() -> None:
     assert check_engine(WorkerSettings(model="m", engine="sim", args={"speed": 2}))[1] == {"speed": 2}
 
 
+def test_a_name_that_can_be_no_models_is_told_before_anything_starts() -> None:
+    assert check_engine(WorkerSettings(model="owner/name:Q4_K_M"))[0] == "native", "the hub knows it, or not"
+    for name in ("no-such-model", "./no/such/folder", "sim_tiny"):
+        with pytest.raises(ConfigError) as caught:
+            check_engine(WorkerSettings(model=name))
+        assert caught.value.fields["remedy"]
+    assert check_engine(WorkerSettings(model="no-such-model", engine="sim"))[0] == "sim"
+
+
 def test_another_model_takes_no_arguments_along() -> None:
     given = WorkerSettings(model="sim-a", args={"speed": 2.0})
     assert with_model(given, "sim-a").args == {"speed": 2.0}

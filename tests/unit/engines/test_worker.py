@@ -193,6 +193,22 @@ def test_the_death_of_the_engine_ends_all_streams(caplog: pytest.LogCaptureFixtu
         run_virtual(scenario)
 
 
+def test_an_engine_that_knows_why_it_died_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", engine := ScriptedEngine())
+            engine.put(EngineFailed("it was killed by SIGKILL; it wrote last:\n  ouch"))
+            with pytest.raises(EngineFailed) as caught:
+                await running.task
+            assert caught.value.message == "the engine died: it was killed by SIGKILL; it wrote last:"
+
+    with caplog.at_level(logging.ERROR):
+        run_virtual(scenario)
+    [record] = [record for record in caplog.records if "the engine died" in record.message]
+    assert "ouch" in record.message
+    assert record.exc_info is None, "what was said is enough"
+
+
 def test_a_closed_engine_ends_all_streams() -> None:
     async def scenario() -> None:
         async with Lab() as lab:

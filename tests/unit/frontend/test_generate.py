@@ -85,6 +85,7 @@ def test_without_a_limit_there_is_the_room_that_is_left() -> None:
     assert build((5, 6, 7)).stop.max_tokens == 197
     assert build((5, 6, 7), most=64).stop.max_tokens == 64
     assert build((1,) * 150, most=64).stop.max_tokens == 50
+    assert build((1,) * 150, most=-10).stop.max_tokens == 1, "the engine says that even that is too much"
     assert build((1,) * 199).stop.max_tokens == 1
     stop = build((5,), max_tokens=9, min_tokens=3, stop_token_ids=(7,), ignore_eos=True).stop
     assert (stop.max_tokens, stop.min_tokens, stop.stop_token_ids, stop.ignore_eos) == (9, 3, (7,), True)

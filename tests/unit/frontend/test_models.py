@@ -79,6 +79,9 @@ def test_what_comes_with_a_model() -> None:
             assert model.processor.parsers == ParserNames("llama3_json", "deepseek_r1")
             assert model.road.max_attempts == 2
             assert (model.capacity.max_num_seqs, model.capacity.kv_total_blocks) == (256, 16_384)
+            assert model.most_tokens == model.card.context_length
+            model.capacity = msgspec.structs.replace(model.capacity, kv_total_blocks=3)
+            assert model.most_tokens == 3 * model.card.block_size + 1
 
     run_virtual(scenario)
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
+from kvolt.core.errors import ConfigError, InvalidRequest, PayloadTooLarge, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Sampling
 from kvolt.frontend.openai_api.generation import (
     GenerationOptions,
     chat_options,
     completion_options,
+    in_clients_words,
     prompts_of,
     sampling_defaults,
 )
@@ -179,3 +180,33 @@ def test_what_cannot_hold_together() -> None:
     with pytest.raises(InvalidRequest, match="there are no tools"):
         chat(tool_choice="required")
     assert chat(tools=[TOOL], guided_regex="a").grammar == Grammar(GrammarKind.REGEX, "a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"response_format": JSON}, "grammar", "response_format"),
+        ({"guided_regex": "a"}, "grammar", "guided_regex"),
+        ({"structured_outputs": {"regex": "a"}}, "grammar", "structured_outputs.regex"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "grammar", "tools"),
+        ({"tools": [TOOL], "tool_choice": NAMED}, "grammar", "tools"),
+        ({}, "token_ids", "messages"),
+        ({}, "max_tokens", "max_tokens"),
+        ({}, None, None),
+    ],
+)
+def test_a_workers_refusal_names_what_the_client_sent(
+    fields: dict[str, Any], param: str | None, told: str | None
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    request = parse_chat(json.dumps(body).encode()).request
+    error = PayloadTooLarge("too much", param=param, limit_bytes=3)
+    worded = in_clients_words(error, request, chat_options(request))
+    assert (type(worded), worded.message) == (PayloadTooLarge, "too much")
+    assert worded.fields == {"param": told, "limit_bytes": 3}
+
+
+def test_a_workers_refusal_of_a_completion() -> None:
+    request = parse_completion(b'{"model": "m", "prompt": "hi"}').request
+    error = InvalidRequest("no", param="token_ids")
+    assert in_clients_words(error, request, completion_options(request)).fields == {"param": "prompt"}

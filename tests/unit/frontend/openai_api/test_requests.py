@@ -46,7 +46,7 @@ BOTH: list[tuple[str, list[Any], list[Any]]] = [
     ("min_p", [0, 0.5, 1], [-0.1, 1.1]),
     ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1]),
     ("presence_penalty", [-2, 0, 2], [-2.1, 2.1]),
-    ("repetition_penalty", [0.01, 1, 2], [0, -1, 2.1]),
+    ("repetition_penalty", [0.01, 1, 2], [0, 1e-9, -1, 2.1]),
     ("n", [1, 128], [0, -1, 129, 1.0, True]),
     ("max_tokens", [1, 2**20], [0, -1, 2**20 + 1, 10**30, 1.5, "5", True]),
     ("min_tokens", [0, 5], [-1, 2**20 + 1]),
