@@ -73,7 +73,12 @@ KINDS = {
     "llama.cpp-q4_1": Kind("llama", "on_llama.py", GGUF),
     "llama.cpp-bf16": Kind("llama", "on_llama.py", GGUF_BF16),
 }
-DEFAULT = (KVOLT, f"{KVOLT}:quantize=int8", "vllm-bf16", *TRANSFORMERS, "llama.cpp-q4_1")
+DEFAULT = (
+    *(KVOLT, f"{KVOLT}:quantize=int8"),
+    *("vllm-bf16", "vllm-bf16:eager=0"),
+    *TRANSFORMERS,
+    "llama.cpp-q4_1",
+)
 
 
 def _environment(threads: int) -> dict[str, str]:

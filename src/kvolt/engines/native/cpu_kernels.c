@@ -34,25 +34,31 @@ static parallel_t parallel;
 
 API void kvolt_use_threads(parallel_t gomp_parallel) { parallel = gomp_parallel; }
 
+enum { SHARES_PER_THREAD = 8 }; /* few, since threads contend for the counter; several, since they are not as fast */
+
 typedef struct {
     void (*run)(const void *arguments, int64_t item);
     const void *arguments;
-    int64_t count;
+    int64_t count, share;
     _Atomic int64_t next;
 } job_t;
 
 static void work(void *data)
 {
     job_t *job = data;
-    int64_t item;
-    while ((item = atomic_fetch_add(&job->next, 1)) < job->count)
-        job->run(job->arguments, item);
+    int64_t first;
+    while ((first = atomic_fetch_add(&job->next, job->share)) < job->count) {
+        int64_t last = first + job->share < job->count ? first + job->share : job->count;
+        for (int64_t item = first; item < last; item++)
+            job->run(job->arguments, item);
+    }
 }
 
 static void each(void (*run)(const void *, int64_t), const void *arguments, int64_t count, int64_t num_threads)
 {
     if (num_threads > 1 && count > 1 && parallel) {
-        job_t job = {run, arguments, count, 0};
+        int64_t shares = num_threads * SHARES_PER_THREAD;
+        job_t job = {run, arguments, count, (count + shares - 1) / shares, 0};
         parallel(work, &job, (unsigned)num_threads, 0);
         return;
     }

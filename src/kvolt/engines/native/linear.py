@@ -19,7 +19,15 @@ Quantize = Literal["none", "int8"]
 _PACKED_ROWS = 32
 """The number of rows that a packed layout is chosen for: a decode step's. Others are possible, and nearly as fast."""
 
+# Where oneDNN's choice of blocks is a poor one (seen with AMX and few threads): 33 rows take three quarters of the time
+# of 32, and a narrow product of several hundred rows is up to twice as dear per row as one of fewer or of more. ADR 8.
+_SLOW_FEW_ROWS, _QUICK_FEW_ROWS = range(17, 33), 33
+_SLOW_ROWS_PER_THREAD, _QUICK_ROWS_PER_THREAD = range(161, 641), 128
+_NARROW_COLUMNS = 1024
+
 _INT8_COLUMNS, _INT8_DEPTH = 32, 64
+_INT8_ROWS = 48
+"""From so many rows on, the weight is widened first and the product is bfloat16's, which has AMX."""
 
 
 class Projection(Protocol):
@@ -42,15 +50,26 @@ class Plain:
 class Packed:
     """bfloat16 on a CPU, through the operator that torch's own compiler uses."""
 
-    __slots__ = ("_bias", "_multiply", "_weight")
+    __slots__ = ("_bias", "_is_narrow", "_operator", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
-        self._multiply: Any = torch.ops.mkldnn._linear_pointwise
+        self._operator: Any = torch.ops.mkldnn._linear_pointwise
         self._bias = bias
+        self._is_narrow = weight.shape[0] <= _NARROW_COLUMNS
 
     def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
+        rows = x.shape[0]
+        if rows in _SLOW_FEW_ROWS:
+            return self._multiply(F.pad(x, (0, 0, 0, _QUICK_FEW_ROWS - rows)))[:rows]
+        threads = torch.get_num_threads()
+        if self._is_narrow and threads > 1 and rows // threads in _SLOW_ROWS_PER_THREAD:
+            parts = x.split(_QUICK_ROWS_PER_THREAD * threads)
+            return torch.cat([self._multiply(part) for part in parts])
+        return self._multiply(x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        product: Tensor = self._operator(x, self._weight, self._bias, "none", [], "")
         return product
 
 
@@ -72,6 +91,8 @@ class Int8:
         return weight.shape[0] % _INT8_COLUMNS == 0 and weight.shape[1] % _INT8_DEPTH == 0
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[0] >= _INT8_ROWS:
+            return F.linear(x, self._weight * self._scale[:, None], self._bias)
         out = torch._weight_int8pack_mm(x.contiguous(), self._weight, self._scale)
         return out if self._bias is None else out + self._bias
 

@@ -251,7 +251,7 @@ def choose_setup(spec: EngineSpec, arguments: NativeArguments, rank: int = 0) ->
         dtype=_dtype(arguments, on_gpu),
         block_size=arguments.block_size,
         max_num_seqs=max_num_seqs,
-        max_batch_tokens=max(arguments.max_batch_tokens or (8192 if on_gpu else 512), max_num_seqs),
+        max_batch_tokens=max(arguments.max_batch_tokens or (8192 if on_gpu else 2048), max_num_seqs),
         max_waiting=arguments.max_waiting,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,7 +11,16 @@ from torch.nn import functional as F
 from kvolt.engines.native.linear import Int8, Packed, Plain, projection
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("rows", [1, 5, 17, 32, 33, 64, 321, 330, 512, 1281, 1282])
 @pytest.mark.parametrize("biased", [True, False])
 def test_packed_is_the_plain_product(rows: int, biased: bool) -> None:
     torch.manual_seed(rows)
@@ -19,7 +30,9 @@ def test_packed_is_the_plain_product(rows: int, biased: bool) -> None:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this CPU has no bfloat16 products")
     assert isinstance(kept, Packed)
-    torch.testing.assert_close(kept(x), F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
+    product = kept(x)
+    assert product.is_contiguous()
+    torch.testing.assert_close(product, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
 
 
 def test_a_part_of_a_wider_input_is_taken_as_it_is() -> None:
@@ -28,9 +41,10 @@ def test_a_part_of_a_wider_input_is_taken_as_it_is() -> None:
         torch.testing.assert_close(kept(x[:, 64:128]), kept(x[:, 64:128].contiguous()))
 
 
-def test_int8_is_near_the_plain_product() -> None:
+@pytest.mark.parametrize("rows", [7, 64])
+def test_int8_is_near_the_plain_product(rows: int) -> None:
     torch.manual_seed(0)
-    weight, x = torch.randn(64, 128).bfloat16(), torch.randn(7, 128).bfloat16()
+    weight, x = torch.randn(64, 128).bfloat16(), torch.randn(rows, 128).bfloat16()
     weight[3] = 0  # a column of zeros has no scale of its own
     kept = projection(weight, torch.ones(64).bfloat16(), "int8")
     assert isinstance(kept, Int8)
