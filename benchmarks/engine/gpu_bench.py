@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from kvolt.engines.native.checkpoint import expected_shapes
-from kvolt.engines.native.config import ModelConfig
+from kvolt.engines.models.checkpoint import expected_shapes
+from kvolt.engines.models.config import ModelConfig
 
 LLAMA_8B = ModelConfig(
     architecture="LlamaForCausalLM",

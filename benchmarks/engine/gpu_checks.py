@@ -12,9 +12,9 @@ from benchmarks.engine.gpu_engine import request_of
 from torch import Tensor
 
 from kvolt.core.request import Role
+from kvolt.engines.models.config import ModelConfig
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.batch import Batch
-from kvolt.engines.native.config import ModelConfig
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, build_core
 from kvolt.engines.native.parallel import Solo

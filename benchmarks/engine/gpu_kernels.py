@@ -11,8 +11,8 @@ from benchmarks.engine.gpu_bench import Bench
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvolt.engines.native import kernels, kernels_fused
-from kvolt.engines.native.kernels_attention import (
+from kvolt.engines.native.kernels import operations, triton_fused
+from kvolt.engines.native.kernels.triton_decode import (
     DEFAULT_SHAPE,
     DecodeShape,
     PagedContext,
@@ -20,7 +20,7 @@ from kvolt.engines.native.kernels_attention import (
     num_splits,
     processors_of,
 )
-from kvolt.engines.native.kernels_prefill import Chunks, PrefillShape, prefill_attention
+from kvolt.engines.native.kernels.triton_prefill import Chunks, PrefillShape, prefill_attention
 from kvolt.engines.native.slab import KvSlab, SlabShape
 
 DECODE_SHAPES = {
@@ -159,11 +159,11 @@ def _check_fused(bench: Bench, dtype: torch.dtype) -> float:
         made(rows, config.hidden_size),
         made(config.hidden_size),
     )
-    expected, summed = kernels.plain_add_rmsnorm(x, residual.clone(), weight, 1e-5)
-    normed, updated = kernels_fused.add_rmsnorm(x, residual, weight, 1e-5)
+    expected, summed = operations.plain_add_rmsnorm(x, residual.clone(), weight, 1e-5)
+    normed, updated = triton_fused.add_rmsnorm(x, residual, weight, 1e-5)
     errors = [_error(normed, expected), _error(updated, summed)]
     gate_up = made(rows, 2 * config.intermediate_size)
-    errors.append(_error(kernels_fused.silu_mul(gate_up), kernels.plain_silu_mul(gate_up)))
+    errors.append(_error(triton_fused.silu_mul(gate_up), operations.plain_silu_mul(gate_up)))
     paged, plain = (Paged(bench, [rows], dtype=dtype) for _ in range(2))
     plain.slab.tensor.copy_(paged.slab.tensor)
     heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
@@ -174,11 +174,11 @@ def _check_fused(bench: Bench, dtype: torch.dtype) -> float:
     angles = torch.randn(rows, config.head_dim // 2, device=bench.device)
     norms = made(config.head_dim), made(config.head_dim)
     for given in ((), norms):
-        rotation = kernels.Rotation(angles.cos(), angles.sin(), *given)
-        target = kernels.KvTarget(*paged.slab.layer(0), slots)
-        kernels_fused.rotate_and_write(*qkv.split(heads, dim=1), positions, rotation, target)
-        target = kernels.KvTarget(*plain.slab.layer(0), slots)
-        kernels.plain_rotate_and_write(*other.split(heads, dim=1), positions, rotation, target)
+        rotation = operations.Rotation(angles.cos(), angles.sin(), *given)
+        target = operations.KvTarget(*paged.slab.layer(0), slots)
+        triton_fused.rotate_and_write(*qkv.split(heads, dim=1), positions, rotation, target)
+        target = operations.KvTarget(*plain.slab.layer(0), slots)
+        operations.plain_rotate_and_write(*other.split(heads, dim=1), positions, rotation, target)
         errors += [_error(qkv, other), _error(paged.slab.tensor, plain.slab.tensor)]
     return max(errors)
 

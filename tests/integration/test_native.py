@@ -71,7 +71,7 @@ def completion(prompt: str = "Hello there", **more: Any) -> dict[str, Any]:
 def engine_of(pid: int) -> psutil.Process:
     """The process that computes for this worker."""
     children = psutil.Process(pid).children(recursive=True)
-    [found] = [child for child in children if "kvolt.engines.native.process" in child.cmdline()]
+    [found] = [child for child in children if "kvolt.engines.native.shell.process" in child.cmdline()]
     return found
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from kvolt.core.request import Grammar, GrammarKind, Sampling
-from kvolt.engines.native.grammar import GrammarCompiler
-from kvolt.engines.native.sampler import Row, sample
+from kvolt.engines.native.grammar.compiler import GrammarCompiler
+from kvolt.engines.native.sampling.sampler import Row, sample
 from kvolt.engines.sim_model import EOS, tokenizer_json
 
 VOCABULARY = 300

@@ -90,8 +90,8 @@ def check_engine(group: WorkerSettings) -> tuple[str, dict[str, Any]]:
 
 def _check_name(model: str) -> None:
     """ConfigError for what can be no model's name, before anybody has waited for torch; a hub's is left to it."""
-    from kvolt.engines.native.model_files import parse_hub_name
-    from kvolt.engines.native.resolve import locate
+    from kvolt.engines.models.model_files import parse_hub_name
+    from kvolt.engines.models.resolve import locate
 
     if parse_hub_name(model) is None:
         locate(model)

@@ -44,7 +44,7 @@ def _sim() -> EngineKind:
 
 def _native() -> EngineKind:
     from kvolt.engines.native.arguments import NativeArguments
-    from kvolt.engines.native.engine import NativeEngine
+    from kvolt.engines.native.shell.engine import NativeEngine
 
     return EngineKind(NativeArguments, NativeEngine, "smollm2-135m")
 

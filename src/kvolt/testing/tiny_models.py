@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from gguf import GGUFWriter
 
-    from kvolt.engines.native.config import ModelConfig
+    from kvolt.engines.models.config import ModelConfig
 
 _MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -152,7 +152,7 @@ def _vocabulary() -> dict[str, int]:
 
 
 def _model_config(config: dict[str, Any]) -> ModelConfig:
-    from kvolt.engines.native.config import read_hf_config
+    from kvolt.engines.models.config import read_hf_config
 
     return read_hf_config(json.dumps(config).encode(), "float32")
 
@@ -160,7 +160,7 @@ def _model_config(config: dict[str, Any]) -> ModelConfig:
 def _weights(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     import torch
 
-    from kvolt.engines.native.checkpoint import expected_shapes
+    from kvolt.engines.models.checkpoint import expected_shapes
 
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -173,7 +173,7 @@ def _weights(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
 def _gguf_weights(config: ModelConfig, own: str, seed: int) -> dict[str, torch.Tensor]:
     import torch
 
-    from kvolt.engines.native.config import Llama3Rope, inverse_frequencies
+    from kvolt.engines.models.config import Llama3Rope, inverse_frequencies
 
     weights = {}
     for name, weight in _weights(config, seed).items():

@@ -15,10 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvolt.engines.native import cpu_kernels
 from kvolt.engines.native.batch import Batch
-from kvolt.engines.native.cpu_kernels import NARROW, CpuKernels, is_dense
-from kvolt.engines.native.kernels import KvTarget, Rotation, plain_rmsnorm, plain_rotate, plain_write_kv
+from kvolt.engines.native.kernels import cpu_kernels
+from kvolt.engines.native.kernels.cpu_kernels import NARROW, CpuKernels, is_dense
+from kvolt.engines.native.kernels.operations import (
+    KvTarget,
+    Rotation,
+    plain_rmsnorm,
+    plain_rotate,
+    plain_write_kv,
+)
 from kvolt.engines.native.slab import KvSlab
 
 _SEQUENCES_PER_THREAD = 4

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from kvolt.core.errors import Unsupported
-from kvolt.engines.native import kernels_fused
-from kvolt.engines.native.kernels import KvTarget, Rotation
-from kvolt.engines.native.kernels_attention import PagedContext, decode_attention
-from kvolt.engines.native.kernels_prefill import Chunks, prefill_attention
+from kvolt.engines.native.kernels import triton_fused
+from kvolt.engines.native.kernels.operations import KvTarget, Rotation
+from kvolt.engines.native.kernels.triton_decode import PagedContext, decode_attention
+from kvolt.engines.native.kernels.triton_prefill import Chunks, prefill_attention
 
 if TYPE_CHECKING:
     from kvolt.engines.native.batch import Batch
@@ -58,7 +58,7 @@ class CudaAttention:
         """q [T, heads, hd], k and v [T, kv_heads, hd] -> [T, heads * hd]; q and k are turned in place."""
         keys, values = self._layers[layer]
         target = KvTarget(keys, values, batch.slots)
-        kernels_fused.rotate_and_write(q, k, v, batch.positions, rotation, target)
+        triton_fused.rotate_and_write(q, k, v, batch.positions, rotation, target)
         return self._attend(layer, q, k, v, batch)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:

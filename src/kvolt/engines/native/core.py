@@ -24,10 +24,10 @@ from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Grammar, Request
 from kvolt.engines.native.capabilities import Capabilities
-from kvolt.engines.native.processors import make_processors
-from kvolt.engines.native.randomness import sampling_seed
 from kvolt.engines.native.runner import Computed, ModelRunner
-from kvolt.engines.native.sampler import Row, Sampled, check_sampling, prompt_logprobs, sample
+from kvolt.engines.native.sampling.processors import make_processors
+from kvolt.engines.native.sampling.randomness import sampling_seed
+from kvolt.engines.native.sampling.sampler import Row, Sampled, check_sampling, prompt_logprobs, sample
 from kvolt.engines.scheduler import Scheduler
 from kvolt.engines.sequence import Phase, Sequence
 from kvolt.engines.step_plan import Advanced, PlainBatch, StepPlan, Work
@@ -35,7 +35,7 @@ from kvolt.engines.step_telling import delta_of, load_of
 from kvolt.runtime.clock import Clock
 
 if TYPE_CHECKING:
-    from kvolt.engines.native.grammar import CompiledGrammar, GrammarCompiler, Matcher
+    from kvolt.engines.native.grammar.compiler import CompiledGrammar, GrammarCompiler, Matcher
 
 _COMPILE_WAIT_S = 0.01
 """How long a step waits for grammars when there is nothing else to do."""

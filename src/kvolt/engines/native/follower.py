@@ -151,7 +151,8 @@ def _free_port() -> int:
 def _follow(start: _Start, pipe: Connection) -> None:
     from kvolt.engines.native.loading import choose_setup, follower_runner
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the leader's end ends us
     setup = choose_setup(start.spec, start.arguments, start.rank)
     group = TorchGroup(start.rank, start.arguments.tensor_parallel, start.address, setup.device)
     with contextlib.suppress(EOFError, OSError):

@@ -21,17 +21,17 @@ from kvolt.core.card import Capacity, EngineInfo, card_hash
 from kvolt.core.errors import ConfigError
 from kvolt.core.load import StepLogHeader, StepStats, encode_step, encode_step_log
 from kvolt.core.request import Request
+from kvolt.engines.models.card import model_card
+from kvolt.engines.models.checkpoint import Checkpoint, open_checkpoint
+from kvolt.engines.models.config import ModelConfig
+from kvolt.engines.models.fetch_progress import ProgressLog
+from kvolt.engines.models.resolve import resolve
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.attention_cpu import CpuAttention
-from kvolt.engines.native.card import model_card
-from kvolt.engines.native.checkpoint import Checkpoint, open_checkpoint
-from kvolt.engines.native.config import ModelConfig
 from kvolt.engines.native.core import EngineCore
-from kvolt.engines.native.fetch_progress import ProgressLog
 from kvolt.engines.native.follower import Allocate, Followers, LoadLora, UnloadLora
 from kvolt.engines.native.model import Attention, LoadOptions, Transformer
 from kvolt.engines.native.parallel import Group, Solo, TorchGroup, check_degree
-from kvolt.engines.native.resolve import resolve
 from kvolt.engines.native.runner import ModelRunner
 from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, SlabShape
 from kvolt.engines.registry import EngineSpec
@@ -42,7 +42,7 @@ from kvolt.runtime.clock import Clock, SystemClock
 from kvolt.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
-    from kvolt.engines.native.grammar import GrammarCompiler
+    from kvolt.engines.native.grammar.compiler import GrammarCompiler
 
 _GIB = 1024**3
 _CPU_KV_BYTES = 2 * _GIB
@@ -185,7 +185,7 @@ def build_core(
         return msgspec.structs.replace(keys, lora=lora, salt=request.salt)
 
     def grammars() -> GrammarCompiler:
-        from kvolt.engines.native.grammar import GrammarCompiler  # seconds, and most never need it
+        from kvolt.engines.native.grammar.compiler import GrammarCompiler  # seconds, and most never need it
 
         return GrammarCompiler(checkpoint.tokenizer_json, config.vocab_size, card.eos_token_ids)
 

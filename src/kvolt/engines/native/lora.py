@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvolt.core.errors import ConfigError, NotFound
-from kvolt.engines.native.config import ModelConfig
+from kvolt.engines.models.config import ModelConfig
 from kvolt.engines.native.parallel import Group, share
 
 Place = Literal["qkv", "out", "gate_up", "down"]

@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvolt.engines.models.checkpoint import Checkpoint
+from kvolt.engines.models.config import ModelConfig, inverse_frequencies
 from kvolt.engines.native.batch import Batch
-from kvolt.engines.native.checkpoint import Checkpoint
-from kvolt.engines.native.config import ModelConfig, inverse_frequencies
-from kvolt.engines.native.kernels import Rotation, add_rmsnorm, silu_mul
+from kvolt.engines.native.kernels.operations import Rotation, add_rmsnorm, silu_mul
 from kvolt.engines.native.linear import Projection, Quantize, projection
 from kvolt.engines.native.lora import Adapters
 from kvolt.engines.native.parallel import Group, Solo, share

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvolt.core.errors import ConfigError
-from kvolt.engines.native.config import ModelConfig
+from kvolt.engines.models.config import ModelConfig
 
 
 class Group(Protocol):

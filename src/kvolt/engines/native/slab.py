@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 if TYPE_CHECKING:
-    from kvolt.engines.native.config import ModelConfig
+    from kvolt.engines.models.config import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYOUT = "block-layer-kv-head-token"

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvolt.engines.native import cpu_kernels, kernels
 from kvolt.engines.native.attention_cpu import CpuAttention
 from kvolt.engines.native.batch import Batch
-from kvolt.engines.native.cpu_kernels import CpuKernels
-from kvolt.engines.native.kernels import KvTarget, Rotation
+from kvolt.engines.native.kernels import cpu_kernels, operations
+from kvolt.engines.native.kernels.cpu_kernels import CpuKernels
+from kvolt.engines.native.kernels.operations import KvTarget, Rotation
 from kvolt.engines.native.slab import KvSlab, SlabShape
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -179,7 +179,7 @@ class Case:
         keys, values = slab.layer(1)
         q, k, v = self.heads()
         target = KvTarget(keys, values, batch.slots)
-        kernels.plain_rotate_and_write(q, k, v, batch.positions, self.rotation, target)
+        operations.plain_rotate_and_write(q, k, v, batch.positions, self.rotation, target)
         out = torch.empty((len(q), shape.num_heads, shape.head_dim), dtype=torch.float64)
         for row, table in enumerate(batch.block_tables):
             context_k, context_v = (

@@ -22,7 +22,7 @@ from tests.unit.engines.native.cpu_lab import (  # noqa: E402
 )
 
 from kvolt.engines.native.attention_cpu import CpuAttention, Paged  # noqa: E402
-from kvolt.engines.native.cpu_kernels import CpuKernels  # noqa: E402
+from kvolt.engines.native.kernels.cpu_kernels import CpuKernels  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, Removed, Stored
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Request, Role
 from kvolt.engines.contract import Pooling
+from kvolt.engines.models.checkpoint import open_checkpoint
 from kvolt.engines.native.arguments import NativeArguments
-from kvolt.engines.native.checkpoint import open_checkpoint
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, build_core
 from kvolt.engines.prefills import HOLD_S

@@ -13,7 +13,7 @@ from tests.unit.engines.native.shell_lab import Reader, make_engine, request
 
 from kvolt.core.request import Role, Sampling, StopConditions
 from kvolt.engines.native.arguments import NativeArguments
-from kvolt.engines.native.engine import NativeEngine
+from kvolt.engines.native.shell.engine import NativeEngine
 from kvolt.engines.registry import EngineSpec
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.engine_cancel_cases import abort_storms

@@ -18,8 +18,8 @@ torch = pytest.importorskip("torch")
 from tests.unit.engines.native.cpu_lab import TYPES, close, needed, normal, rounded_alike, threads  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from kvolt.engines.native import cpu_kernels, kernels  # noqa: E402
-from kvolt.engines.native.cpu_kernels import CpuKernels, KernelsMissing  # noqa: E402
+from kvolt.engines.native.kernels import cpu_kernels, operations  # noqa: E402
+from kvolt.engines.native.kernels.cpu_kernels import CpuKernels, KernelsMissing  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_norm(
 ) -> None:
     x, weight = normal(rows, width, dtype=dtype, seed=1) * 3, normal(width, dtype=dtype, seed=2)
     residual = normal(rows, width, dtype=dtype, seed=3) if has_residual else None
-    expected, summed = kernels.plain_add_rmsnorm(
+    expected, summed = operations.plain_add_rmsnorm(
         x.clone(), None if residual is None else residual.clone(), weight, 1e-5
     )
     with threads(num_threads):
@@ -60,7 +60,7 @@ def test_gate(native: CpuKernels, dtype: torch.dtype, rows: int, width: int, num
     with threads(num_threads):
         found = native.silu_mul(gate_up)
     assert found is not None
-    expected = kernels.plain_silu_mul(gate_up)
+    expected = operations.plain_silu_mul(gate_up)
     close(found, expected, dtype)
     rounded_alike(found, expected)
 
@@ -72,7 +72,7 @@ def test_gate_of_numbers_at_the_ends(native: CpuKernels, dtype: torch.dtype) -> 
     gate_up = torch.stack([gate, torch.full_like(gate, -0.5)]).flatten()[None].to(dtype)
     found = native.silu_mul(gate_up)
     assert found is not None
-    close(found, kernels.plain_silu_mul(gate_up), dtype)
+    close(found, operations.plain_silu_mul(gate_up), dtype)
 
 
 def test_rounding_is_to_the_nearest_even(native: CpuKernels) -> None:
@@ -102,12 +102,12 @@ def test_what_the_kernels_do_not_take_is_done_plainly(
     x, residual, weight = case()
     assert native.add_rmsnorm(x, residual, weight, 1e-5) is None
     other = None if residual is None else residual.clone()
-    found, _ = kernels.add_rmsnorm(x, residual, weight, 1e-5)
-    assert torch.equal(found, kernels.plain_add_rmsnorm(x, other, weight, 1e-5)[0])
+    found, _ = operations.add_rmsnorm(x, residual, weight, 1e-5)
+    assert torch.equal(found, operations.plain_add_rmsnorm(x, other, weight, 1e-5)[0])
     assert native.silu_mul(x[:, :31].clone()) is None
     if x.dtype is torch.float16 or not x.is_contiguous():
         assert native.silu_mul(x) is None
-    assert torch.equal(kernels.silu_mul(x), kernels.plain_silu_mul(x)) or native.silu_mul(x) is not None
+    assert torch.equal(operations.silu_mul(x), operations.plain_silu_mul(x)) or native.silu_mul(x) is not None
 
 
 # --- Building -------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_that_there_are_none_is_said_once(
     with caplog.at_level(logging.INFO):
         assert cpu_kernels.shared() is None
         x = normal(3, 32)
-        assert torch.equal(kernels.silu_mul(x), kernels.plain_silu_mul(x))
+        assert torch.equal(operations.silu_mul(x), operations.plain_silu_mul(x))
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "there is no C compiler" in caplog.text
 
@@ -232,4 +232,4 @@ def test_work_that_is_large_enough_runs_on_the_threads_of_torch(built: Path, tmp
         assert asked == [2]
     finally:
         torch.set_num_threads(before)
-    close(found, kernels.plain_silu_mul(large), torch.float32)
+    close(found, operations.plain_silu_mul(large), torch.float32)

@@ -28,10 +28,10 @@ from kvolt.core.errors import (
 from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.request import MediaSpan, Sampling
 from kvolt.engines.contract import features_of
-from kvolt.engines.native import engine as engine_module
-from kvolt.engines.native import link as link_module
-from kvolt.engines.native import messages
-from kvolt.engines.native.progress_lines import ProgressLines
+from kvolt.engines.native.shell import engine as engine_module
+from kvolt.engines.native.shell import link as link_module
+from kvolt.engines.native.shell import messages
+from kvolt.engines.native.shell.progress_lines import ProgressLines
 from kvolt.runtime.tasks import Scope
 
 MODES = pytest.mark.parametrize("process", ["thread", "own"])

@@ -26,8 +26,8 @@ from tests.unit.engines.native.equality_lab import (
     make_prompts,
 )
 
-from kvolt.engines.native import cpu_kernels
-from kvolt.engines.native.config import ARCHITECTURES
+from kvolt.engines.models.config import ARCHITECTURES
+from kvolt.engines.native.kernels import cpu_kernels
 from kvolt.testing.tiny_models import tiny_checkpoint, tiny_gguf
 
 MAX_TOKENS = 12

@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 
 from kvolt.core.errors import InvalidRequest, Overloaded, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Sampling
-from kvolt.engines.native import grammar as grammar_module
-from kvolt.engines.native.grammar import CompiledGrammar, GrammarCompiler
-from kvolt.engines.native.grammar_gbnf import lark_of_gbnf
-from kvolt.engines.native.sampler import Row, sample
+from kvolt.engines.native.grammar import compiler as grammar_module
+from kvolt.engines.native.grammar.compiler import CompiledGrammar, GrammarCompiler
+from kvolt.engines.native.grammar.gbnf import lark_of_gbnf
+from kvolt.engines.native.sampling.sampler import Row, sample
 from kvolt.engines.sim_model import EOS, SPECIAL, tokenizer_json
 
 TOKENIZER = Tokenizer.from_buffer(tokenizer_json())

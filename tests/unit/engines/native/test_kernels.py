@@ -22,11 +22,11 @@ pytest.importorskip("triton")
 from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from kvolt.engines.native import kernels, kernels_fused  # noqa: E402
 from kvolt.engines.native.attention_cuda import CudaAttention  # noqa: E402
 from kvolt.engines.native.batch import Batch  # noqa: E402
 from kvolt.engines.native.graphs import DecodeGraphs, GraphLimits, Run  # noqa: E402
-from kvolt.engines.native.kernels_attention import (  # noqa: E402
+from kvolt.engines.native.kernels import operations, triton_fused  # noqa: E402
+from kvolt.engines.native.kernels.triton_decode import (  # noqa: E402
     PagedContext,
     decode_attention,
     num_splits,
@@ -87,8 +87,8 @@ class Paged:
         ).long()
 
     def write(self, row: int, end: int) -> None:
-        target = kernels.KvTarget(*self.slab.layer(self.layer), self.slots(row, 0, end))
-        kernels.plain_write_kv(self.kv[row][0, :end], self.kv[row][1, :end], target)
+        target = operations.KvTarget(*self.slab.layer(self.layer), self.slots(row, 0, end))
+        operations.plain_write_kv(self.kv[row][0, :end], self.kv[row][1, :end], target)
 
     def attended(self, row: int, q: Tensor) -> Tensor:
         """q: the last queries of the row's context, [L, heads, hd]."""
@@ -101,7 +101,7 @@ class Paged:
 
 
 def test_the_kernels_run_interpreted() -> None:
-    assert type(kernels_fused._silu_mul_kernel).__name__ == "InterpretedFunction"
+    assert type(triton_fused._silu_mul_kernel).__name__ == "InterpretedFunction"
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_splits_fill_the_processors_and_depend_on_the_batch_alone() -> None:
     assert num_splits(1, 1, 132) == 64
 
 
-def unturned(head_dim: int) -> kernels.Rotation:
+def unturned(head_dim: int) -> operations.Rotation:
     """No position turns anything."""
-    return kernels.Rotation(torch.ones(200, head_dim // 2), torch.zeros(200, head_dim // 2))
+    return operations.Rotation(torch.ones(200, head_dim // 2), torch.zeros(200, head_dim // 2))
 
 
 def mixed_batch(paged: Paged, chunks: list[int], num_decodes: int) -> Batch:
@@ -188,20 +188,20 @@ def test_a_mixed_step_writes_its_kv_and_attends(prefill: str, dtype: str) -> Non
 @pytest.mark.parametrize("width", [64, 576])
 def test_add_rmsnorm(width: int, dtype: torch.dtype) -> None:
     x, residual, weight = (normal(5, width, dtype=dtype, seed=seed) for seed in range(3))
-    expected, summed = kernels.plain_add_rmsnorm(x, residual.clone(), weight[0], 1e-5)
-    normed, updated = kernels_fused.add_rmsnorm(x, residual, weight[0], 1e-5)
+    expected, summed = operations.plain_add_rmsnorm(x, residual.clone(), weight[0], 1e-5)
+    normed, updated = triton_fused.add_rmsnorm(x, residual, weight[0], 1e-5)
     assert updated is residual
     assert torch.equal(residual, summed)
     close(normed, expected)
-    first, kept = kernels_fused.add_rmsnorm(x, None, weight[0], 1e-5)
+    first, kept = triton_fused.add_rmsnorm(x, None, weight[0], 1e-5)
     assert kept is x
-    close(first, kernels.plain_rmsnorm(x, weight[0], 1e-5))
+    close(first, operations.plain_rmsnorm(x, weight[0], 1e-5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_silu_mul(dtype: torch.dtype) -> None:
     gate_up = normal(4, 2 * 1300, dtype=dtype)
-    close(kernels_fused.silu_mul(gate_up), kernels.plain_silu_mul(gate_up))
+    close(triton_fused.silu_mul(gate_up), operations.plain_silu_mul(gate_up))
 
 
 @pytest.mark.parametrize(
@@ -220,12 +220,12 @@ def test_rotation_turns_in_place_and_fills_the_slots(
     positions = torch.tensor([0, 7, 99, 42])
     angles = torch.outer(torch.arange(100).float(), 100.0 ** -torch.linspace(0, 1, head_dim // 2))
     weights = [normal(head_dim, dtype=torch_dtype, seed=seed) if normed else None for seed in (8, 9)]
-    rotation = kernels.Rotation(angles.cos(), angles.sin(), *weights)
+    rotation = operations.Rotation(angles.cos(), angles.sin(), *weights)
     sizes = [heads, kv_heads, kv_heads]
-    fused_target = kernels.KvTarget(*slab.layer(0), slots)
-    kernels_fused.rotate_and_write(*qkv.split(sizes, dim=1), positions, rotation, fused_target)
-    plain_target = kernels.KvTarget(*other.layer(0), slots)
-    kernels.plain_rotate_and_write(*plain.split(sizes, dim=1), positions, rotation, plain_target)
+    fused_target = operations.KvTarget(*slab.layer(0), slots)
+    triton_fused.rotate_and_write(*qkv.split(sizes, dim=1), positions, rotation, fused_target)
+    plain_target = operations.KvTarget(*other.layer(0), slots)
+    operations.plain_rotate_and_write(*plain.split(sizes, dim=1), positions, rotation, plain_target)
     close(qkv, plain)
     assert not torch.equal(
         qkv[1, : heads + kv_heads], normal(*qkv.shape, dtype=torch_dtype)[1, : heads + kv_heads]

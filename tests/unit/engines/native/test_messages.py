@@ -16,8 +16,8 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Cleared
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, Sampling, StopConditions
-from kvolt.engines.native.ledger import Ledger, check_vocabulary
-from kvolt.engines.native.messages import (
+from kvolt.engines.native.shell.ledger import Ledger, check_vocabulary
+from kvolt.engines.native.shell.messages import (
     MAX_FRAME_BYTES,
     METHODS,
     Abort,
@@ -78,7 +78,7 @@ def test_what_was_cut_stays_valid() -> None:
 
 
 def test_no_torch_is_needed_to_read_them() -> None:
-    program = "import kvolt.engines.native.engine, sys; sys.exit('torch' in sys.modules)"
+    program = "import kvolt.engines.native.shell.engine, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

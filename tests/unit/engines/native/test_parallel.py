@@ -30,7 +30,7 @@ from tests.unit.engines.native.equality_lab import (
 from tests.unit.engines.native.lora_lab import merged, write_adapter
 
 from kvolt.core.errors import ConfigError, Unsupported
-from kvolt.engines.native.checkpoint import open_checkpoint
+from kvolt.engines.models.checkpoint import open_checkpoint
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.parallel import check_degree, share
 from kvolt.testing.tiny_models import tiny_checkpoint

@@ -27,9 +27,9 @@ from tests.unit.engines.native.shell_lab import (
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import EngineFailed
 from kvolt.core.load import WorkerLoad
-from kvolt.engines.native import engine as engine_module
-from kvolt.engines.native.engine_loop import EngineLoop, Pipe, ShellGone
-from kvolt.engines.native.messages import FrameCutter, Step, Stop, decode_answer, frame
+from kvolt.engines.native.shell import engine as engine_module
+from kvolt.engines.native.shell.engine_loop import EngineLoop, Pipe, ShellGone
+from kvolt.engines.native.shell.messages import FrameCutter, Step, Stop, decode_answer, frame
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.tasks import Scope
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvolt.core.errors import InvalidRequest, Unsupported
-from kvolt.engines.native import processors
-from kvolt.engines.native.processors import BanRepeatedNgrams, make_processors, processor_names
+from kvolt.engines.native.sampling import processors
+from kvolt.engines.native.sampling.processors import BanRepeatedNgrams, make_processors, processor_names
 
 
 def banned(processor: BanRepeatedNgrams, prompt: Sequence[int], output: Sequence[int]) -> set[int]:

@@ -10,8 +10,8 @@ import torch
 
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.request import Sampling
-from kvolt.engines.native.draw import Draws, draw_on_device, draw_on_host
-from kvolt.engines.native.sampler import Row, check_sampling, prepare, prompt_logprobs, sample
+from kvolt.engines.native.sampling.draw import Draws, draw_on_device, draw_on_host
+from kvolt.engines.native.sampling.sampler import Row, check_sampling, prepare, prompt_logprobs, sample
 
 NAN, INF = math.nan, math.inf
 NO_LIMIT = 1 << 40

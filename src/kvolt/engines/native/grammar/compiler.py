@@ -1,0 +1,262 @@
+"""Grammar constraints: which tokens may come next, by llguidance (docs/adr/0007).
+
+    compiled = compiler.compile(request.grammar)      # milliseconds; may run in a thread
+    matcher = compiled.start(request.resume)          # one per choice
+    matcher.fill(row)                                 # a packed bitmask for the sampler, each step
+    matcher.accept(token)
+
+When the grammar is complete and nothing can follow, only the ends of sequence are allowed. A matcher that
+got lost (a token it did not allow, a limit of the library) allows nothing: its row then fails in the sampler,
+and `error` says why. Knows no requests and no steps.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from queue import Empty, SimpleQueue
+
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from torch import Tensor
+
+from kvolt.core.errors import InvalidRequest, Overloaded, Unsupported
+from kvolt.core.request import Grammar, GrammarKind
+from kvolt.engines.native.grammar.lark import lark_of_ebnf
+from kvolt.engines.native.grammar.regex import alternatives, regex_source
+from kvolt.engines.native.grammar.schema import prepared_schema
+from kvolt.engines.native.grammar.tags import lark_of_tag
+
+_MAX_REASON_CHARS = 300
+_MAX_COMPILING = 2
+_STACK_BYTES = 64 * 1024 * 1024
+_starting = threading.Lock()
+"""The size of a new thread's stack is a setting of the whole process."""
+_BASE_BYTES = 128 * 1024
+_BYTES_PER_CHAR = 64
+"""Measured: a compiled grammar takes about 100 KiB, and 15 to 110 bytes per character of its source."""
+
+
+class Matcher:
+    """Where one choice stands in its grammar. Not for two threads at once."""
+
+    __slots__ = ("_matcher", "_num_words")
+
+    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
+        self._matcher = matcher
+        self._num_words = num_words
+
+    def fill(self, row: Tensor) -> None:
+        """Write what may come now: int32 on the host, `mask_words` long, bit i % 32 of word i // 32 for token i."""
+        if row.dtype != torch.int32 or row.numel() != self._num_words or not row.is_contiguous():
+            raise ValueError(
+                f"a mask is {self._num_words} contiguous int32, not {row.dtype} {tuple(row.shape)}"
+            )
+        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), self._num_words * 4)
+        if self._matcher.is_error():
+            row.zero_()  # the library would allow the end of sequence, as if all were well
+
+    def accept(self, token: int) -> bool:
+        """Go on after this token; False, for good, if the grammar has no place for it."""
+        return self._matcher.consume_token(token)
+
+    def accept_all(self, tokens: Sequence[int]) -> bool:
+        return not tokens or self._matcher.consume_tokens(list(tokens))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the grammar is complete and nothing but an end of sequence can come."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str | None:
+        return _brief(self._matcher.get_error()) if self._matcher.is_error() else None
+
+
+class CompiledGrammar:
+    """A grammar for one tokenizer; may be shared by threads."""
+
+    __slots__ = ("_first", "_num_words", "num_bytes")
+
+    def __init__(self, first: LLMatcher, num_words: int, num_bytes: int) -> None:
+        self._first = first
+        self._num_words = num_words
+        self.num_bytes = num_bytes
+        """Estimated."""
+
+    def start(self, resumed: Sequence[int] = ()) -> Matcher:
+        """A matcher at the beginning, or after tokens that were generated elsewhere; InvalidRequest if they
+        do not follow the grammar."""
+        matcher = Matcher(self._first.deep_copy(), self._num_words)
+        if not matcher.accept_all(resumed):
+            raise InvalidRequest(f"the resumed tokens break the grammar: {matcher.error}", param="resume")
+        return matcher
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer and keeps what was used last. May be called from several threads.
+
+    Unsupported for a tokenizer that the library cannot read (it must be byte-level or have byte fallback).
+    """
+
+    def __init__(
+        self,
+        tokenizer_json: bytes,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        *,
+        max_grammars: int = 256,
+        max_bytes: int = 256 * 1024 * 1024,
+        timeout_s: float = 10.0,
+    ) -> None:
+        if not eos_ids:
+            raise Unsupported("a model without an end of sequence cannot follow grammars", feature="grammar")
+        self._special = _special_tokens(tokenizer_json)
+        self._tokenizer = _tokenizer(tokenizer_json, vocab_size, eos_ids)
+        self._limits = LLParserLimits(verbose_errors=False)
+        self._max_grammars = max_grammars
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._slots = threading.BoundedSemaphore(_MAX_COMPILING)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._num_bytes = 0
+        self.mask_words = -(-self._tokenizer.vocab_size // 32)
+        """Length of a mask. Longer than the model's vocabulary needs where the tokenizer has more tokens."""
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Blocks for milliseconds, or up to the compiler's timeout: call it from a thread of its own.
+
+        InvalidRequest with the reason for what is no grammar, one that no output can satisfy, or one that
+        takes too long; Overloaded while such ones hold all slots.
+        """
+        with self._lock:
+            compiled = self._kept.get(grammar)
+            if compiled is not None:
+                self._kept.move_to_end(grammar)
+                return compiled
+        source = self._source(grammar)
+        compiled = self._in_time(grammar, source)
+        with self._lock:
+            self._keep(grammar, compiled)
+        return compiled
+
+    def _in_time(self, grammar: Grammar, source: str) -> CompiledGrammar:
+        """Compile in a thread that can be left behind, with a stack for long chains of rules."""
+        if not self._slots.acquire(timeout=self._timeout_s):
+            raise Overloaded(
+                "other grammars are still being compiled", queue="grammars", limit=_MAX_COMPILING
+            )
+        done: SimpleQueue[CompiledGrammar | BaseException] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put(self._compile(grammar, source))
+            except BaseException as error:  # the end of a thread: it goes on in the caller's
+                done.put(error)
+            finally:
+                self._slots.release()
+
+        with _starting:
+            usual = threading.stack_size(_STACK_BYTES)
+            try:
+                threading.Thread(target=run, name="kvolt-grammar", daemon=True).start()
+            finally:
+                threading.stack_size(usual)
+        try:
+            result = done.get(timeout=self._timeout_s)
+        except Empty:
+            raise InvalidRequest(
+                f"the {grammar.kind} grammar takes longer than {self._timeout_s:g} s to compile",
+                param="grammar",
+            ) from None
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _compile(self, grammar: Grammar, source: str) -> CompiledGrammar:
+        first = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if not first.is_error():
+            probe = first.deep_copy()
+            probe.compute_bitmask()
+            if probe.is_error():
+                first = probe
+        if first.is_error():
+            reason = _brief(first.get_error()).replace("NoExtensionBias", "no output can satisfy it")
+            raise InvalidRequest(f"the {grammar.kind} grammar cannot be used: {reason}", param="grammar")
+        return CompiledGrammar(first, self.mask_words, _BASE_BYTES + _BYTES_PER_CHAR * len(source))
+
+    def _source(self, grammar: Grammar) -> str:
+        """The grammar in the library's own words. The text by kind is what the edge makes of requests."""
+        try:
+            match grammar.kind:
+                case GrammarKind.JSON_SCHEMA:
+                    return _json_source(grammar.text)
+                case GrammarKind.JSON_OBJECT:
+                    return _json_source('{"type":"object"}')
+                case GrammarKind.REGEX:
+                    return f"start: /{regex_source(grammar.text)}/"
+                case GrammarKind.CHOICE:
+                    return f"start: /{alternatives(json.loads(grammar.text))}/"
+                case GrammarKind.EBNF:
+                    return lark_of_ebnf(grammar.text)
+                case GrammarKind.STRUCTURAL_TAG:
+                    return lark_of_tag(grammar.text, self._special)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise InvalidRequest(
+                f"the {grammar.kind} grammar cannot be read: {_brief(str(error))}", param="grammar"
+            ) from error
+
+    def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
+        replaced = self._kept.pop(grammar, None)
+        self._num_bytes += compiled.num_bytes - (replaced.num_bytes if replaced else 0)
+        self._kept[grammar] = compiled
+        while self._kept and (len(self._kept) > self._max_grammars or self._num_bytes > self._max_bytes):
+            _, dropped = self._kept.popitem(last=False)
+            self._num_bytes -= dropped.num_bytes
+
+
+def _json_source(text: str) -> str:
+    schema = json.loads(text)
+    if not isinstance(schema, dict):
+        raise ValueError("a JSON schema must be an object")
+    return LLMatcher.grammar_from_json_schema(prepared_schema(schema))
+
+
+def _tokenizer(tokenizer_json: bytes, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
+    """Of the model's size or, where the tokenizer has more tokens than the model, of its own."""
+    text, ends = tokenizer_json.decode(), list(eos_ids)
+    try:
+        try:
+            return LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
+        except ValueError:
+            return LLTokenizer(text, eos_token=ends)
+    except ValueError as error:
+        raise Unsupported(
+            f"grammars cannot be followed with this tokenizer: {_brief(str(error))}", feature="grammar"
+        ) from error
+
+
+def _special_tokens(tokenizer_json: bytes) -> dict[str, int]:
+    """Tokens that are not spelled by the bytes of their text."""
+    try:
+        added = json.loads(tokenizer_json).get("added_tokens") or []
+    except (ValueError, AttributeError):
+        return {}  # the library says what is wrong with it
+    return {token["content"]: token["id"] for token in added if token.get("special") and token.get("content")}
+
+
+def _brief(reason: str) -> str:
+    """One line of what the library says."""
+    text = " ".join(reason.replace("<non-verbose/>", "").split())
+    return text if len(text) <= _MAX_REASON_CHARS else f"{text[: _MAX_REASON_CHARS - 1]}…"

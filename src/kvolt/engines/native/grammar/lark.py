@@ -1,0 +1,36 @@
+"""What a client may send as Lark, the grammar library's own language.
+
+The library bounds its work by fuel, but not everywhere: the time of an intersection of patterns grows
+exponentially with their number, and its compiler calls itself once per rule of a chain. So both are bounded
+here. Directives that bring in other languages are refused: a schema comes as a schema.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvolt.core.errors import InvalidRequest
+from kvolt.engines.native.grammar.gbnf import is_gbnf, lark_of_gbnf
+
+MAX_RULES = 1000
+_MAX_OPERATORS = 8
+
+_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|\#[^\n]*', re.DOTALL)
+_OPERATOR = re.compile(r"&|~(?!\s*\d)")
+_RULE = re.compile(r"^\s*[?!]?[A-Za-z_]\w*\s*(?:\[[^\]\n]*\]|\.\d+|\{[^}\n]*\})?\s*:", re.MULTILINE)
+_FOREIGN = re.compile(r"%(?:json|regex|lark)\b|@")
+
+
+def lark_of_ebnf(text: str) -> str:
+    """A grammar in either notation as Lark; InvalidRequest for what is neither or too much."""
+    lark = lark_of_gbnf(text) if is_gbnf(text) else text
+    bare = _QUOTED.sub(" ", lark)
+    num_rules = len(_RULE.findall(bare))
+    if num_rules > MAX_RULES:
+        raise InvalidRequest(f"the grammar has {num_rules} rules, over {MAX_RULES}", param="grammar")
+    if len(_OPERATOR.findall(bare)) > _MAX_OPERATORS:
+        raise InvalidRequest(f"the grammar has more than {_MAX_OPERATORS} of & and ~", param="grammar")
+    foreign = _FOREIGN.search(bare)
+    if foreign is not None:
+        raise InvalidRequest(f"a grammar may not use {foreign.group()}", param="grammar")
+    return lark

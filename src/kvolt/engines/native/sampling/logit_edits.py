@@ -1,0 +1,265 @@
+"""What changes a row's logits before a token is chosen: penalties, bias, bans, masks, custom processors.
+
+Only rows that have any of it are copied and changed. All indices are gathered on the host and moved once, so
+that the number of transfers does not grow with the rows. Repetition penalty counts prompt and output, presence
+and frequency penalty the output only, as vLLM has them. Chooses no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvolt.engines.native.sampling.draw import join_to_device, to_device
+from kvolt.engines.native.sampling.processors import LogitsProcessor
+
+Ids = NDArray[np.int32]
+_INFINITY = float("inf")
+
+
+class History:
+    """Which tokens a sequence holds, counted as it grows."""
+
+    __slots__ = ("_counts", "_distinct", "_num_counted", "_places", "_seen", "_seen_ids")
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen: set[int] | None = None
+        self._seen_ids = _Grown()
+        self._places: dict[int, int] = {}
+        self._distinct = _Grown()
+        self._counts = _Grown()
+        self._num_counted = 0
+
+    def count(self, prompt: Sequence[int], output: Sequence[int], vocabulary: int) -> None:
+        """Take in what has come since the last time; an output that has shrunk is counted anew."""
+        if len(output) < self._num_counted:
+            self._forget()
+        if self._seen is None:
+            self._seen = {token for token in prompt if token < vocabulary}
+            self._seen_ids.extend(self._seen)
+        for token in output[self._num_counted :] if self._num_counted else output:
+            if token >= vocabulary:
+                continue
+            if token not in self._seen:
+                self._seen.add(token)
+                self._seen_ids.append(token)
+            place = self._places.get(token)
+            if place is None:
+                self._places[token] = len(self._distinct)
+                self._distinct.append(token)
+                self._counts.append(1)
+            else:
+                self._counts.values[place] += 1
+        self._num_counted = len(output)
+
+    @property
+    def seen(self) -> Ids:
+        """Each token of prompt and output, once."""
+        return self._seen_ids.values
+
+    @property
+    def generated(self) -> tuple[Ids, Ids]:
+        """Each token of the output, once, and how often it came."""
+        return self._distinct.values, self._counts.values
+
+
+class _Grown:
+    """An array that can be appended to."""
+
+    __slots__ = ("_array", "_length")
+
+    def __init__(self) -> None:
+        self._array = np.empty(64, dtype=np.int32)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, number: int) -> None:
+        if self._length == len(self._array):
+            self._array = np.concatenate([self._array, np.empty(max(64, self._length), dtype=np.int32)])
+        self._array[self._length] = number
+        self._length += 1
+
+    def extend(self, numbers: Iterable[int]) -> None:
+        self._array = np.concatenate([self.values, np.fromiter(numbers, dtype=np.int32)])
+        self._length = len(self._array)
+
+    @property
+    def values(self) -> Ids:
+        return self._array[: self._length]
+
+
+def pack_ids(ids: Iterable[int], vocabulary: int) -> NDArray[np.int32]:
+    """A bitmask, as a grammar fills one, that allows just these."""
+    bits = np.zeros(-(-vocabulary // 32) * 32, dtype=np.uint8)
+    bits[[token for token in ids if 0 <= token < vocabulary]] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@cache
+def _bias_of_byte(device: torch.device) -> Tensor:
+    """[256, 8]: what 8 logits of a mask's byte have added, 0 or -inf."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    with torch.inference_mode(False):
+        return torch.from_numpy(np.where(bits == 1, 0, -_INFINITY).astype(np.float32)).to(device)
+
+
+@dataclass(slots=True)
+class Scatter:
+    """Numbers for tokens of some copies. A token comes once per copy."""
+
+    copies: list[int] = field(default_factory=list)
+    ids: list[Ids] = field(default_factory=list)
+    values: list[NDArray[np.float32]] = field(default_factory=list)
+    """One per id, or one for all of a copy."""
+
+    def add(self, copy: int, ids: Ids, values: NDArray[np.float32]) -> None:
+        if len(ids):
+            self.copies.append(copy)
+            self.ids.append(ids)
+            self.values.append(values)
+
+
+class MovedScatter:
+    """A Scatter on its way to the device."""
+
+    __slots__ = ("_copies", "_ids", "_lengths", "_num_ids", "_values")
+
+    def __init__(self, scatter: Scatter, device: torch.device) -> None:
+        lengths = [len(ids) for ids in scatter.ids]
+        self._num_ids = sum(lengths)
+        self._copies, self._lengths = to_device(np.array([scatter.copies, lengths], dtype=np.int64), device)
+        self._ids = join_to_device(scatter.ids, device)
+        self._values = join_to_device(scatter.values, device)
+
+    def places(self, vocabulary: int) -> Tensor:
+        """In the copies laid end to end."""
+        return self._ids + self._spread(self._copies * vocabulary)
+
+    @property
+    def values(self) -> Tensor:
+        if len(self._values) == self._num_ids:
+            return self._values
+        return self._spread(self._values)
+
+    def _spread(self, by_copy: Tensor) -> Tensor:
+        return torch.repeat_interleave(by_copy, self._lengths, output_size=self._num_ids)
+
+
+class Processed:
+    """A row with custom processors."""
+
+    __slots__ = ("output", "processors", "prompt", "row")
+
+    def __init__(
+        self, row: int, processors: Sequence[LogitsProcessor], prompt: Sequence[int], output: Sequence[int]
+    ) -> None:
+        self.row = row
+        self.processors = processors
+        self.prompt = prompt
+        self.output = output
+
+
+@dataclass(slots=True)
+class Edits:
+    """All changes of one step. `rows` are those that are copied; the rest counts in copies."""
+
+    vocabulary: int
+    rows: list[int] = field(default_factory=list)
+    scaled: Scatter = field(default_factory=Scatter)
+    """Repetition penalty: positive logits divided by it, others multiplied."""
+    added: Scatter = field(default_factory=Scatter)
+    """Presence and frequency penalties. Apart from the bias, so that no sum depends on the order in which
+    a device adds."""
+    biased: Scatter = field(default_factory=Scatter)
+    banned: Scatter = field(default_factory=Scatter)
+    masks: list[NDArray[np.int32]] = field(default_factory=list)
+    masked: list[int] = field(default_factory=list)
+    processed: list[Processed] = field(default_factory=list)
+
+    def mask(self, copy: int, mask: NDArray[np.int32]) -> None:
+        """Allow in one copy only what the bitmask does; tokens that it is too short for are not allowed."""
+        words = -(-self.vocabulary // 32)
+        if len(mask) != words:
+            fitted = np.zeros(words, dtype=np.int32)
+            fitted[: min(words, len(mask))] = mask[:words]
+            mask = fitted
+        self.masks.append(mask)
+        self.masked.append(copy)
+
+    def move(self, device: torch.device) -> MovedEdits:
+        return MovedEdits(self, device)
+
+
+class MovedEdits:
+    """Edits whose numbers are on their way to the device."""
+
+    __slots__ = ("_added", "_banned", "_biased", "_masks", "_processed", "_rows", "_scaled", "_vocabulary")
+
+    def __init__(self, edits: Edits, device: torch.device) -> None:
+        self._vocabulary = edits.vocabulary
+        self._rows = to_device(np.array(edits.rows, dtype=np.int64), device)
+        self._scaled, self._added, self._biased, self._banned = (
+            MovedScatter(scatter, device) if scatter.ids else None
+            for scatter in (edits.scaled, edits.added, edits.biased, edits.banned)
+        )
+        self._masks: tuple[Tensor, Tensor] | None = None
+        if edits.masks:
+            masked = to_device(np.array(edits.masked, dtype=np.int64), device)
+            self._masks = masked, join_to_device(edits.masks, device).view(len(masked), -1)
+        self._processed = edits.processed
+
+    def apply(self, logits: Tensor) -> tuple[Tensor, dict[int, str]]:
+        """Changed copies of the rows, and by copy why its processors failed."""
+        copies = logits.index_select(0, self._rows).float()
+        flat = copies.view(-1)
+        if self._scaled is not None:
+            places, factors = self._scaled.places(self._vocabulary), self._scaled.values
+            now = flat[places]
+            flat[places] = torch.where(now > 0, now / factors, now * factors)
+        for scatter in (self._added, self._biased):
+            if scatter is not None:
+                flat.index_add_(0, scatter.places(self._vocabulary), scatter.values)
+        if self._banned is not None:
+            flat.index_fill_(0, self._banned.places(self._vocabulary), -_INFINITY)
+        if self._masks is not None:
+            self._mask(copies, *self._masks)
+        return copies, _run_processors(copies, self._processed)
+
+    def _mask(self, copies: Tensor, masked: Tensor, masks: Tensor) -> None:
+        table = _bias_of_byte(copies.device)
+        if copies.device.type == "cpu":
+            for copy, mask in zip(masked.tolist(), masks, strict=True):  # one at a time stays in the cache
+                copies[copy] += _bias(table, mask)[: self._vocabulary]
+            return
+        bias = _bias(table, masks.view(-1)).view(len(masks), -1)
+        copies.index_add_(0, masked, bias[:, : self._vocabulary])
+
+
+def _bias(table: Tensor, words: Tensor) -> Tensor:
+    """32 numbers for each word of a mask."""
+    return table.index_select(0, words.view(torch.uint8).int()).view(-1)
+
+
+def _run_processors(copies: Tensor, processed: list[Processed]) -> dict[int, str]:
+    failures: dict[int, str] = {}
+    for item in processed:
+        row = copies[item.row]
+        try:
+            for processor in item.processors:
+                processor(row, item.prompt, item.output)
+        except Exception as error:  # foreign code: it may fail its own request, never the step
+            name = type(processor).__name__
+            failures[item.row] = f"logits processor {name} failed: {type(error).__name__}: {str(error)[:200]}"
+        row.clamp_(max=torch.finfo(torch.float32).max)  # a processor may force a token with infinity
+    return failures

@@ -1,0 +1,395 @@
+"""NativeEngine: the Engine of the contract, in the worker's process. What computes is elsewhere (`host`).
+
+Owns the engine's life as the worker sees it, the checks that `submit` makes at once, and the steps that wait to
+be read: nothing of an aborted request is in them, however much of it was on its way. Imports no torch and never
+waits for a step. All else is the core's, behind `link`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+
+from kvolt.core.block_key import BlockKeyChain
+from kvolt.core.card import EngineInfo, ModelCard
+from kvolt.core.delta import StepOutput
+from kvolt.core.errors import (
+    EngineFailed,
+    InvalidRequest,
+    KvoltError,
+    NotFound,
+    Overloaded,
+    Unsupported,
+    from_info,
+    to_info,
+)
+from kvolt.core.ids import BlockKey, RequestId
+from kvolt.core.kv_block import KvBlock, KvLayout
+from kvolt.core.kv_events import Stored
+from kvolt.core.request import Handoff, Request
+from kvolt.engines.contract import Pooling, features_of
+from kvolt.engines.native.arguments import NativeArguments
+from kvolt.engines.native.shell import messages
+from kvolt.engines.native.shell.host import Host, ProcessHost, ThreadHost
+from kvolt.engines.native.shell.ledger import Ledger, check_vocabulary, tells_of, without
+from kvolt.engines.native.shell.link import Link
+from kvolt.engines.native.shell.messages import (
+    Abort,
+    Answer,
+    Fatal,
+    Loaded,
+    Log,
+    Progress,
+    Start,
+    Step,
+    Stop,
+    Submit,
+)
+from kvolt.engines.native.shell.progress_lines import ProgressLines
+from kvolt.engines.registry import EngineSpec
+from kvolt.engines.step_plan import check_request
+from kvolt.runtime.tasks import Crew
+
+log = logging.getLogger(__name__)
+
+CORE = "kvolt.engines.native.loading:load_core"
+_STOP_S = 5.0
+"""From Stop to SIGKILL: a step that is under way may end."""
+_EXIT_S = 5.0
+"""From SIGKILL, or the end of the socket, to the end of the process."""
+_LAST_ANSWERS_S = 1.0
+_MAX_UNREAD_STEPS = 1024
+"""With so many steps that nobody took, the engine is no longer read, and comes to a stop."""
+_MOVE_BYTES = 8 * 1024 * 1024
+"""Of blocks in one message: between two of them steps go on."""
+
+
+class NativeEngine:
+    """See the module. For one loop. `close` it, also after it died."""
+
+    def __init__(self, spec: EngineSpec, arguments: NativeArguments, *, core: str = CORE) -> None:
+        """`core`: what loads the core, as `module:function`; tests have others."""
+        self._spec = spec
+        self._arguments = arguments
+        self._core = core
+        self._host: Host | None = None
+        self._link = Link(self._on_answer, self._on_lost)
+        self._crew = Crew("native-engine")
+        self._progress = ProgressLines(log)
+        self._memory: int | None = None
+        self._loading: asyncio.Future[Loaded] | None = None
+        self._loaded: Loaded | None = None
+        self._loras: dict[str, str] = {}
+        self._ledger = Ledger()
+        self._steps: deque[StepOutput] = deque()
+        self._changed = asyncio.Event()
+        self._fatal: Fatal | None = None
+        self._is_over = False
+        self._failure: KvoltError | None = None
+        """Why it is over; None when it was closed."""
+        self._closed: asyncio.Event | None = None
+        """There from the first `close` on, and set at its end."""
+
+    # --- life
+
+    @property
+    def card(self) -> ModelCard:
+        return self._known.card
+
+    @property
+    def kv_memory(self) -> int | None:
+        """Descriptor of the memory that the KV blocks lie in; None where they are not in shared host memory."""
+        if self._memory is None or not os.fstat(self._memory).st_size:
+            return None
+        return self._memory
+
+    async def start(self) -> EngineInfo:
+        """Errors of loading as they were raised. Takes as long as loading takes; cancelled, it leaves nothing."""
+        if self._loading is not None or self._is_over:
+            raise EngineFailed("a native engine is started once", engine="native")
+        self._loading = asyncio.get_running_loop().create_future()
+        try:
+            await self._launch()
+            loaded = await self._loading
+        except BaseException:
+            await self.close()
+            raise
+        finally:
+            self._progress.close()
+        info = loaded.info
+        return msgspec.structs.replace(info, features=info.features or features_of(self))
+
+    async def _launch(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._memory = os.memfd_create("kvolt-kv", os.MFD_CLOEXEC)
+        ours, theirs = socket.socketpair()
+        try:
+            await self._link.connect(ours)
+        except BaseException:
+            theirs.close()
+            raise
+        if self._arguments.process == "thread":
+            self._host = ThreadHost(theirs, self._memory)
+        else:
+            self._host = await ProcessHost.start(theirs, self._memory)
+        if self._is_over:  # closed meanwhile, by who could not know of it
+            await _bury(self._host)
+            self._link.close()
+            return
+        self._crew.start(self._watch(self._host), "watch")
+        level = logging.getLogger().getEffectiveLevel()
+        self._link.start(Start(self._spec, self._arguments, self._core, level))
+
+    async def steps(self) -> AsyncIterator[StepOutput]:
+        while True:
+            while self._steps:
+                step = self._steps.popleft()
+                if len(self._steps) < _MAX_UNREAD_STEPS // 2:
+                    self._link.hold_back(False)
+                yield step
+            if self._failure is not None:
+                raise self._failure
+            if self._is_over:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        if self._closed is not None:
+            await self._closed.wait()
+            return
+        self._closed = asyncio.Event()
+        self._end(None)
+        self._steps.clear()
+        host = self._host
+        try:
+            if host is not None and self._loaded is not None:
+                self._link.send(Stop())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_STOP_S):
+                        await host.ended()
+        finally:
+            if host is not None:
+                await _bury(host)
+            self._link.close()
+            await self._crew.close()
+            if self._memory is not None:
+                os.close(self._memory)
+                self._memory = None
+            self._closed.set()
+
+    async def _watch(self, host: Host) -> None:
+        """Until it ends, however that comes."""
+        how = await host.ended()
+        with contextlib.suppress(TimeoutError):  # what it said last may not have been read yet
+            async with asyncio.timeout(_LAST_ANSWERS_S):
+                await self._link.lost.wait()
+        self._end(self._cause(host, how))
+
+    def _on_lost(self) -> None:
+        """It has closed its end, so it is about to end itself."""
+        if self._host is not None and not self._is_over:
+            asyncio.get_running_loop().call_later(_EXIT_S, self._host.kill)
+
+    def _cause(self, host: Host, how: str) -> KvoltError:
+        if self._fatal is not None:
+            return from_info(self._fatal.error)
+        when = "" if self._loaded is not None else " while it loaded"
+        said = "".join(f"\n  {line}" for line in host.last_lines)
+        return EngineFailed(
+            f"the engine process {how}{when}{'; it wrote last:' if said else ''}{said}",
+            engine="native",
+            exit_code=host.exit_code,
+        )
+
+    def _end(self, failure: KvoltError | None) -> None:
+        """Once: nothing is computed any more. Who waits is told."""
+        if self._is_over:
+            return
+        self._is_over, self._failure = True, failure
+        error = failure or _closed()
+        if self._loading is not None and not self._loading.done():
+            self._loading.set_exception(error)
+            self._loading.exception()  # it may be that nobody waits yet
+        self._link.fail(error)
+        self._ledger.clear()
+        self._changed.set()
+
+    @property
+    def _known(self) -> Loaded:
+        if self._loaded is None:
+            raise EngineFailed("the native engine knows its model once it is started", engine="native")
+        return self._loaded
+
+    # --- answers
+
+    def _on_answer(self, answer: Answer) -> None:
+        match answer:
+            case Step():
+                self._take(answer)
+            case Log(level, name, text):
+                logging.getLogger(name).log(level, "%s", text)
+            case Progress(text):
+                self._progress.tell(text)
+            case Loaded():
+                self._loaded = answer
+                self._loras = dict(answer.facts.loras)
+                if self._loading is not None and not self._loading.done():
+                    self._loading.set_result(answer)
+            case Fatal():
+                self._fatal = answer
+                if answer.trace:
+                    log.error("the engine failed:\n%s", answer.trace)
+
+    def _take(self, step: Step) -> None:
+        output = None if self._is_over else self._ledger.read(step)
+        if output is not None:
+            self._steps.append(output)
+            self._changed.set()
+            if len(self._steps) >= _MAX_UNREAD_STEPS:
+                self._link.hold_back(True)
+
+    # --- requests
+
+    def submit(self, request: Request) -> None:
+        self._check(request)
+        self._link.check_room()
+        self._ledger.add(request, self._link.send(Submit(request)))
+
+    def _check(self, request: Request) -> None:
+        if self._is_over:  # a new one each time: an exception that is raised twice grows its traceback
+            raise from_info(to_info(self._failure or _closed()))
+        info, facts = self._known.info, self._known.facts
+        check_request(request, facts.limits, info.capacity.kv_total_blocks)
+        if request.media:
+            raise Unsupported("the native engine reads no media", feature="media")
+        check_vocabulary(request, facts.vocab_size)
+        if request.lora and request.lora not in self._loras:
+            known = ", ".join(self._loras) or "none"
+            raise InvalidRequest(f"no adapter {request.lora!r} is loaded (there are: {known})", param="lora")
+        if self._ledger.find(request.request_id) is not None:
+            raise InvalidRequest(f"request {request.request_id} is here already", param="request_id")
+        if self._ledger.num_sequences - info.capacity.max_num_seqs >= self._arguments.max_waiting:
+            raise Overloaded("the engine's queue is full", queue="engine", limit=self._arguments.max_waiting)
+
+    def abort(self, request_id: RequestId) -> None:
+        if self._ledger.find(request_id) is not None:
+            self._ledger.drop(request_id, self._link.send(Abort(request_id)))
+        for index, step in enumerate(self._steps):  # of these nobody has heard yet
+            if tells_of(step, request_id):
+                self._steps[index] = without(step, {request_id})
+
+    async def withdraw(self, request_id: RequestId) -> bool:
+        entry = self._ledger.find(request_id)
+        if entry is None:
+            return False
+
+        def settle(is_withdrawn: bool) -> None:
+            if is_withdrawn and self._ledger.find(request_id) is entry:
+                self._ledger.drop(request_id, number)
+
+        number = self._link.num_sent + 1
+        return await self._link.call(messages.WITHDRAW, request_id, on_value=settle)
+
+    # --- KvEvents, KvVisible, KvMovable
+
+    async def clear_kv(self) -> int:
+        return await self._link.call(messages.CLEAR_KV)
+
+    async def match(self, request: Request) -> int:
+        return await self._link.call(messages.MATCH, request)
+
+    async def kv_contents(self) -> tuple[Stored, ...]:
+        return await self._link.call(messages.KV_CONTENTS)
+
+    def kv_layout(self) -> KvLayout:
+        return self._known.facts.layout
+
+    def kv_keys(self, request: Request) -> tuple[BlockKey, ...]:
+        context = self._known.facts.keys
+        if request.lora or request.salt:
+            digest = self._loras.get(request.lora) if request.lora else None
+            if request.lora and digest is None:
+                raise InvalidRequest(f"no adapter {request.lora!r} is loaded", param="lora")
+            context = msgspec.structs.replace(context, lora=digest, salt=request.salt)
+        return tuple(BlockKeyChain(context, request.media).extend(request.token_ids))
+
+    async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
+        found: list[KvBlock] = []
+        for start in range(0, len(keys), self._blocks_at_once):
+            part = keys[start : start + self._blocks_at_once]
+            blocks = await self._link.call(messages.EXPORT_KV, list(part))
+            found += blocks
+            if len(blocks) < len(part):
+                break
+        return tuple(found)
+
+    async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
+        num_taken = 0
+        for start in range(0, len(blocks), self._blocks_at_once):
+            part = blocks[start : start + self._blocks_at_once]
+            taken = await self._link.call(messages.IMPORT_KV, list(part))
+            num_taken += taken
+            if taken < len(part):
+                break
+        return num_taken
+
+    @property
+    def _blocks_at_once(self) -> int:
+        return max(1, _MOVE_BYTES // self.kv_layout().block_bytes)
+
+    # --- Prefill
+
+    async def prefill(self, request: Request) -> Handoff:
+        self._check(request)
+        try:
+            return await self._link.call(messages.PREFILL, request)
+        except asyncio.CancelledError:
+            self._link.post(messages.RELEASE_PREFILL, request.request_id)
+            raise
+
+    async def release_prefill(self, request_id: RequestId) -> None:
+        await self._link.call(messages.RELEASE_PREFILL, request_id)
+
+    # --- Lora, Embed
+
+    async def load_lora(self, name: str, path: str) -> None:
+        await self._link.call(messages.LOAD_LORA, name, path)
+        self._loras = await self._link.call(messages.LORAS)
+
+    async def unload_lora(self, name: str) -> None:
+        digest = self._loras.pop(name, None)  # at once: a request that is sent from now on comes after it
+        try:
+            await self._link.call(messages.UNLOAD_LORA, name)
+        except NotFound:
+            raise
+        except KvoltError:
+            if digest is not None:
+                self._loras.setdefault(name, digest)
+            raise
+
+    def loras(self) -> tuple[str, ...]:
+        return tuple(self._loras)
+
+    async def embed(self, inputs: Sequence[Sequence[int]], pooling: Pooling = "mean") -> list[list[float]]:
+        return await self._link.call(messages.EMBED, [list(tokens) for tokens in inputs], pooling)
+
+
+async def _bury(host: Host) -> None:
+    host.kill()
+    try:
+        async with asyncio.timeout(_EXIT_S):
+            await host.ended()
+    except TimeoutError:
+        log.error("the engine does not end, and is left to itself")
+
+
+def _closed() -> EngineFailed:
+    return EngineFailed("the engine was closed", engine="native")

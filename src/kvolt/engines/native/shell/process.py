@@ -1,0 +1,147 @@
+"""The engine's own process: loads a core, then runs its loop until told to stop.
+
+    python -m kvolt.engines.native.shell.process SOCKET_FD [MEMORY_FD]
+
+It lives as long as the shell holds the other end of the socket, whatever it is busy with. torch is imported by
+loading the core and not before: by then the number of threads is set. `serve` is also what a thread runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, to_info
+from kvolt.engines.native.shell.engine_loop import Core, EngineLoop, Pipe, ShellGone, facts_of
+from kvolt.engines.native.shell.messages import Fatal, Loaded, Log, Progress, Start
+from kvolt.runtime.clock import SystemClock
+from kvolt.runtime.cores import thread_env
+from kvolt.runtime.stop import exit_at_once
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What loading needs of who asked for it."""
+
+    progress: Callable[[str], None]
+    memory: Callable[[int], int | None]
+
+
+def serve(pipe: Pipe, start: Start, memory_fd: int | None, *, is_own_process: bool = False) -> int:
+    """Load and run; the exit code. Why it ends early is told before. ShellGone when nobody is there to be told."""
+    try:
+        core = _load(pipe, start, memory_fd)
+    except ShellGone:
+        raise
+    except KvoltError as error:
+        return _fail(pipe, error, "")
+    except Exception as error:
+        return _fail(pipe, _unforeseen("loading the model", error), traceback.format_exc())
+    if is_own_process:
+        # What is loaded stays: the collector need not look at it again, in the middle of a step.
+        gc.collect()
+        gc.freeze()
+    try:
+        pipe.send(Loaded(core.card, core.info, facts_of(core)))
+        EngineLoop(pipe, core, SystemClock()).run()
+    except ShellGone:
+        raise
+    except Exception as error:
+        return _fail(pipe, _unforeseen("a step", error), traceback.format_exc())
+    finally:
+        with contextlib.suppress(Exception):
+            core.close()
+    return 0
+
+
+def _load(pipe: Pipe, start: Start, memory_fd: int | None) -> Core:
+    def memory(num_bytes: int) -> int | None:
+        """The shell's memory, made as large as it has to be; a descriptor for the caller to close."""
+        if memory_fd is None:
+            return None
+        os.ftruncate(memory_fd, num_bytes)
+        return os.dup(memory_fd)
+
+    module, _, name = start.core.partition(":")
+    try:
+        load = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the native engine needs {error.name}, which is not installed",
+            key="engine",
+            remedy="pip install 'kvolt[native]'",
+        ) from error
+    core: Core = load(start.spec, start.arguments, Hooks(lambda text: pipe.send(Progress(text)), memory))
+    return core
+
+
+def _unforeseen(what: str, error: Exception) -> EngineFailed:
+    first_line = str(error).partition("\n")[0][:500]
+    return EngineFailed(f"{what} failed: {type(error).__name__}: {first_line}", engine="native")
+
+
+def _fail(pipe: Pipe, error: KvoltError, trace: str) -> int:
+    pipe.send(Fatal(to_info(error), trace))
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+class _LogToShell(logging.Handler):
+    """The shell writes all logs, in its format."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(message)s"))  # the rest is the shell's
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(ShellGone):  # and so are we in a moment
+            self._pipe.send(Log(record.levelno, record.name, self.format(record)))
+
+
+def _end_with(shell: int) -> None:
+    """End this process when the other end of the socket is closed, in the middle of anything."""
+    poll = select.poll()
+    poll.register(shell, 0)  # no event is asked for: what is left is that the peer hung up
+    poll.poll()
+    exit_at_once(1)
+
+
+def main(argv: list[str]) -> int:
+    socket_fd, memory_fd = int(argv[0]), int(argv[1]) if len(argv) > 1 else None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # both may go to the whole group, and the shell has to drain first
+    faulthandler.enable()
+    for descriptor in (socket_fd, memory_fd):
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)  # a helper of ours must not keep them open
+    end = socket.socket(fileno=socket_fd)
+    threading.Thread(target=_end_with, args=(socket_fd,), name="shell-watch", daemon=True).start()
+    pipe = Pipe(end)
+    try:
+        start = pipe.receive_start()
+        logging.basicConfig(level=start.log_level, handlers=[_LogToShell(pipe)])
+        if start.arguments.threads is not None:
+            # Thread pools read it when they are made, at the first import.
+            for name, value in thread_env(range(start.arguments.threads)).items():
+                os.putenv(name, value)
+        return serve(pipe, start, memory_fd, is_own_process=True)
+    except ShellGone:
+        return 1
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    exit_at_once(code)  # libraries' threads and destructors have nothing left to do
