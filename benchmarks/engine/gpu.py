@@ -77,6 +77,8 @@ _GROUPS = {
         "decode": _later("gpu_engine", "decode"),
         "prefill": _later("gpu_engine", "prefill"),
         "mixed_load": _later("gpu_engine", "mixed_load"),
+        "step_memory": _later("gpu_memory", "step_memory"),
+        "slab_elsewhere": _later("gpu_memory", "slab_elsewhere"),
         "profiles": _later("gpu_profile", "profiles"),
         "transformers": _later("gpu_peer", "beside_transformers"),
     },
