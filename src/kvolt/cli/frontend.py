@@ -15,6 +15,7 @@ from kvolt.frontend.admission import Admission, WorkerLoads
 from kvolt.frontend.clear_kv import clear_kv_blocks
 from kvolt.frontend.edge import edge_server
 from kvolt.frontend.generate import GenerateOptions
+from kvolt.frontend.lora_admin import load_adapter, unload_adapter
 from kvolt.frontend.models import ModelOptions, Models
 from kvolt.frontend.preprocess import ParserNames, check_parsers
 from kvolt.router.port import RoundRobinRouter
@@ -116,7 +117,11 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
         await models.close()
 
     process.before_close(stop)
-    runtime.kv_clearer = lambda: clear_kv_blocks(runtime, models)
+    runtime.commands = {
+        "clear_kv_blocks": lambda body: clear_kv_blocks(runtime, models),
+        "load_lora_adapter": lambda body: load_adapter(runtime, models, body),
+        "unload_lora_adapter": lambda body: unload_adapter(runtime, models, body),
+    }
     models.start()
     if part is not None:
         await part.settle(models)

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,10 +15,10 @@ import msgspec
 from kvolt.cli.cluster import visit
 from kvolt.cli.edge import EdgeGroup, edge_group, num_edge_processes
 from kvolt.cli.health import base_url, served_models
-from kvolt.cli.placement import place, visible_gpus
+from kvolt.cli.placement import device_flags, place, visible_gpus
 from kvolt.cli.process import check_directory, plane_host, process_options, run_loop
 from kvolt.cli.serve_chat import HeldOutput, chat_in_terminal
-from kvolt.cli.worker import check_engine, with_model
+from kvolt.cli.worker import add_lora_flag, check_engine, with_loras, with_model
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.request import Role
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
@@ -41,6 +42,8 @@ Examples:
   kvolt serve                          SmolLM2-135M on 127.0.0.1:8000: a frontend and a worker
   kvolt serve Qwen/Qwen3-0.6B          another model: a name on the hub, a folder, a GGUF file
   kvolt serve sim-tiny --workers 4     simulated workers: no weights, no torch
+  kvolt serve --lora sql=./adapters/sql
+                                       with a LoRA adapter: ask for model "sql", or for the model itself
   kvolt serve --processes 4            the frontend as four processes on one port, and a router
   kvolt serve --config cluster.toml    the [[workers]] of a config file
   kvolt serve --interactive            and a chat with it here; logs go to files, leaving stops everything
@@ -59,6 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "model", nargs="?", help="model of the first [[workers]] entry (default: smollm2-135m)"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes of the first [[workers]] entry")
+    add_lora_flag(parser)
     parser.add_argument("--quiet", action="store_true", help="show only warnings and errors of the processes")
     parser.add_argument(
         "--interactive",
@@ -69,6 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     given = with_workers(with_model_served(loaded.settings, args.model), args.workers)
+    given = with_adapters(given, args.lora)
     for group in given.workers:
         check_engine(group)
     return serve(given, args.quiet, args.interactive)
@@ -170,6 +175,16 @@ def with_workers(settings: Settings, count: int | None) -> Settings:
     return msgspec.structs.replace(settings, workers=[first, *settings.workers[1:]])
 
 
+def with_adapters(settings: Settings, given: Sequence[str]) -> Settings:
+    """The adapters of `--lora`, at the first [[workers]] entry."""
+    if not given:
+        return settings
+    if not settings.workers:
+        raise ConfigError("adapters need a worker", key="lora", remedy="add [[workers]], or drop --lora")
+    first = with_loras(settings.workers[0], given)
+    return msgspec.structs.replace(settings, workers=[first, *settings.workers[1:]])
+
+
 async def _with_port(settings: Settings) -> Settings:
     """The port known before anything is started: a taken one is told, and 0 becomes a free one."""
     frontend = settings.frontend
@@ -198,8 +213,8 @@ def child_specs(
     workers = []
     for (kind, name), share, gpus in zip(names, shares, placed, strict=True):
         worker = (*command, "worker", "--config", str(for_workers), "--group", kind, "--name", name)
-        devices = ("--devices", ",".join(gpus)) if gpus else ()
-        workers.append(ChildSpec(name, (*worker, *devices), env=thread_env(share)))
+        devices, visible = device_flags(gpus)
+        workers.append(ChildSpec(name, (*worker, *devices), env={**thread_env(share), **visible}))
     return [*edge, *workers]
 
 

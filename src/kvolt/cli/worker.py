@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +33,7 @@ Examples:
   kvolt worker --join 10.0.0.5:7400             join a frontend on another machine
   kvolt worker --group decode                   the [[workers]] entry named decode
   kvolt worker --arg dtype=float32              an argument of the engine (`kvolt engine list native`)
+  kvolt worker --lora sql=./adapters/sql        with a LoRA adapter that clients choose as model "sql"
   kvolt worker sim-tiny                         the simulated engine: no weights, no torch
 """
 
@@ -51,6 +54,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="engine argument; VALUE is JSON or a word",
     )
+    add_lora_flag(parser)
+
+
+def add_lora_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="load a LoRA adapter, a folder as PEFT writes it; clients choose it by its NAME in place of the model's "
+        "(repeat for more; POST /v1/load_lora_adapter on a frontend's admin port loads one later)",
+    )
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -58,7 +73,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     if args.model is not None or args.engine is not None:
         group = with_model(group, args.model or group.model, args.engine)
     given = {**group.args, **dict(parse_argument(text) for text in args.arg)}
-    engine_name, arguments = check_engine(msgspec.structs.replace(group, args=given))
+    engine_name, arguments = check_engine(with_loras(msgspec.structs.replace(group, args=given), args.lora))
     devices = args.devices.split(",") if args.devices else group.devices
     spec = EngineSpec(model=group.model, role=Role(args.role or group.role), devices=tuple(devices))
 
@@ -69,7 +84,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         worker = Worker(runtime, engine, loaded.settings.namespace, options)
         await worker.start()
         process.metrics.registry.register(worker.metrics)
-        runtime.kv_clearer = worker.clear_kv_blocks
+        runtime.commands["clear_kv_blocks"] = lambda body: worker.clear_kv_blocks()
         try:
             await worker.run()
         finally:
@@ -103,6 +118,40 @@ def with_model(group: WorkerSettings, model: str, engine: str | None = None) -> 
         engine = group.engine if model == group.model else AUTO
     same = model == group.model and engine in (group.engine, choose_engine(group.engine, model)[0])
     return msgspec.structs.replace(group, model=model, engine=engine, args=group.args if same else {})
+
+
+def with_loras(group: WorkerSettings, given: Sequence[str]) -> WorkerSettings:
+    """The same group with the adapters of `--lora`, besides those that its `args.loras` has."""
+    if not given:
+        return group
+    loras: dict[str, str] = {}
+    for text in given:
+        name, folder = _parse_lora(text)
+        if name in loras:
+            raise ConfigError(f"--lora gives {name!r} twice", key="lora", remedy="one name for each adapter")
+        loras[name] = folder
+    known = group.args.get("loras")
+    merged = {**known, **loras} if isinstance(known, dict) else loras
+    return msgspec.structs.replace(group, args={**group.args, "loras": merged})
+
+
+def _parse_lora(text: str) -> tuple[str, str]:
+    """Name and absolute folder. ConfigError for what is no adapter, before anybody has waited for torch."""
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise ConfigError(
+            f"--lora {text!r} is not NAME=FOLDER",
+            key="lora",
+            remedy="write for example --lora sql=./adapters/sql",
+        )
+    path = Path(folder).expanduser().absolute()
+    if not (path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"--lora {name}: {path} has no adapter_config.json",
+            key="lora",
+            remedy="name a folder with adapter_config.json and adapter_model.safetensors",
+        )
+    return name, str(path)
 
 
 def find_group(groups: list[WorkerSettings], name: str | None) -> WorkerSettings:

@@ -67,6 +67,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     taints: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     """Capability protocols the engine implements, by name."""
+    loras: tuple[str, ...] = ()
+    """Adapters that requests may choose here now. The instance registers anew when they change."""
 
 
 def card_hash(card: ModelCard) -> CardHash:

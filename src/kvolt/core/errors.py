@@ -114,9 +114,16 @@ class DeadlineExceeded(KvoltError):
 
 
 class EngineFailed(KvoltError):
-    """The engine gave up on a request or died. Fields: engine."""
+    """The engine gave up on a request. Fields: engine."""
 
     code = "engine_failed"
+
+
+class EngineDied(EngineFailed):
+    """The engine ended with the request in it, as a lost worker does: another one may take it. Fields: engine."""
+
+    code = "engine_died"
+    retryable = True
 
 
 class NetworkFault(KvoltError):

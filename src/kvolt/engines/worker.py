@@ -19,6 +19,7 @@ from kvolt.core.card import EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import (
     DeadlineExceeded,
+    EngineDied,
     EngineFailed,
     InvalidRequest,
     KvoltError,
@@ -31,7 +32,7 @@ from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request
 from kvolt.engines.contract import Engine, features_of
 from kvolt.engines.endpoints import CARD, CONTROL, GENERATE, KV_TOPIC, LOAD_TOPIC, component_name
-from kvolt.engines.worker_control import ClearKv, WorkerAnswer, WorkerCommand, perform
+from kvolt.engines.worker_control import ClearKv, WorkerAnswer, WorkerCommand, loras_of, perform
 from kvolt.engines.worker_kv import HISTORY_BYTES, KvJournal
 from kvolt.engines.worker_metrics import (
     CANCELLED,
@@ -98,6 +99,8 @@ class Worker:
         self._loads: dict[int, tuple[WorkerLoad, float]] = {}
         """Of each rank the latest, and when one was last published."""
         self._instance = InstanceId("")
+        self._generate: EndpointAddress | None = None
+        self._telling_loras = asyncio.Lock()
         self._plain_ids: tuple[RequestId, ...] = ()
         self._plain = StepSender(())
         self._is_over = False
@@ -117,7 +120,8 @@ class Worker:
         began_at = self._clock.monotonic()
         info = await self._engine.start()
         self.features = info.features or features_of(self._engine)
-        self.info = info = msgspec.structs.replace(info, features=self.features)
+        loras = info.loras or loras_of(self._engine, self.features)
+        self.info = info = msgspec.structs.replace(info, features=self.features, loras=loras)
         component = component_name(info.model, info.role, info.card)
         self._set_health(State.READY)
         self._runtime.add_details("engine", self._describe)
@@ -126,8 +130,8 @@ class Worker:
         await self._runtime.serve(
             EndpointAddress(self._namespace, component, CARD), self._serve_card, str, info=card_hash(card)
         )
-        generate = EndpointAddress(self._namespace, component, GENERATE)
-        instance = await self._runtime.serve_streams(generate, self._on_stream, info=info)
+        self._generate = EndpointAddress(self._namespace, component, GENERATE)
+        instance = await self._runtime.serve_streams(self._generate, self._on_stream, info=info)
         self._instance = instance.id
         self._measure(info, component, began_at)
         log.info("serving %s as %s with the %s engine", card.name, info.role, info.engine)
@@ -160,7 +164,7 @@ class Worker:
             metrics.on_load(load)
 
     async def run(self) -> None:
-        """Carry the engine's output to the streams, until the engine is closed. EngineFailed when it dies."""
+        """Carry the engine's output to the streams, until the engine is closed. EngineDied when it dies."""
         try:
             async for step in self._engine.steps():
                 self._deliver(step)
@@ -173,16 +177,16 @@ class Worker:
             raise failure from error
         finally:
             self._progress.close()
-        self._fail_all(EngineFailed("the engine was closed", engine=self._engine_name))
+        self._fail_all(EngineDied("the engine was closed", engine=self._engine_name))
 
-    def _death(self, error: Exception) -> EngineFailed:
+    def _death(self, error: Exception) -> EngineDied:
         """An engine that knows what happened to it says so in words; anything else needs its traceback."""
         if isinstance(error, EngineFailed):
             log.error("the engine died: %s", error.message)
             first_line = error.message.partition("\n")[0]  # the rest is what it wrote: in the log now
-            return EngineFailed(f"the engine died: {first_line}", engine=self._engine_name)
+            return EngineDied(f"the engine died: {first_line}", engine=self._engine_name)
         log.exception("the engine died")
-        return EngineFailed(f"the engine died ({type(error).__name__})", engine=self._engine_name)
+        return EngineDied(f"the engine died ({type(error).__name__})", engine=self._engine_name)
 
     async def close(self) -> None:
         self._progress.close()
@@ -211,6 +215,11 @@ class Worker:
             raise Unavailable("the worker's engine has ended", reason="no_engine")
         if self.info is None or request.model != self.info.model:
             raise NotFound(f"this worker does not serve {request.model!r}", kind="model", name=request.model)
+        if request.lora and request.lora not in loras_of(self._engine, self.features):
+            # Unloaded since the router heard of it: another worker may still have it.
+            raise Unavailable(
+                f"the adapter {request.lora!r} is not loaded at this worker", reason="no_adapter"
+            )
         if request_id in self._open:
             raise InvalidRequest(f"request {request_id} is running here already", param="request_id")
         deadline_s = stream.deadline_s
@@ -312,7 +321,7 @@ class Worker:
             self._runtime.events.publish(LOAD_TOPIC, _encode(LoadReport(self._instance, load)))
         self._loads[load.dp_rank] = (load, sent_at)
 
-    def _fail_all(self, error: EngineFailed) -> None:
+    def _fail_all(self, error: EngineDied) -> None:
         self._is_over = True
         for request_id in list(self._open):
             entry = self._close(request_id, FAILED)
@@ -359,4 +368,17 @@ class Worker:
         server.add(endpoint, InstanceId(""), server.generator(self._control, decoder(WorkerCommand)))
 
     async def _control(self, command: WorkerCommand) -> AsyncIterator[WorkerAnswer]:
-        yield await perform(self._engine, self.features, command)
+        try:
+            answer = await perform(self._engine, self.features, command)
+        finally:  # also when who asked has gone meanwhile
+            await self._tell_loras()
+        yield answer
+
+    async def _tell_loras(self) -> None:
+        """Register anew if adapters have come or gone. One at a time: the last word must be the newest."""
+        async with self._telling_loras:
+            loras = loras_of(self._engine, self.features)
+            if self.info is not None and self._generate is not None and loras != self.info.loras:
+                info = msgspec.structs.replace(self.info, loras=loras)
+                await self._runtime.update_info(self._generate, info)
+                self.info = info

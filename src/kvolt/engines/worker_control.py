@@ -48,8 +48,12 @@ async def perform(engine: Engine, features: tuple[str, ...], command: WorkerComm
             await _lora(engine, features).unload_lora(name)
         case ListFeatures():
             pass
-    loras = engine.loras() if isinstance(engine, Lora) and "Lora" in features else ()
-    return WorkerAnswer(features, loras, cleared)
+    return WorkerAnswer(features, loras_of(engine, features), cleared)
+
+
+def loras_of(engine: Engine, features: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of its adapters; none where it takes none."""
+    return engine.loras() if isinstance(engine, Lora) and "Lora" in features else ()
 
 
 def _kv_events(engine: Engine, features: tuple[str, ...]) -> KvEvents:

@@ -74,7 +74,7 @@ class FrontendApp:
     # --- models
 
     async def _list_models(self, request: HttpRequest) -> Response:
-        data = [self._describe(model) for model in self._models.ready()]
+        data = [self._describe(model) for model in (*self._models.ready(), *self._models.adapters())]
         return Response(200, _json(responses.ModelList(data=data)))
 
     async def _show_model(self, request: HttpRequest) -> Response:
@@ -90,18 +90,23 @@ class FrontendApp:
     def _describe(self, model: Model) -> responses.Model:
         length = model.card.context_length
         return responses.Model(
-            id=model.card.name, created=self._started_at, context_window=length, max_model_len=length
+            id=model.name,
+            created=self._started_at,
+            root=model.card.name,
+            parent=None if model.lora is None else model.card.name,
+            context_window=length,
+            max_model_len=length,
         )
 
     async def _show_ready(self, request: HttpRequest) -> Response:
         model = self._models.find(request.params["model"])
-        num_workers = len(model.client.candidates())
+        num_workers = len(model.candidates())
         role = "aggregated"
         namespace = responses.NamespaceReady(
             ready=model.ready, workers={role: num_workers}, missing=[] if num_workers else [role]
         )
         body = responses.ModelReady(
-            model=model.card.name,
+            model=model.name,
             ready=model.ready,
             namespaces={model.client.endpoint.namespace: namespace},
         )

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from kvolt.core.errors import KvoltError, Unsupported
-from kvolt.engines.endpoints import CONTROL
-from kvolt.engines.worker_control import ClearKv, WorkerAnswer
+from kvolt.core.errors import Unsupported
+from kvolt.engines.worker_control import ClearKv
 from kvolt.frontend.models import Models
-from kvolt.runtime.address import EndpointAddress, Instance
-from kvolt.runtime.client import open_stream
-from kvolt.runtime.plane import Destination
+from kvolt.frontend.worker_commands import Outcome, ask_workers
 from kvolt.runtime.runtime import Runtime
-
-_decode_answer = msgspec.msgpack.Decoder(WorkerAnswer).decode
 
 
 class Clearing(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -27,31 +22,20 @@ class Clearing(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 async def clear_kv_blocks(runtime: Runtime, models: Models) -> list[Clearing]:
-    """Ask one worker after the other. One that fails is told in the list; it keeps no other from being asked.
-
-    Unsupported when there are workers and none of them has such a thing.
-    """
-    results: list[Clearing] = []
-    refusals: list[Unsupported] = []
-    for model in models.all():
-        for instance in model.client.instances():
-            cleared, message = None, None
-            try:
-                cleared = await _clear(runtime, instance)
-            except KvoltError as error:
-                message = error.message
-                if isinstance(error, Unsupported):
-                    refusals.append(error)
-            results.append(Clearing(model.card.name, instance.id, instance.process, cleared, message))
-    if refusals and len(refusals) == len(results):
+    """One result for each worker. Unsupported when there are workers and none of them has such a thing."""
+    outcomes = await ask_workers(runtime, models.all(), ClearKv())
+    refusals = [outcome.error for outcome in outcomes if isinstance(outcome.error, Unsupported)]
+    if refusals and len(refusals) == len(outcomes):
         raise refusals[0]
-    return results
+    return [_clearing(outcome) for outcome in outcomes]
 
 
-async def _clear(runtime: Runtime, instance: Instance) -> int | None:
-    endpoint = EndpointAddress(instance.endpoint.namespace, instance.endpoint.component, CONTROL)
-    to = Destination(instance.address, str(endpoint))
-    limits = runtime.options.deadlines
-    async with await open_stream(runtime.plane, to, ClearKv(), limits, _decode_answer) as stream:
-        answer: WorkerAnswer | None = await anext(stream, None)
-    return answer.cleared_blocks if answer is not None else None
+def _clearing(outcome: Outcome) -> Clearing:
+    instance, error = outcome.instance, outcome.error
+    return Clearing(
+        outcome.model,
+        instance.id,
+        instance.process,
+        outcome.answer.cleared_blocks,
+        error.message if error is not None else None,
+    )

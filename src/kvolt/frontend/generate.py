@@ -175,7 +175,7 @@ class Generation:
                 raise InvalidRequest(f"unknown fields: {names}", param=unknown[0], code="unknown_parameter")
             headers["x-kvolt-warning"] = f"ignored unknown fields: {names}"
         record.on_end = self._admission.enter()
-        self._admission.check(model.card.name, model.client.candidates(), model.capacity.max_batch_tokens)
+        self._admission.check(model.card.name, model.candidates(), model.capacity.max_batch_tokens)
         check_vocabulary(body, model.processor.vocabulary.size)
         options = options_of(body, model.defaults)
         record.stage("parse")
@@ -229,6 +229,7 @@ class Generation:
                     asked.hints,
                     asked.param,
                     asked.model.most_tokens - len(prompt) if is_chat else _COMPLETION_TOKENS,
+                    asked.model.lora,
                 )
             )
         return requests

@@ -1,14 +1,15 @@
 """The models that this frontend can serve now: found through discovery, cards fetched from workers.
 
-Ready means routable: a model is listed once its card is here and an instance can be reached.
+Ready means routable: a model is listed once its card is here and an instance can be reached. A LoRA adapter that
+workers of a model have is a name of its own, and the same model in all but that name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -20,8 +21,9 @@ from kvolt.engines.endpoints import CARD, GENERATE
 from kvolt.frontend.openai_api.generation import sampling_defaults
 from kvolt.frontend.preprocess import CardProcessor, ParserNames, Processor
 from kvolt.journey.journey import Road
+from kvolt.router.adapters import Adapters
 from kvolt.router.port import RoundRobinRouter, Router
-from kvolt.runtime.address import INSTANCES, EndpointAddress, decode_instance
+from kvolt.runtime.address import INSTANCES, EndpointAddress, Instance, decode_instance
 from kvolt.runtime.client import EndpointClient, open_stream
 from kvolt.runtime.discovery import Delete, Put, Synced
 from kvolt.runtime.plane import Destination
@@ -40,7 +42,7 @@ _decode_card = msgspec.msgpack.Decoder(ModelCard).decode
 
 @dataclass(slots=True)
 class Model:
-    """A model with all that is needed to answer for it."""
+    """A model, or one of its adapters, with all that is needed to answer for it."""
 
     card: ModelCard
     processor: Processor
@@ -49,10 +51,25 @@ class Model:
     defaults: Sampling
     capacity: Capacity
     """Of one worker; they are all alike."""
+    adapters: Adapters
+    lora: str | None = None
+    """The adapter that was asked for; None for the model as it is."""
+
+    @property
+    def name(self) -> str:
+        """What clients call it; `card.name` is the model's, whichever adapter this is."""
+        return self.card.name if self.lora is None else self.lora
 
     @property
     def ready(self) -> bool:
-        return bool(self.client.candidates())
+        return bool(self.candidates())
+
+    def candidates(self) -> list[Instance]:
+        """Workers that a request would reach now."""
+        return self.client.candidates() if self.lora is None else self.adapters.holders(self.lora)
+
+    def with_adapter(self, name: str) -> Model:
+        return replace(self, lora=name)
 
     @property
     def most_tokens(self) -> int:
@@ -92,6 +109,8 @@ class Models:
         self._models: dict[str, dict[EndpointAddress, Model]] = {}
         """By name, oldest component first."""
         self._aliases: dict[str, str] = {}
+        self._hidden: set[str] = set()
+        """Adapters behind a model's name that were told of: as many as there are such names at most."""
         self._coming: dict[EndpointAddress, None] = {}
         self._registered: dict[EndpointAddress, dict[str, None]] = {}
         """Keys of each component's instances, as the one watch that also starts `_add` has seen them."""
@@ -127,15 +146,28 @@ class Models:
         return model
 
     def find(self, name: str) -> Model:
-        """Whether it can be reached now or not."""
-        name = self._aliases.get(name, name) if name not in self._models else name
-        if name not in self._models:
+        """Whether it can be reached now or not. A model's name is looked for first, then an alias, then an adapter."""
+        known = self._aliases.get(name, name) if name not in self._models else name
+        if known in self._models:
+            return self._newest(known)
+        found = [model for model in self._every() if model.adapters.registered(name)]
+        if not found:
             raise NotFound(f"the model {name!r} does not exist", kind="model", name=name, param="model")
-        return self._newest(name)
+        reached = (model for model in found if model.adapters.holders(name))
+        return next(reached, found[0]).with_adapter(name)
 
     def all(self) -> list[Model]:
         """Ready or not."""
         return [self._newest(name) for name in sorted(self._models)]
+
+    def adapters(self) -> list[Model]:
+        """The adapters that a request would reach now, by name."""
+        names = {name for model in self._every() for name in model.adapters.names}
+        return [self.find(name) for name in sorted(names) if not self._is_a_models(name)]
+
+    def generations(self, name: str) -> list[Model]:
+        """The model of this name with each of its cards, the newest first."""
+        return list(reversed(self._models.get(name, {}).values()))
 
     def only(self) -> Model:
         """The one model there is, for requests that may leave its name out."""
@@ -143,6 +175,21 @@ class Models:
         if len(ready) != 1:
             raise InvalidRequest("name the model: there is not exactly one", param="model")
         return ready[0]
+
+    def _every(self) -> list[Model]:
+        """By name, of each the newest first."""
+        return [model for name in sorted(self._models) for model in self.generations(name)]
+
+    def _is_a_models(self, name: str) -> bool:
+        return name in self._models or name in self._aliases
+
+    def _tell_hidden(self, adapters: Iterable[str]) -> None:
+        for name in adapters:
+            if self._is_a_models(name) and name not in self._hidden:
+                self._hidden.add(name)
+                log.warning(
+                    "the adapter %r cannot be chosen: a model has that name; load it by another", name
+                )
 
     def _newest(self, name: str) -> Model:
         models = list(self._models[name].values())
@@ -169,6 +216,7 @@ class Models:
                 log.error("%s hashes blocks by %s, we by %s", event.key, info.hash_scheme, HASH_SCHEME)
             elif info.role is Role.AGGREGATED:
                 self._registered.setdefault(instance.endpoint, {})[event.key] = None
+                self._tell_hidden(info.loras)
                 if instance.endpoint not in self._coming:
                     self._coming[instance.endpoint] = self._adding[instance.endpoint] = None
                     self._crew.start(self._add_noted(instance.endpoint, info), f"add {info.model}")
@@ -211,6 +259,7 @@ class Models:
         generations[endpoint] = model
         self._note_aliases(card)
         log.info("model %s is ready", info.model)
+        self._tell_hidden(name for known in self._every() for name in known.adapters.names)
         await self._forget_old(generations)
 
     def _model(self, card: ModelCard, client: EndpointClient, info: EngineInfo) -> Model:
@@ -221,7 +270,7 @@ class Models:
         )
         road = Road(self._new_router(client), client, self._crew, options.max_attempts)
         defaults = sampling_defaults(card.defaults)
-        return Model(card, processor, client, road, defaults, info.capacity)
+        return Model(card, processor, client, road, defaults, info.capacity, Adapters(client))
 
     def _note_aliases(self, card: ModelCard) -> None:
         for alias in card.aliases:

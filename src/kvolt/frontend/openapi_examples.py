@@ -48,7 +48,15 @@ COMPLETION_ANSWER = {
     "choices": [{"index": 0, "text": " there was", "logprobs": None, "finish_reason": "length"}],
     "usage": _USAGE,
 }
-MODEL_ANSWER = {"id": "my-model", "object": "model", "created": 1700000000, "owned_by": "kvolt"}
+MODEL_ANSWER = {
+    "id": "my-model",
+    "object": "model",
+    "created": 1700000000,
+    "owned_by": "kvolt",
+    "root": "my-model",
+    "parent": None,
+}
+ADAPTER_ANSWER = {**MODEL_ANSWER, "id": "my-adapter", "parent": "my-model"}
 THRESHOLD = {"model": "my-model", "active_decode_blocks_threshold": 0.9}
 MODEL_READY = {
     "model": "my-model",

@@ -101,7 +101,7 @@ _MODEL = {
     "name": "model",
     "in": "path",
     "required": True,
-    "description": "The model's name.",
+    "description": "The name of a model or an adapter.",
     "schema": {"type": "string", "minLength": 1},
     "example": "my-model",
 }
@@ -189,11 +189,13 @@ OPERATIONS: tuple[Operation, ...] = (
         tag="Models",
         name="list_models",
         summary="Models that can be asked now",
+        description="Models come first, then LoRA adapters, whose `parent` names the model that they change. A request "
+        "chooses either by its `id`.",
         answers={
             200: Answer(
-                description="Every model that a request would reach now.",
+                description="Every model and adapter that a request would reach now.",
                 schemas=(responses.ModelList,),
-                example={"object": "list", "data": [examples.MODEL_ANSWER]},
+                example={"object": "list", "data": [examples.MODEL_ANSWER, examples.ADAPTER_ANSWER]},
             )
         },
     ),
@@ -202,7 +204,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/v1/models/{model}",
         tag="Models",
         name="get_model",
-        summary="One model",
+        summary="One model, or one adapter",
         parameters=(_MODEL,),
         answers={
             200: Answer(description="The model.", schemas=(responses.Model,), example=examples.MODEL_ANSWER)

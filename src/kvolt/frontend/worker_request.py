@@ -43,6 +43,7 @@ def build_request(
     said: RequestHints,
     param: str = "prompt",
     most_unasked: int | None = None,
+    lora: str | None = None,
 ) -> Request:
     """What the worker gets, checked against the model's context. `param` is what the client calls the prompt.
 
@@ -56,7 +57,7 @@ def build_request(
         wanted = max(room if most_unasked is None else min(most_unasked, room), 1)
     if wanted > room:
         raise too_long(card, len(prompt), wanted, "max_tokens" if room > 0 else param)
-    hasher = SequenceHasher(card.block_size, request_seed(None, said.salt))
+    hasher = SequenceHasher(card.block_size, request_seed(lora, said.salt))
     hasher.extend(prompt)
     return Request(
         request_id=request_id,
@@ -74,5 +75,6 @@ def build_request(
         sampling=options.sampling,
         grammar=options.grammar,
         salt=said.salt,
+        lora=lora,
         routing=said.routing,
     )

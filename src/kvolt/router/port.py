@@ -9,6 +9,7 @@ import msgspec
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import KvSource, Request, Role
+from kvolt.router.adapters import Adapters
 from kvolt.runtime.address import Instance
 from kvolt.runtime.client import EndpointClient
 
@@ -26,7 +27,7 @@ class Router(Protocol):
     """The port. Asynchronous, since a router may let a request wait for its turn or live elsewhere."""
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        """Any instance but the excluded ones, which have failed this request already.
+        """Any instance but the excluded ones, which have failed this request already, and with its adapter.
 
         Unavailable when no instance can take the request; Overloaded when too many wait.
         """
@@ -34,25 +35,35 @@ class Router(Protocol):
 
 
 class RoundRobinRouter:
-    """Each candidate in turn. A pin for its role is obeyed; nothing else about the request matters."""
+    """Each candidate in turn. A pin for its role is obeyed, and who lacks the request's adapter is left out;
+    nothing else about the request matters."""
 
     def __init__(self, client: EndpointClient, role: Role = Role.AGGREGATED) -> None:
         self._client = client
         self._role = role
         self._turn = 0
+        self._adapters = Adapters(client)
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         instance_id = request.routing.pins.get(self._role)
-        if instance_id is None and not excluded:
+        lora = request.lora
+        if instance_id is None and not excluded and not lora:
             return Decision(self._client.round_robin())
-        left = [instance for instance in self._client.candidates() if instance.id not in excluded]
+        able = self._adapters.holders(lora) if lora else self._client.candidates()
+        left = [instance for instance in able if instance.id not in excluded]
         if instance_id is not None:
             left = [instance for instance in left if instance.id == instance_id]
         if not left:
-            reason = "pin" if instance_id is not None else "none_left"
-            which = f"the pinned instance {instance_id}" if instance_id is not None else "another instance"
-            raise Unavailable(
-                f"{which} cannot be reached", endpoint=str(self._client.endpoint), reason=reason
-            )
+            raise self._nobody(instance_id, lora)
         self._turn += 1
         return Decision(left[self._turn % len(left)])
+
+    def _nobody(self, pinned: InstanceId | None, lora: str | None) -> Unavailable:
+        having = f" with the adapter {lora!r}" if lora else ""
+        if pinned is not None:
+            message, reason = f"the pinned instance {pinned}{having} cannot be reached", "pin"
+        elif lora and not self._adapters.holders(lora):
+            message, reason = f"no instance that can be reached has the adapter {lora!r}", "no_adapter"
+        else:
+            message, reason = f"another instance{having} cannot be reached", "none_left"
+        return Unavailable(message, endpoint=str(self._client.endpoint), reason=reason)

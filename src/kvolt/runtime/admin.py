@@ -31,6 +31,13 @@ from kvolt.runtime.network import Network
 _LIMITS = HttpLimits(max_connections=64, max_body_bytes=64 * 1024, max_header_bytes=16 * 1024)
 _MAX_DRAIN_S = 24 * 3600.0
 
+COMMANDS = {
+    "/clear_kv_blocks": "clear_kv_blocks",
+    "/v1/load_lora_adapter": "load_lora_adapter",
+    "/v1/unload_lora_adapter": "unload_lora_adapter",
+}
+"""By path: what some processes can be asked besides. The paths of adapters are vLLM's."""
+
 
 class Controls(Protocol):
     """What an operator may do to this process.
@@ -51,8 +58,8 @@ class Controls(Protocol):
         """Take work again."""
         ...
 
-    async def clear_kv_blocks(self) -> Any:
-        """Forget cached KV, here or at all workers that are known here. Unsupported when there is none."""
+    async def command(self, name: str, body: bytes) -> Any:
+        """One of COMMANDS, here or at all workers that are known here. Unsupported when this process has no such."""
         ...
 
     async def status(self) -> Any:
@@ -61,8 +68,8 @@ class Controls(Protocol):
 
 
 class AdminServer:
-    """`/health`, `/live`, `/ready`, `/metrics`, `/status`; POST `/cordon`, `/drain?timeout_s=`, `/resume`,
-    `/clear_kv_blocks`."""
+    """`/health`, `/live`, `/ready`, `/metrics`, `/status`; POST `/cordon`, `/drain?timeout_s=`, `/resume`, and
+    COMMANDS."""
 
     def __init__(
         self,
@@ -90,7 +97,8 @@ class AdminServer:
         routes.add("POST", "/cordon", _not_for_web_pages(self._cordon))
         routes.add("POST", "/drain", _not_for_web_pages(self._drain))
         routes.add("POST", "/resume", _not_for_web_pages(self._resume))
-        routes.add("POST", "/clear_kv_blocks", _not_for_web_pages(self._clear_kv_blocks))
+        for path, name in COMMANDS.items():
+            routes.add("POST", path, _not_for_web_pages(self._command(name)))
         return routes
 
     async def start(self, address: str) -> str:
@@ -130,8 +138,11 @@ class AdminServer:
         await self._controls.resume()
         return await self._show_status(request)
 
-    async def _clear_kv_blocks(self, request: HttpRequest) -> Response:
-        return Response(200, msgspec.json.encode(await self._controls.clear_kv_blocks()))
+    def _command(self, name: str) -> Handler:
+        async def perform(request: HttpRequest) -> Response:
+            return Response(200, msgspec.json.encode(await self._controls.command(name, request.body)))
+
+        return perform
 
     def _drain_timeout(self, request: HttpRequest) -> float:
         text = request.query.get("timeout_s")

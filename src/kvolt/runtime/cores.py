@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kvolt.core.errors import ConfigError
+from kvolt.runtime.cgroups import MEMBERSHIP, ROOT, own_groups
 
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -58,9 +59,7 @@ def thread_env(cores: Sequence[int]) -> dict[str, str]:
     return {**env, "TOKENIZERS_PARALLELISM": "false"}
 
 
-def usable_cores(
-    cgroup_root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> UsableCores:
+def usable_cores(cgroup_root: Path = ROOT, membership: Path = MEMBERSHIP) -> UsableCores:
     """Ask the system: the affinity mask, cut to the cgroup's cpu quota where one is set."""
     # macOS has no affinity mask: there all cores count.
     mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -73,17 +72,10 @@ def usable_cores(
 
 def cpu_quota(cgroup_root: Path, membership: Path) -> float | None:
     """The smallest cgroup v2 quota, in cores, from this process's group up to the root; None without one."""
-    group = _own_group(membership)
-    if group is None:
-        return None
-    place = cgroup_root / group.lstrip("/")
     quotas = []
-    for folder in (place, *place.parents):
-        # The root group has none, and inside a container the outer groups are not visible.
-        with contextlib.suppress(OSError):
+    for folder in own_groups(cgroup_root, membership):
+        with contextlib.suppress(OSError):  # the root group has none
             quotas.append(parse_cpu_max((folder / "cpu.max").read_text()))
-        if folder == cgroup_root:
-            break
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
@@ -93,11 +85,3 @@ def parse_cpu_max(text: str) -> float | None:
         case [quota, period] if quota.isdecimal() and period.isdecimal() and int(period) > 0:
             return int(quota) / int(period)
     return None
-
-
-def _own_group(membership: Path) -> str | None:
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.removeprefix("0::") for line in lines if line.startswith("0::")), None)

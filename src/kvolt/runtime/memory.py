@@ -1,4 +1,4 @@
-"""What a long-running process does about its memory: freed blocks go back to the system, old objects are left alone.
+"""A process and its memory: how much it may have, and that freed blocks go back and old objects are left alone.
 
 glibc takes a large block that was freed as a sign that more of that size will come: from then on it keeps
 such blocks, up to 32 MiB each, and per thread. For a process that meets an unusual request now and then,
@@ -7,8 +7,13 @@ the largest it has ever met would be its size for good.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import os
+from pathlib import Path
+
+from kvolt.runtime.cgroups import MEMBERSHIP, ROOT, own_groups
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -41,3 +46,34 @@ def settle_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
+
+
+def free_bytes(
+    meminfo: Path = Path("/proc/meminfo"), root: Path = ROOT, membership: Path = MEMBERSHIP
+) -> int:
+    """What can be taken without swapping or being killed: the machine's, or less where a container's limit is."""
+    left = [_available(meminfo)]
+    for folder in own_groups(root, membership):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            limit = int((folder / "memory.max").read_text())
+            used = int((folder / "memory.current").read_text()) - _reclaimable(folder)
+            left.append(max(0, limit - used))
+    return min(left)
+
+
+def _available(meminfo: Path) -> int:
+    try:
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _reclaimable(folder: Path) -> int:
+    """File pages that the kernel drops when memory is short; they count as used until then."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "inactive_file":
+                return int(value)
+    return 0

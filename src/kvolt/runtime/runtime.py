@@ -35,6 +35,9 @@ STATUS_ENDPOINT = "kvolt.process.status"
 CONTROL_ENDPOINT = "kvolt.process.control"
 """Served by every process under its own address, without registration."""
 
+Command = Callable[[bytes], Awaitable[Any]]
+"""From a request's body to a result that encodes to JSON."""
+
 _RETRY_S = 1.0
 _LEAVE_TIMEOUT_S = 2.0
 """For a word to discovery when the process changes state or stops: it may be away."""
@@ -108,8 +111,8 @@ class Runtime:
         self.discovery = ports.discovery(self.plane)
         self.events = ports.events(self.discovery)
         self.admin_address: str | None = None
-        self.kv_clearer: Callable[[], Awaitable[Any]] | None = None
-        """What `clear_kv_blocks` does: set by who has KV, or knows who has. The result encodes to JSON."""
+        self.commands: dict[str, Command] = {}
+        """What `command` can do, by name: set by who has KV or adapters, or knows who has."""
         self._lease: LeaseId | None = None
         self._served: dict[str, _Served] = {}
         self._clients: list[EndpointClient] = []
@@ -208,6 +211,14 @@ class Runtime:
         self.health.set(str(endpoint), State.READY)
         return instance
 
+    async def update_info(self, endpoint: EndpointAddress, info: Any) -> None:
+        """Register an endpoint anew with other info: the same instance, in the state that it has."""
+        served = self._served.get(str(endpoint))
+        if served is not None:
+            raw = msgspec.Raw(msgspec.msgpack.encode(info))
+            served.instance = msgspec.structs.replace(served.instance, info=raw)
+            await self._publish(served)
+
     async def withdraw(self, endpoint: EndpointAddress) -> None:
         """Stop serving an endpoint; its running streams go on."""
         served = self._served.pop(str(endpoint), None)
@@ -259,10 +270,13 @@ class Runtime:
     async def resume(self) -> None:
         await self._set_state(InstanceState.READY)
 
-    async def clear_kv_blocks(self) -> Any:
-        if self.kv_clearer is None:
-            raise Unsupported("this process has no KV blocks that can be cleared", feature="clear_kv_blocks")
-        return await self.kv_clearer()
+    async def command(self, name: str, body: bytes) -> Any:
+        command = self.commands.get(name)
+        if command is None:
+            raise Unsupported(
+                f"this process does not take {name}; a frontend's admin port does", feature=name
+            )
+        return await command(body)
 
     async def status(self) -> ProcessStatus:
         plane = self.plane.gauges()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvolt.cli.placement import place, visible_gpus
+from kvolt.cli.placement import device_flags, place, visible_gpus
 from kvolt.cli.worker import check_engine, with_model
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.settings import WorkerSettings
@@ -22,6 +22,23 @@ def test_one_gpu_for_each_rank_in_order() -> None:
 def test_named_devices_are_nobody_elses() -> None:
     groups = [group(count=1), group(name="b", count=2, devices=["0", "3"])]
     assert place(groups, "0123") == [("1",), ("0",), ("3",)]
+
+
+def test_a_device_of_the_arguments_is_a_named_one() -> None:
+    groups = [group(), group(name="b", args={"device": "cuda:0"})]
+    assert place(groups, ("GPU-a", "GPU-b")) == [("GPU-b",), ("GPU-a",)]
+    assert place([group(devices=["cuda:1"])], "01") == [("1",)]
+    with pytest.raises(ConfigError, match="more than the 1 there are"):
+        place([group(count=2, devices=["0"])], ())
+
+
+def test_a_name_that_only_begins_like_a_simulated_one_takes_a_gpu() -> None:
+    assert place([WorkerSettings(model="simple/model"), WorkerSettings(model="sim-x")], "0") == [("0",), ()]
+
+
+def test_a_worker_sees_only_its_own_gpus() -> None:
+    assert device_flags(("2", "GPU-abc")) == (("--devices", "0,1"), {"CUDA_VISIBLE_DEVICES": "2,GPU-abc"})
+    assert device_flags(()) == ((), {})
 
 
 def test_without_gpus_all_is_on_the_cpu() -> None:

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvolt.cli.serve import check_shared, child_specs, missing, with_workers, worker_settings
+from kvolt.cli.serve import (
+    check_shared,
+    child_specs,
+    missing,
+    with_adapters,
+    with_model_served,
+    with_workers,
+    worker_settings,
+)
+from kvolt.cli.worker import check_engine
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.config import Override, load
 from kvolt.runtime.config_toml import to_toml
@@ -65,3 +74,55 @@ def test_number_of_workers() -> None:
     assert [group.count for group in with_workers(settings(), 5).workers] == [5]
     with pytest.raises(ConfigError, match="at least one worker"):
         with_workers(settings(), 0)
+
+
+def adapter(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    return folder
+
+
+def test_adapters_are_given_to_the_first_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter(tmp_path / "sql")
+    poet = adapter(tmp_path / "poet")
+    monkeypatch.chdir(tmp_path)
+    group = WorkerSettings(
+        model="smollm2-135m", args={"threads": 2, "loras": {"sql": "/old", "kept": "/kept"}}
+    )
+    given = replace(settings(), workers=[group, WorkerSettings(name="other")])
+    found = with_adapters(given, ["sql=sql", f"poet={poet}", f"a/b={poet}"])
+    first, second = found.workers
+    assert first.args == {
+        "threads": 2,
+        "loras": {
+            "sql": str(tmp_path / "sql"),  # children may run elsewhere
+            "kept": "/kept",
+            "poet": str(poet),
+            "a/b": str(poet),
+        },
+    }
+    assert second.args == {}
+    assert check_engine(first) == ("native", first.args)
+    assert with_adapters(given, []) is given
+    (tmp_path / "kvolt.toml").write_text(to_toml(found))
+    assert load(environ={}, cwd=tmp_path).settings.workers == found.workers
+
+
+def test_adapters_that_cannot_be_used_are_told_before_anything_starts(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "sql")
+    given = with_model_served(settings(), "smollm2-135m")
+    for texts, message in (
+        (["sql"], "is not NAME=FOLDER"),
+        ([f"={folder}"], "is not NAME=FOLDER"),
+        (["sql="], "is not NAME=FOLDER"),
+        ([f"sql={tmp_path}"], "has no adapter_config.json"),
+        ([f"sql={folder}", f"sql={folder}"], "gives 'sql' twice"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            with_adapters(given, texts)
+        assert caught.value.fields["remedy"]
+    with pytest.raises(ConfigError, match="need a worker"):
+        with_adapters(replace(given, workers=[]), [f"sql={folder}"])
+    simulated = with_adapters(settings(), [f"sql={folder}"])
+    with pytest.raises(ConfigError, match="engine 'sim' has no argument 'loras'"):
+        check_engine(simulated.workers[0])

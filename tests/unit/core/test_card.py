@@ -73,6 +73,7 @@ def test_engine_info_round_trip() -> None:
         needs=(Role.PREFILL,),
         links={"h:1": Link("tcp", 1e9, 0.001)},
         latency=LatencyModel(base_s=0.01),
+        loras=("sql", "poet"),
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=EngineInfo) == info
     assert info.hash_scheme == HASH_SCHEME

@@ -23,6 +23,7 @@ from kvolt.core.card import ModelCard, card_hash
 from kvolt.core.delta import Delta, FinishReason, StepOutput
 from kvolt.core.errors import (
     DeadlineExceeded,
+    EngineDied,
     EngineFailed,
     InvalidRequest,
     KvoltError,
@@ -178,7 +179,7 @@ def test_the_death_of_the_engine_ends_all_streams(caplog: pytest.LogCaptureFixtu
             await until(lambda: len(engine.submitted) == 3)
             engine.put(RuntimeError("out of memory"))
             for stream in streams:
-                with pytest.raises(EngineFailed) as caught:
+                with pytest.raises(EngineDied) as caught:
                     await read(stream)
                 assert caught.value.fields["engine"] == "sim"
                 assert "out of memory" not in caught.value.message
@@ -198,7 +199,7 @@ def test_an_engine_that_knows_why_it_died_says_so(caplog: pytest.LogCaptureFixtu
         async with Lab() as lab:
             running = await lab.worker("w0", engine := ScriptedEngine())
             engine.put(EngineFailed("it was killed by SIGKILL; it wrote last:\n  ouch"))
-            with pytest.raises(EngineFailed) as caught:
+            with pytest.raises(EngineDied) as caught:
                 await running.task
             assert caught.value.message == "the engine died: it was killed by SIGKILL; it wrote last:"
 

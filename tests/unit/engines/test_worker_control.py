@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
 import pytest
-from tests.unit.engines.lab import LIMITS, NAMESPACE, Lab, RunningWorker, ScriptedEngine
+from tests.unit.engines.adapter_lab import BROKEN, WithAdapters
+from tests.unit.engines.lab import (
+    LIMITS,
+    NAMESPACE,
+    Lab,
+    RunningWorker,
+    ScriptedEngine,
+    make_request,
+    start_stream,
+    until,
+)
 
 from kvolt.core.card import EngineInfo
-from kvolt.core.errors import NotFound, Unsupported
+from kvolt.core.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from kvolt.engines.endpoints import CONTROL
 from kvolt.engines.worker_control import ClearKv, ListFeatures, LoadLora, UnloadLora, WorkerAnswer
 from kvolt.frontend.clear_kv import clear_kv_blocks
-from kvolt.runtime.address import EndpointAddress
-from kvolt.runtime.client import open_stream
+from kvolt.runtime.address import EndpointAddress, InstanceState
+from kvolt.runtime.client import EndpointClient, open_stream
 from kvolt.runtime.plane import Destination
 from kvolt.runtime.runtime import Runtime
 from kvolt.testing import run_virtual
@@ -81,6 +92,80 @@ def test_commands_reach_the_engine() -> None:
     run_virtual(scenario)
 
 
+def loras(client: EndpointClient) -> tuple[str, ...]:
+    """As the one worker has registered them."""
+    [instance] = client.instances()
+    return msgspec.msgpack.decode(instance.info, type=EngineInfo).loras
+
+
+def test_adapters_that_come_and_go_are_registered() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", WithAdapters("first"))
+            client = await lab.client(running)
+            caller = await lab.runtime("operator")
+            assert loras(client) == ("first",)
+            [before] = client.instances()
+
+            await ask(caller, running, LoadLora("second", "/adapters/second"))
+            await until(lambda: loras(client) == ("first", "second"))
+            with pytest.raises(InvalidRequest):
+                await ask(caller, running, LoadLora("third", BROKEN))
+            await ask(caller, running, UnloadLora("first"))
+            await until(lambda: loras(client) == ("second",))
+            [after] = client.instances()
+            assert msgspec.structs.replace(after, info=before.info) == before, "the same instance"
+            assert running.worker.info is not None
+            assert running.worker.info.loras == ("second",)
+
+            await running.runtime.cordon()  # neither of the two undoes the other
+            await ask(caller, running, UnloadLora("second"))
+            await until(lambda: loras(client) == ())
+            assert client.instances()[0].state is InstanceState.CORDONED
+            await running.runtime.resume()
+            await until(lambda: client.instances()[0].state is InstanceState.READY)
+            assert loras(client) == ()
+
+    run_virtual(scenario)
+
+
+def test_adapters_are_registered_when_discovery_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", WithAdapters())
+            client = await lab.client(running)
+            caller = await lab.runtime("operator")
+            lab.store.offline()
+            assert (await ask(caller, running, LoadLora("late", "/late"))).loras == ("late",)
+            assert loras(client) == ()
+            lab.store.online()
+            await until(lambda: loras(client) == ("late",))
+
+    run_virtual(scenario)
+
+
+def test_a_worker_refuses_an_adapter_that_it_does_not_have() -> None:
+    """So that the request can be tried elsewhere."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            for name, engine in (("w0", WithAdapters("sql")), ("w1", ScriptedEngine(model="plain"))):
+                running = await lab.worker(name, engine)
+                client = await lab.client(running, f"caller-{name}")
+                assert running.worker.info is not None
+                request = make_request(model=running.worker.info.model)
+                wanted = msgspec.structs.replace(request, lora="poet")
+                with pytest.raises(Unavailable, match="'poet' is not loaded at this worker") as caught:
+                    async with await start_stream(client, wanted) as stream:
+                        await anext(stream)
+                assert caught.value.fields["reason"] == "no_adapter"
+                assert engine.submitted == []
+
+    run_virtual(scenario)
+
+
 def test_a_cordoned_worker_still_takes_commands() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
@@ -142,6 +227,6 @@ def test_a_frontend_whose_workers_cannot_says_so() -> None:
             with pytest.raises(Unsupported):
                 await clear_kv_blocks(edge.runtime, edge.models)
             with pytest.raises(Unsupported):
-                await edge.runtime.clear_kv_blocks()  # nobody was put in charge here
+                await edge.runtime.command("clear_kv_blocks", b"")  # nobody was put in charge here
 
     run_virtual(scenario)

@@ -63,19 +63,24 @@ CARD = sim_card("m", 200, 16)
 
 
 def build(
-    prompt: tuple[int, ...], said: RequestHints = NO_HINTS, most: int | None = None, **options: Any
+    prompt: tuple[int, ...],
+    said: RequestHints = NO_HINTS,
+    most: int | None = None,
+    lora: str | None = None,
+    **options: Any,
 ) -> Request:
     wanted = GenerationOptions(sampling=Sampling(), **options)
-    return build_request(RequestId("r"), CARD, prompt, wanted, said, most_unasked=most)
+    return build_request(RequestId("r"), CARD, prompt, wanted, said, most_unasked=most, lora=lora)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 48, 100])
-@pytest.mark.parametrize("salt", [None, "tenant"])
-def test_the_hashes_are_those_of_core(num_tokens: int, salt: str | None) -> None:
+@pytest.mark.parametrize(("salt", "lora"), [(None, None), ("tenant", None), (None, "sql"), ("tenant", "sql")])
+def test_the_hashes_are_those_of_core(num_tokens: int, salt: str | None, lora: str | None) -> None:
     prompt = tuple(range(3, 3 + num_tokens))
-    request = build(prompt, RequestHints(salt=salt))
-    local = local_hashes(prompt, 16, request_seed(None, salt))
+    request = build(prompt, RequestHints(salt=salt), lora=lora)
+    local = local_hashes(prompt, 16, request_seed(lora, salt))
     assert (request.block_size, request.token_ids, request.salt) == (16, prompt, salt)
+    assert (request.model, request.lora) == (CARD.name, lora)
     assert list(request.local_hashes) == list(local)
     assert list(request.sequence_hashes) == list(sequence_hashes(local))
     assert len(request.sequence_hashes) == num_tokens // 16

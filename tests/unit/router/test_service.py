@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
+from tests.unit.engines.adapter_lab import WithAdapters
 from tests.unit.engines.lab import NAMESPACE, Lab, RunningWorker, make_request, until
 
 from kvolt.core.errors import ConfigError, KvoltError, Overloaded, Unavailable
@@ -188,6 +189,26 @@ def test_pins_and_exclusions_are_obeyed() -> None:
             ):
                 with pytest.raises(Unavailable):
                     await impossible
+
+    run_virtual(scenario)
+
+
+def test_the_router_process_sends_a_request_to_who_has_its_adapter() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            engines = [WithAdapters("sql"), WithAdapters(), WithAdapters()]
+            workers = [await lab.worker(f"w{i}", engine) for i, engine in enumerate(engines)]
+            _, service = await start_router(lab)
+            edge = await start_edge(lab, "edge", workers)
+            wanted = replace(make_request(), lora="sql")
+            turns = [(await edge.router.route(wanted)).instance.id for _ in range(5)]
+            assert turns == [workers[0].worker._instance] * 5
+            assert edge.link.stats.num_answered == 5
+            assert not edge.link.stats.fallbacks
+            assert service._describe()["decisions"] == 5
+            with pytest.raises(Unavailable, match="has the adapter 'poet'"):
+                await edge.router.route(replace(wanted, lora="poet"))
+            assert service.num_refused == 1
 
     run_virtual(scenario)
 

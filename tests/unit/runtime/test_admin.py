@@ -8,8 +8,8 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvolt.core.errors import Unavailable, Unsupported
-from kvolt.runtime.admin import AdminServer
+from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, Unavailable, Unsupported
+from kvolt.runtime.admin import COMMANDS, AdminServer
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.health import Health, State
 from kvolt.runtime.metrics import Metrics
@@ -29,8 +29,8 @@ class RecordedControls:
     async def resume(self) -> None:
         raise Unavailable("already stopping")
 
-    async def clear_kv_blocks(self) -> dict[str, object]:
-        self.calls.append("clear_kv_blocks")
+    async def command(self, name: str, body: bytes) -> dict[str, object]:
+        self.calls.append((name, body))
         return {"cleared_blocks": 7}
 
     async def status(self) -> dict[str, object]:
@@ -143,24 +143,49 @@ async def test_a_bad_drain_time_is_refused(
 async def test_web_pages_cannot_use_the_controls(
     client: httpx.AsyncClient, controls: RecordedControls, header: dict[str, str]
 ) -> None:
-    for path in ("/cordon", "/drain", "/resume", "/clear_kv_blocks"):
+    for path in ("/cordon", "/drain", "/resume", *COMMANDS):
         assert (await client.post(path, headers=header)).status_code == 403
     assert controls.calls == []
 
 
-async def test_kv_blocks_are_cleared(client: httpx.AsyncClient, controls: RecordedControls) -> None:
-    answer = await client.post("/clear_kv_blocks")
-    assert (answer.status_code, answer.json()) == (200, {"cleared_blocks": 7})
-    assert controls.calls == ["clear_kv_blocks"]
-
-
-async def test_what_has_no_mechanism_says_so(
-    client: httpx.AsyncClient, controls: RecordedControls, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/clear_kv_blocks", "clear_kv_blocks"),
+        ("/v1/load_lora_adapter", "load_lora_adapter"),
+        ("/v1/unload_lora_adapter", "unload_lora_adapter"),
+    ],
+)
+async def test_commands_get_the_body_and_their_result_is_told(
+    client: httpx.AsyncClient, controls: RecordedControls, path: str, name: str
 ) -> None:
-    async def refuse() -> object:
-        raise Unsupported("no KV here", feature="clear_kv_blocks")
+    answer = await client.post(path, content=b'{"lora_name": "sql"}')
+    assert (answer.status_code, answer.json()) == (200, {"cleared_blocks": 7})
+    assert controls.calls == [(name, b'{"lora_name": "sql"}')]
+    assert (await client.get(path)).status_code == 405
 
-    monkeypatch.setattr(controls, "clear_kv_blocks", refuse)
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (Unsupported("no KV here", feature="clear_kv_blocks"), 501),
+        (InvalidRequest("no adapter there", param="lora_path"), 400),
+        (NotFound("no such adapter", kind="lora", name="sql"), 404),
+    ],
+    ids=str,
+)
+async def test_a_command_that_is_refused_says_why(
+    client: httpx.AsyncClient,
+    controls: RecordedControls,
+    monkeypatch: pytest.MonkeyPatch,
+    error: KvoltError,
+    status: int,
+) -> None:
+    async def refuse(name: str, body: bytes) -> object:
+        raise error
+
+    monkeypatch.setattr(controls, "command", refuse)
     refused = await client.post("/clear_kv_blocks")
-    assert refused.status_code == 501
-    assert refused.json()["error"]["code"] == "unsupported"
+    assert refused.status_code == status
+    assert refused.json()["error"]["message"] == error.message
+    assert refused.json()["error"]["code"] == error.code

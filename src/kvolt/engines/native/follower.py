@@ -20,13 +20,15 @@ import msgspec
 import numpy as np
 import torch
 
-from kvolt.core.errors import EngineFailed
+from kvolt.core.errors import EngineFailed, KvoltError
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.parallel import TorchGroup
 from kvolt.engines.registry import EngineSpec
 
 _STOP_S = 5.0
+_LOOK_S, _MAX_LOOKS = 0.2, 600
+"""For a rank to start: importing torch takes seconds, many on a busy machine."""
 
 
 class SentBatch(msgspec.Struct, array_like=True, tag=True):
@@ -120,6 +122,21 @@ class Followers:
             theirs.close()
             self._ranks.append((process, ours))
 
+    def wait_started(self) -> None:
+        """Until each is about to join the group: joining waits for all of them, and would wait for one that is gone."""
+        for process, pipe in self._ranks:
+            for _ in range(_MAX_LOOKS):
+                if pipe.poll(_LOOK_S) or not process.is_alive():
+                    break
+            if not pipe.poll():
+                raise EngineFailed(f"{process.name} did not start", engine="native")
+            try:
+                trouble = pipe.recv_bytes().decode()
+            except EOFError:
+                trouble = "it ended while it started"
+            if trouble:
+                raise EngineFailed(f"{process.name} did not start: {trouble}", engine="native")
+
     def tell(self, message: Allocate | LoadLora | UnloadLora | SentBatch) -> None:
         data = _encode(message)
         for process, pipe in self._ranks:
@@ -149,16 +166,23 @@ def _free_port() -> int:
 
 
 def _follow(start: _Start, pipe: Connection) -> None:
+    from kvolt.engines.models.checkpoint import open_checkpoint
     from kvolt.engines.native.loading import choose_setup, follower_runner
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the leader's end ends us
-    setup = choose_setup(start.spec, start.arguments, start.rank)
+    try:
+        checkpoint = open_checkpoint(Path(start.path), start.arguments.context_length)
+        setup = choose_setup(start.spec, start.arguments, checkpoint.config, start.rank)
+    except KvoltError as error:
+        pipe.send_bytes(error.message.encode())
+        return
+    pipe.send_bytes(b"")
     group = TorchGroup(start.rank, start.arguments.tensor_parallel, start.address, setup.device)
     with contextlib.suppress(EOFError, OSError):
         first = _decode(pipe.recv_bytes())
         assert isinstance(first, Allocate), first
-        runner = follower_runner(Path(start.path), start.arguments, setup, group, first.num_blocks)
+        runner = follower_runner(checkpoint, start.arguments, setup, group, first.num_blocks)
         while True:
             message = _decode(pipe.recv_bytes())
             if isinstance(message, SentBatch):

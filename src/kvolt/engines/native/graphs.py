@@ -24,6 +24,12 @@ Recorder = Callable[[Run], Run]
 DEFAULT_SIZES = (1, 2, 4, 8, *range(16, 257, 8))
 
 
+def sizes_up_to(max_rows: int) -> list[int]:
+    """The usual sizes, and the largest batch there can be: none runs without a graph for a few rows too many."""
+    largest = min(max_rows, DEFAULT_SIZES[-1])
+    return [*(size for size in DEFAULT_SIZES if size < largest), largest]
+
+
 class CudaRecorder:
     """Records into CUDA graphs that share one memory pool: only one of them runs at a time."""
 

@@ -30,9 +30,11 @@ from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.attention_cpu import CpuAttention
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.follower import Allocate, Followers, LoadLora, UnloadLora
+from kvolt.engines.native.kernels.operations import check_gpu_shape
 from kvolt.engines.native.model import Attention, LoadOptions, Transformer
 from kvolt.engines.native.parallel import Group, Solo, TorchGroup, check_degree
 from kvolt.engines.native.runner import ModelRunner
+from kvolt.engines.native.sizing import largest_step_bytes, memory_for_kv, step_tokens
 from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, SlabShape
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.scheduler import Scheduler
@@ -44,10 +46,8 @@ from kvolt.runtime.cores import usable_cores
 if TYPE_CHECKING:
     from kvolt.engines.native.grammar.compiler import GrammarCompiler
 
-_GIB = 1024**3
-_CPU_KV_BYTES = 2 * _GIB
-_GPU_KV_SHARE = 0.9
 _PROGRESS_S = 2.0
+_OF_WHOLE_BLOCKS = ("KvMovable", "Prefill")
 FEATURES = ("KvEvents", "KvVisible", "KvMovable", "Prefill", "Lora", "Embed")
 
 
@@ -101,10 +101,13 @@ def load_core(spec: EngineSpec, arguments: NativeArguments, asker: LoadHooks | N
     if arguments.tensor_parallel == 1:
         return build_core(spec, name, checkpoint, arguments, hooks)
     check_degree(checkpoint.config, arguments.tensor_parallel)
-    device = choose_setup(spec, arguments).device
+    for rank in range(arguments.tensor_parallel):
+        device_of(spec, arguments, rank)
+    device = choose_setup(spec, arguments, checkpoint.config).device
     with ExitStack() as undo:
         followers = Followers(spec, arguments, path)
         undo.callback(followers.close)
+        followers.wait_started()
         group = TorchGroup(0, arguments.tensor_parallel, followers.address, device)
         undo.callback(group.close)
         core = build_core(spec, name, checkpoint, arguments, hooks, group, followers)
@@ -113,11 +116,10 @@ def load_core(spec: EngineSpec, arguments: NativeArguments, asker: LoadHooks | N
 
 
 def follower_runner(
-    path: Path, arguments: NativeArguments, setup: Setup, group: Group, num_blocks: int
+    checkpoint: Checkpoint, arguments: NativeArguments, setup: Setup, group: Group, num_blocks: int
 ) -> ModelRunner:
     """What a rank other than the first computes with."""
     _set_threads(arguments)
-    checkpoint = open_checkpoint(path, arguments.context_length)
     options = LoadOptions(DTYPES[setup.dtype], setup.device, arguments.quantize)
     model = Transformer(checkpoint, options, group)
     shape = SlabShape.of(checkpoint.config, num_blocks, setup.block_size, setup.dtype, group.degree)
@@ -139,7 +141,7 @@ def build_core(
     """With weights from anywhere."""
     group = group or Solo()
     config = checkpoint.config
-    setup = choose_setup(spec, arguments, group.rank)
+    setup = choose_setup(spec, arguments, config, group.rank)
     _set_threads(arguments)
     started = hooks.clock.monotonic()
     hooks.progress(f"loading {name}: {config.num_layers} layers in {setup.dtype} on {setup.device}")
@@ -169,7 +171,8 @@ def build_core(
             kv_total_blocks=num_blocks,
         ),
         kv_layout=LAYOUT,
-        features=FEATURES,
+        features=_features(group.degree),
+        loras=model.adapters.names,
     )
     keys = BlockKeyContext(
         weights_hash=f"{checkpoint.weights_hash}/{arguments.quantize}",
@@ -207,6 +210,8 @@ def build_core(
         keys_of,
         hooks.clock,
     )
+    hooks.progress("running a first step")
+    runner.warm_up()
     if setup.device.type == "cuda" and arguments.cuda_graphs and group.degree == 1:
         hooks.progress("capturing decode steps")
         _capture(runner, setup, config)
@@ -218,12 +223,19 @@ def build_core(
     return core
 
 
+def _features(degree: int) -> tuple[str, ...]:
+    """A rank's blocks hold its share of the heads only, and no rank has all of them to give away."""
+    return FEATURES if degree == 1 else tuple(name for name in FEATURES if name not in _OF_WHOLE_BLOCKS)
+
+
 def _set_threads(arguments: NativeArguments) -> None:
-    # torch counts the machine's cores; a container may have a quota of fewer.
-    torch.set_num_threads(arguments.threads or min(torch.get_num_threads(), len(usable_cores().ids)))
+    # torch counts the machine's cores; a container may have a quota of fewer, and ranks share them.
+    usable = min(torch.get_num_threads(), len(usable_cores().ids))
+    torch.set_num_threads(arguments.threads or max(1, usable // arguments.tensor_parallel))
 
 
-def choose_setup(spec: EngineSpec, arguments: NativeArguments, rank: int = 0) -> Setup:
+def device_of(spec: EngineSpec, arguments: NativeArguments, rank: int) -> torch.device:
+    """The device of a rank. ConfigError if it is not there; touches none, as that would take memory of it."""
     named = arguments.device
     if spec.devices:
         if rank >= len(spec.devices):
@@ -234,25 +246,53 @@ def choose_setup(spec: EngineSpec, arguments: NativeArguments, rank: int = 0) ->
             )
         named = spec.devices[rank]
         named = f"cuda:{named}" if named.isdigit() else named
-    if named is None:
-        named = f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(named)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    elif named is not None and named.startswith("cuda:") and arguments.tensor_parallel > 1:
         raise ConfigError(
-            f"device {named!r} cannot be used: {reason}", key="args.device", remedy="use cpu, cuda or cuda:N"
-        ) from error
+            f"{arguments.tensor_parallel} ranks cannot share {named}",
+            key="args.device",
+            remedy="name one device for each of tensor_parallel with devices",
+        )
+    if named == "cuda" or (named is None and torch.cuda.is_available()):
+        named = f"cuda:{rank}"
+    try:
+        device = torch.device(named or "cpu")
+    except RuntimeError as error:
+        raise _unusable(str(named), error) from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"there is no {device}: torch sees {torch.cuda.device_count()} GPUs",
+            key="devices",
+            remedy="lower tensor_parallel, or name devices that are there; cpu needs none",
+        )
+    return device
+
+
+def choose_setup(spec: EngineSpec, arguments: NativeArguments, config: ModelConfig, rank: int = 0) -> Setup:
+    device = device_of(spec, arguments, rank)
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise _unusable(str(device), error) from error
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton, streams and graphs go by it, not by where tensors lie
     on_gpu = device.type == "cuda"
+    if on_gpu:
+        check_gpu_shape(config.head_dim, arguments.block_size)
     max_num_seqs = arguments.max_num_seqs or (256 if on_gpu else 64)
     return Setup(
         device=device,
         dtype=_dtype(arguments, on_gpu),
         block_size=arguments.block_size,
         max_num_seqs=max_num_seqs,
-        max_batch_tokens=max(arguments.max_batch_tokens or (8192 if on_gpu else 2048), max_num_seqs),
+        max_batch_tokens=max(arguments.max_batch_tokens or step_tokens(config, on_gpu), max_num_seqs),
         max_waiting=arguments.max_waiting,
+    )
+
+
+def _unusable(named: str, error: Exception) -> ConfigError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigError(
+        f"device {named!r} cannot be used: {reason}", key="args.device", remedy="use cpu, cuda or cuda:N"
     )
 
 
@@ -279,8 +319,14 @@ def _slab(
 ) -> KvSlab:
     one = SlabShape.of(config, 1, setup.block_size, setup.dtype, group.degree)
     count = arguments.kv_blocks
+    if count is None and arguments.kv_memory_gib is not None:
+        count = int(arguments.kv_memory_gib * 1024**3) // one.block_bytes
     if count is None:
-        count = _memory_for_kv(setup, arguments) // one.block_bytes
+        itemsize = DTYPES[setup.dtype].itemsize
+        step_bytes = largest_step_bytes(
+            config, setup.max_batch_tokens, setup.max_num_seqs, itemsize, group.degree
+        )
+        count = memory_for_kv(setup.device, step_bytes) // one.block_bytes
     least = -(-config.context_length // setup.block_size)
     if count < 1:
         raise ConfigError(
@@ -301,42 +347,23 @@ def _slab(
             os.close(descriptor)  # the mapping stays
 
 
-def _memory_for_kv(setup: Setup, arguments: NativeArguments) -> int:
-    if arguments.kv_memory_gib is not None:
-        return int(arguments.kv_memory_gib * _GIB)
-    if setup.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(setup.device)
-        return int(free * _GPU_KV_SHARE)
-    return min(_CPU_KV_BYTES, _free_host_bytes() // 4)
-
-
-def _free_host_bytes() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return _CPU_KV_BYTES * 4
-
-
 def _attention(slab: KvSlab, config: ModelConfig, device: torch.device, group: Group) -> Attention:
-    num_heads, scale = config.num_heads // group.degree, config.head_dim**-0.5
+    scale = config.head_dim**-0.5
     if device.type == "cuda":
         from kvolt.engines.native.attention_cuda import CudaAttention
 
-        return CudaAttention(slab, num_heads, scale)
-    return CpuAttention(slab, num_heads, scale)
+        return CudaAttention(slab, scale)
+    return CpuAttention(slab, config.num_heads // group.degree, scale)
 
 
 def _capture(runner: ModelRunner, setup: Setup, config: ModelConfig) -> None:
-    from kvolt.engines.native.graphs import DEFAULT_SIZES, DecodeGraphs, GraphLimits
+    from kvolt.engines.native.graphs import DecodeGraphs, GraphLimits, sizes_up_to
 
     shape = runner.slab.shape
     limits = GraphLimits(
         max_blocks=-(-config.context_length // shape.block_size),
         spare_slot=(shape.num_blocks - 1) * shape.block_size,
-        sizes=[size for size in DEFAULT_SIZES if size <= setup.max_num_seqs],
+        sizes=sizes_up_to(setup.max_num_seqs),
     )
     graphs = DecodeGraphs(runner.decode_logits, limits, setup.device)
     with torch.inference_mode():

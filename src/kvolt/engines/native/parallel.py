@@ -7,6 +7,7 @@ and one after the MLP of each layer.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from kvolt.core.errors import ConfigError
 from kvolt.engines.models.config import ModelConfig
+
+_PATIENCE = timedelta(minutes=10)
+"""Of a sum: the first one waits until the slowest rank has read its weights."""
 
 
 class Group(Protocol):
@@ -46,7 +50,11 @@ class TorchGroup:
         self.degree = degree
         self._device = device
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", init_method=address, rank=rank, world_size=degree
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=address,
+            rank=rank,
+            world_size=degree,
+            timeout=_PATIENCE,
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from kvolt.engines.native.model import Attention, Transformer
 from kvolt.engines.native.slab import KvSlab
 from kvolt.engines.step_plan import StepPlan, Work
 
+_WARM_UP_TOKENS = 64
 _MAX_LOGIT_ROWS = 256
 """Rows of prompt logits at a time: a vocabulary wide each, they would outgrow everything else."""
 
@@ -74,6 +75,27 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         self.on_batch(batch)
         return self.model.forward(batch, self._attention)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """A short prompt into blocks that nobody holds yet: kernels compile, libraries take their workspaces."""
+        shape = self.slab.shape
+        length = min(_WARM_UP_TOKENS, shape.num_blocks * shape.block_size, self.model.config.context_length)
+        places = torch.arange(length, device=self.device)
+        batch = Batch(
+            token_ids=torch.zeros_like(places),
+            positions=places,
+            slots=places,
+            num_decodes=0,
+            query_starts=[0, length],
+            context_lens=[length],
+            context_lens_t=torch.tensor([length], dtype=torch.int32, device=self.device),
+            block_tables=torch.arange(
+                -(-length // shape.block_size), dtype=torch.int32, device=self.device
+            ).unsqueeze(0),
+            logit_rows=places[-1:],
+        )
+        self.model.logits(self.forward(batch)[batch.logit_rows])
 
     def decode_logits(self, batch: Batch) -> Tensor:
         """What a captured step computes."""

@@ -61,6 +61,7 @@ class _GenerationFields(GuidedFields, frozen=True, kw_only=True):
     """What both endpoints that generate text share."""
 
     model: _Name
+    """A model, or a LoRA adapter of one."""
     max_tokens: _Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None

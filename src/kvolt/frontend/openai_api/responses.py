@@ -226,11 +226,15 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", 
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
-    """A model that a request would reach now."""
+    """A model, or a LoRA adapter of one, that a request would reach now."""
 
     id: str
     created: _Count
     owned_by: str = "kvolt"
+    root: str | UnsetType = UNSET
+    """The model that computes: of an adapter its base."""
+    parent: str | UnsetType | None = UNSET
+    """Of an adapter, the model that it changes; `null` for a model."""
     context_window: _Count | UnsetType = UNSET
     max_output_tokens: _Count | UnsetType = UNSET
     max_model_len: _Count | UnsetType = UNSET

@@ -110,7 +110,7 @@ class CpuKernels:
     def add_rmsnorm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """As kernels.plain_add_rmsnorm; None if that has to do it."""
+        """As operations.plain_add_rmsnorm; None if that has to do it."""
         narrow = NARROW.get(x.dtype)
         width = weight.numel()
         if (
@@ -138,7 +138,7 @@ class CpuKernels:
         return out, x if residual is None else residual
 
     def silu_mul(self, gate_up: Tensor) -> Tensor | None:
-        """As kernels.plain_silu_mul; None if that has to do it."""
+        """As operations.plain_silu_mul; None if that has to do it."""
         narrow = NARROW.get(gate_up.dtype)
         if narrow is None or gate_up.dim() != 2 or not is_dense(gate_up, gate_up.dtype):
             return None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvolt.core.errors import ConfigError
 from kvolt.engines.native.kernels import cpu_kernels
 
 
@@ -36,6 +37,22 @@ class KvTarget:
     values: Tensor
     slots: Tensor
     """[T] int64: block * block_size + offset."""
+
+
+def check_gpu_shape(head_dim: int, block_size: int) -> None:
+    """What the Triton kernels can take; ConfigError for what they cannot."""
+    if not (16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0):
+        raise ConfigError(
+            f"the GPU kernels need a head size of 16 to 256, a power of two, and this model's is {head_dim}",
+            key="model",
+            remedy="run it with device=cpu, or choose another model",
+        )
+    if not (block_size >= 16 and block_size & (block_size - 1) == 0):
+        raise ConfigError(
+            f"the GPU kernels need a block size of 16 or more, a power of two, not {block_size}",
+            key="args.block_size",
+            remedy="leave block_size at 16",
+        )
 
 
 def add_rmsnorm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ def _add_rmsnorm_kernel(
 
 
 def add_rmsnorm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `kernels.add_rmsnorm`."""
+    """See `operations.add_rmsnorm`."""
     rows, width = x.shape
     assert x.stride(1) == 1
     assert residual is None or residual.is_contiguous()
@@ -80,7 +80,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, width, TILE: tl.constexpr
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `kernels.silu_mul`."""
+    """See `operations.silu_mul`."""
     rows, both = gate_up.shape
     width = both // 2
     assert gate_up.stride(1) == 1
@@ -192,7 +192,7 @@ def _rotate_kernel(
 def rotate_and_write(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rotation: Rotation, target: KvTarget
 ) -> None:
-    """See `kernels.plain_rotate_and_write`."""
+    """See `operations.plain_rotate_and_write`."""
     rows, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     assert q.stride(2) == k.stride(2) == v.stride(2) == target.keys.stride(3) == 1
