@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,7 @@ from kvolt.cli.health import base_url, served_models
 from kvolt.cli.process import plane_host
 from kvolt.cli.serve import check_shared, with_workers
 from kvolt.core.errors import ConfigError
+from kvolt.engines.registry import choose_engine
 from kvolt.runtime.config import LoadedConfig, default_discovery_path
 from kvolt.runtime.cores import usable_cores
 from kvolt.runtime.network import join_address, split_address
@@ -80,14 +82,14 @@ def examine(settings: Settings) -> list[Finding]:
     cgroup = Path("/sys/fs/cgroup")
     shm = Path("/dev/shm")
     discovery = settings.discovery
+    gpus = _gpu_names()
     findings = [
         python_finding(sys.version_info[:3]),
         cpu_finding(os.cpu_count() or 1, len(usable_cores().ids)),
         memory_finding(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit(cgroup)),
-        gpu_finding(_gpu_names()),
-        package_finding("uvloop", needed=True),
-        package_finding("torch", needed=False),
-        package_finding("nixl", needed=False),
+        gpu_finding(gpus),
+        package_finding("uvloop", "pip install uvloop"),
+        *(native_findings(bool(gpus)) if uses_native(settings) else ()),
         open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         shm_finding(shutil.disk_usage(shm).total if shm.is_dir() else None),
         *port_findings(settings),
@@ -126,19 +128,32 @@ def memory_finding(total_bytes: int, limit_bytes: int | None) -> Finding:
 
 def gpu_finding(names: list[str]) -> Finding:
     if not names:
-        return Finding("gpu", "warn", "none found", "the sim engine needs none; for others install a driver")
+        return Finding("gpu", "warn", "none found", "engines run on the CPU; for a GPU install its driver")
     return Finding("gpu", "ok", f"{len(names)}: " + "; ".join(dict.fromkeys(names)))
 
 
-def package_finding(package: str, needed: bool) -> Finding:
+def package_finding(package: str, remedy: str) -> Finding:
     """Asks for the installed version only: importing torch takes seconds."""
     try:
-        found = importlib.metadata.version(package)
+        return Finding(package, "ok", importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
-        if needed:
-            return Finding(package, "missing", "not installed", f"pip install {package}", blocks=True)
-        found = "not found"
-    return Finding(package, "ok", found if needed else f"{found}; not used by this version's engines")
+        return Finding(package, "missing", "not installed", remedy, blocks=True)
+
+
+def uses_native(settings: Settings) -> bool:
+    return any(choose_engine(group.engine, group.model)[0] == "native" for group in settings.workers)
+
+
+def native_findings(has_gpu: bool, compilers: Sequence[str] = ("cc", "gcc", "clang")) -> list[Finding]:
+    """What the native engine runs on."""
+    findings = [package_finding("torch", "pip install 'kvolt[native]'")]
+    compiler = next(filter(None, map(shutil.which, compilers)), None)
+    if compiler is not None:
+        findings.append(Finding("c compiler", "ok", compiler))
+    elif not has_gpu:
+        remedy = "install gcc or clang: a step on the CPU takes half the time with kernels built for it"
+        findings.append(Finding("c compiler", "warn", "none found", remedy))
+    return findings
 
 
 def open_files_finding(soft: int, hard: int) -> Finding:

@@ -129,10 +129,6 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
-    def is_prefilling(self) -> bool:
-        return self.num_computed < self.num_to_prefill
-
-    @property
     def has_spoken(self) -> bool:
         """Whether it has generated a token here."""
         return len(self.tokens) > self.num_given

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from kvolt.core.errors import Cancelled, KvoltError, Unavailable
+from kvolt.core.errors import Cancelled, EngineDied, KvoltError, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.router.port import Decision
 
@@ -130,7 +130,9 @@ class JourneyMachine:
         return self._end(self.failure if left_alone else event.error)
 
     def _fail_before_answer(self, event: Failed) -> Action:
-        if not event.error.retryable or self.num_attempts >= self._max_attempts:
+        # Two engines that died of the same request: it may be the request, and a third would be one too many.
+        is_deadly = isinstance(event.error, EngineDied) and isinstance(self.failure, EngineDied)
+        if is_deadly or not event.error.retryable or self.num_attempts >= self._max_attempts:
             return self._end(event.error)
         assert self._instance is not None
         self.failure = event.error

@@ -53,11 +53,6 @@ class BlockState(StrEnum):
     def is_held(self) -> bool:
         return self not in (BlockState.FREE, BlockState.INACTIVE)
 
-    @property
-    def is_named(self) -> bool:
-        """Whether the block is known under its name; a duplicate has one, but is not known by it."""
-        return self in (BlockState.REGISTERED, BlockState.INACTIVE)
-
 
 class BlockMove(StrEnum):
     """What may happen to a block. Further holders, and all but the last to let go, move nothing."""

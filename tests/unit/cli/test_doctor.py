@@ -62,15 +62,29 @@ def test_gpu() -> None:
 
 
 def test_package() -> None:
-    assert doctor.package_finding("msgspec", needed=True).found == msgspec.__version__
-    missing = doctor.package_finding("no-such-package-at-all", needed=True)
-    assert (missing.state, missing.blocks, missing.remedy) == (
-        "missing",
-        True,
-        "pip install no-such-package-at-all",
+    assert doctor.package_finding("msgspec", "").found == msgspec.__version__
+    missing = doctor.package_finding("no-such-package-at-all", "pip install it")
+    assert missing == Finding(
+        "no-such-package-at-all", "missing", "not installed", "pip install it", blocks=True
     )
-    unused = doctor.package_finding("no-such-package-at-all", needed=False)
-    assert unused == Finding("no-such-package-at-all", "ok", "not found; not used by this version's engines")
+
+
+def test_the_native_engine_is_looked_at_where_it_is_used() -> None:
+    settings = load(environ={}, cwd=Path("/"), overrides=[]).settings
+    assert doctor.uses_native(settings)
+    (worker,) = settings.workers
+    of_sim = msgspec.structs.replace(settings, workers=[msgspec.structs.replace(worker, model="sim-tiny")])
+    assert not doctor.uses_native(of_sim)
+    names = {finding.name for finding in doctor.examine(of_sim)}
+    assert "torch" not in names
+    assert "torch" in {finding.name for finding in doctor.examine(settings)}
+
+
+def test_no_compiler_is_slow_on_a_cpu_only() -> None:
+    (_, compiler) = doctor.native_findings(has_gpu=False, compilers=("no-such-compiler",))
+    assert (compiler.state, compiler.blocks) == ("warn", False)
+    assert len(doctor.native_findings(has_gpu=True, compilers=("no-such-compiler",))) == 1
+    assert doctor.native_findings(has_gpu=False, compilers=("sh",))[1].state == "ok"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from kvolt.core.errors import (
     Cancelled,
     ConnectFailed,
     DeadlineExceeded,
+    EngineDied,
     EngineFailed,
     InvalidRequest,
     KvoltError,
@@ -137,6 +138,14 @@ def test_before_the_first_answer_another_instance_is_tried(state: State, error: 
     assert machine.num_attempts == 3
     last = WorkerLost("the third")
     assert machine.on(Failed(last)) == End(last)
+
+
+def test_a_request_that_two_engines_died_of_kills_no_third() -> None:
+    machine = at(State.WAITING)
+    assert machine.on(Failed(EngineDied("first"))) == Route(frozenset({InstanceId("a")}))
+    machine.on(Routed(to("b")))
+    second = EngineDied("second")
+    assert machine.on(Failed(second)) == End(second)
 
 
 @pytest.mark.parametrize("error", FINAL, ids=repr)

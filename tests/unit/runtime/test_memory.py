@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
-from kvolt.runtime.memory import return_freed_memory
+from kvolt.runtime.memory import free_bytes, return_freed_memory
 
 MIB = 1024 * 1024
 
@@ -47,3 +48,26 @@ def test_the_collector_leaves_alone_what_is_loaded() -> None:
         "assert gc.get_freeze_count() > 1000; assert gc.isenabled(); assert gc.get_threshold()[0] == 10_000"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_containers_limit_counts_where_it_is_nearer(tmp_path: Path) -> None:
+    meminfo, root, membership = tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "membership"
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    membership.write_text("0::/pod/box\n")
+    box = root / "pod" / "box"
+    box.mkdir(parents=True)
+    assert free_bytes(meminfo, root, membership) == 4000 * 1024, "no limit anywhere"
+    (box / "memory.max").write_text("max\n")
+    (box / "memory.current").write_text("5000\n")
+    assert free_bytes(meminfo, root, membership) == 4000 * 1024
+    (root / "pod" / "memory.max").write_text("10000\n")
+    (root / "pod" / "memory.current").write_text("7000\n")
+    assert free_bytes(meminfo, root, membership) == 3000
+    (root / "pod" / "memory.stat").write_text("anon 1\ninactive_file 2000\n")
+    assert free_bytes(meminfo, root, membership) == 5000, "files can be dropped"
+    (root / "pod" / "memory.current").write_text("70000\n")
+    assert free_bytes(meminfo, root, membership) == 0
+
+
+def test_a_system_that_does_not_say_has_something(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path / "absent", tmp_path, tmp_path / "absent") > 0

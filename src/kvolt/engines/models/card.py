@@ -6,9 +6,7 @@ from kvolt.core.card import ModelCard
 from kvolt.engines.models.checkpoint import Checkpoint
 
 
-def model_card(
-    name: str, checkpoint: Checkpoint, block_size: int, aliases: tuple[str, ...] = ()
-) -> ModelCard:
+def model_card(name: str, checkpoint: Checkpoint, block_size: int) -> ModelCard:
     """Parsers stay unnamed: a frontend finds them by the chat template."""
     config = checkpoint.config
     return ModelCard(
@@ -20,5 +18,4 @@ def model_card(
         eos_token_ids=config.eos_token_ids,
         bos_token_id=config.bos_token_id,
         defaults=dict(checkpoint.sampling_defaults),
-        aliases=aliases,
     )

@@ -8,7 +8,6 @@ It must not know how a model computes, nor where a model name leads.
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvolt.core.errors import ConfigError
 from kvolt.engines.models.config import ModelConfig, read_hf_config, token_ids
+from kvolt.runtime.cores import usable_cores
 
 Shape = tuple[int, ...]
 T = TypeVar("T")
@@ -152,7 +152,7 @@ def hash_weights(config: ModelConfig, files: Sequence[Path]) -> str:
         torch_dtype="float32",  # what a server computes in has its own place in a block's key
     )
     digest = blake2b(msgspec.msgpack.encode(shaping, order="deterministic"), digest_size=16)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(len(usable_cores().ids)) as pool:
         for path in sorted(files, key=lambda each: each.name):
             digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
             for piece in pool.map(partial(_hash_piece, path), range(0, path.stat().st_size, _HASHED_AT_ONCE)):

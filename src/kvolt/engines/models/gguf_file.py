@@ -190,7 +190,7 @@ class GgufFile:
         self._metadata, stored = read_header(path, self._data)
         self._places = {_hugging_face_name(name): info for name, info in stored.items()}
         divisors = self._places.pop(_ROPE_DIVISORS, None)
-        scaling = None if divisors is None else RopeDivisors(tuple(self._plain(divisors).tolist()))
+        scaling = None if divisors is None else self._read_divisors(divisors)
         self.config = read_gguf_config(self._metadata, self._places, scaling, context_length)
         self._names = check_shapes(self.config, {n: i.shape for n, i in self._places.items()}, str(path))
         self._check_kinds()
@@ -227,6 +227,13 @@ class GgufFile:
         names = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
         found = {ours: self._metadata.get(f"general.sampling.{theirs}") for theirs, ours in names.items()}
         return {name: value for name, value in found.items() if value is not None}
+
+    def _read_divisors(self, info: TensorInfo) -> RopeDivisors:
+        if info.kind not in _PLAIN or not info.num_bytes:
+            _refuse(
+                f"{self._path} has {_ROPE_DIVISORS} as {info.kind.name} {list(info.shape)}: not supported"
+            )
+        return RopeDivisors(tuple(self._plain(info).flatten().tolist()))
 
     def _plain(self, info: TensorInfo) -> torch.Tensor:
         """A view of the mapped file."""
@@ -322,6 +329,10 @@ def read_gguf_config(
     for key in ("attention.value_length", "rope.dimension_count"):
         if number(key, head_dim) != head_dim:
             _refuse(f"{own}.{key} is {number(key)} and not the size of a head, {head_dim}: not supported")
+    if divisors is not None and len(divisors.divisors) != head_dim // 2:
+        _refuse(
+            f"{_ROPE_DIVISORS} has {len(divisors.divisors)} values and not {head_dim // 2}, half the size of a head"
+        )
     stated = number("context_length")
     scaling = divisors or _read_scaling(metadata, own, stated)
     window = metadata.get(f"{own}.attention.sliding_window") or None

@@ -1,7 +1,7 @@
 """What goes wrong with the hub, in kvolt's errors, each with its remedy.
 
-ConfigError where another try cannot help (its `reason`: not_found, gated, offline, disk_full, disk), so that a supervisor
-gives up; NetworkFault, ConnectFailed among them, where it may.
+ConfigError where another try cannot help (its `reason`: not_found, gated, offline, disk_full, disk), so that a
+supervisor gives up; NetworkFault, ConnectFailed among them, where it may.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def translate(error: Exception, name: HubName, endpoint: str, cache_dir: Path) -
             return NetworkFault(f"{endpoint} fails: {text}", address=endpoint, remedy="try again later")
         case errors.OfflineModeIsEnabled():
             remedy = "unset HF_HUB_OFFLINE, or give the path of a folder that has it"
-            return _wrong(f"{name} is not in the cache, and HF_HUB_OFFLINE forbids to fetch it", "offline", remedy)
+            return _wrong(
+                f"{name} is not in the cache, and HF_HUB_OFFLINE forbids to fetch it", "offline", remedy
+            )
         case errors.LocalEntryNotFoundError() | errors.HTTPError():  # type: ignore[attr-defined]
             return ConnectFailed(
                 f"{name} is not here, and {endpoint} cannot be reached: {text}",

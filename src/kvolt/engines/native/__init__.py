@@ -1,1 +1,1 @@
-"""The native engine: a compact PyTorch engine whose KV blocks can travel. torch is imported here only."""
+"""The native engine: a compact PyTorch engine whose KV blocks can travel."""

@@ -25,13 +25,13 @@ class NativeArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     kv_blocks: _AtLeastOne | None = None
     """KV blocks; None for as many as `kv_memory_gib` holds."""
     kv_memory_gib: Annotated[float, Meta(gt=0)] | None = None
-    """None: 90 % of what a GPU has left after loading; on a CPU 2 GiB, or a quarter of the memory that is free."""
+    """None: 90 % of what a GPU has left beside weights and steps; on a CPU 2 GiB, or a quarter of what is free."""
     context_length: _AtLeastOne | None = None
     """Shorter than the model's own, to save memory; None for the model's."""
     max_num_seqs: _AtLeastOne | None = None
     """Sequences in one step; None for 256 on a GPU, 64 on a CPU."""
     max_batch_tokens: _AtLeastOne | None = None
-    """Tokens in one step; None for 8192 on a GPU, 512 on a CPU."""
+    """Tokens in one step; None for 8192 on a GPU, 2048 on a CPU and fewer for models of more than 200 M weights."""
     max_waiting: _AtLeastOne = 2048
     tensor_parallel: _AtLeastOne = 1
     """Processes that share the model, each with a device of its own, or a share of the cores."""

@@ -8,7 +8,7 @@ generating (moving blocks, adapters, embeddings) is in `capabilities`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,13 +19,14 @@ import torch
 from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import Delta, StepOutput, TokenLogprobs
-from kvolt.core.errors import EngineFailed, ErrorInfo, KvoltError, Unsupported, to_info
+from kvolt.core.errors import EngineFailed, ErrorInfo, KvoltError, Overloaded, Unsupported, to_info
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats, WorkerLoad
-from kvolt.core.request import Grammar, Request
+from kvolt.core.request import Request
 from kvolt.engines.native.capabilities import Capabilities
+from kvolt.engines.native.grammar.threads import CompilingThreads
 from kvolt.engines.native.runner import Computed, ModelRunner
-from kvolt.engines.native.sampling.processors import make_processors
+from kvolt.engines.native.sampling.processors import LogitsProcessor, make_processors
 from kvolt.engines.native.sampling.randomness import sampling_seed
 from kvolt.engines.native.sampling.sampler import Row, Sampled, check_sampling, prompt_logprobs, sample
 from kvolt.engines.scheduler import Scheduler
@@ -50,6 +51,8 @@ class Voice:
     output: list[int]
     """Its tokens so far, which the row sees."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    failure: str | None = None
+    """Why it cannot choose any: its request ends with the first token."""
 
 
 class EngineCore:
@@ -76,9 +79,7 @@ class EngineCore:
         self.closing = ExitStack()
         """What goes when this goes."""
         self.on_step: Callable[[StepStats], None] = lambda stats: None
-        self._grammars = grammars
-        self._compiler: GrammarCompiler | None = None
-        self._threads = ThreadPoolExecutor(1, "grammar")
+        self._grammars = CompilingThreads(grammars)
         self._compiling: dict[RequestId, tuple[Request, bool, Future[CompiledGrammar]]] = {}
         self._compiled: dict[RequestId, CompiledGrammar] = {}
         self._voices: dict[Sequence, Voice] = {}
@@ -105,22 +106,23 @@ class EngineCore:
         if request.grammar is None:
             self.scheduler.add(request, keep_blocks=keep_blocks)
             return
-        future = self._threads.submit(self._compile, request.grammar)
+        compiled = self._grammars.kept(request.grammar)
+        if compiled is not None:
+            self._admit(request, keep_blocks, compiled)
+            return
+        limit = self.scheduler.limits.max_waiting
+        if len(self._compiling) >= limit:
+            raise Overloaded("too many grammars wait to be compiled", queue="grammars", limit=limit)
+        future = self._grammars.start(request.grammar)
         self._compiling[request.request_id] = (request, keep_blocks, future)
 
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        """In the one thread that compiles: also making the compiler takes a second."""
-        if self._compiler is None:
-            self._compiler = self._grammars()
-        return self._compiler.compile(grammar)
-
     def abort(self, request_id: RequestId) -> None:
-        self._compiling.pop(request_id, None)
+        self._stop_compiling(request_id)
         self.scheduler.abort(request_id)
         self._forget(request_id)
 
     def withdraw(self, request_id: RequestId) -> bool:
-        if self._compiling.pop(request_id, None) is not None:
+        if self._stop_compiling(request_id):
             return True
         if not self.scheduler.withdraw(request_id):
             return False
@@ -132,13 +134,13 @@ class EngineCore:
         compiling = [request for request, _, _ in self._compiling.values()]
         for request in (*self.scheduler.requests(), *compiling):
             if request.lora == name:
-                self._compiling.pop(request.request_id, None)
+                self._stop_compiling(request.request_id)
                 self._fail(
                     request.request_id, EngineFailed(f"adapter {name!r} was unloaded", engine="native")
                 )
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
         self.closing.close()
 
     # --- steps
@@ -189,17 +191,23 @@ class EngineCore:
             output = sequence.tokens[sequence.num_prompt :]
             grammar = self._compiled.get(request.request_id)
             matcher = grammar.start(output) if grammar is not None else None
+            processors: tuple[LogitsProcessor, ...] = ()
+            failure = None
+            try:
+                processors = make_processors(request.extra)
+            except KvoltError as error:  # though it could be made at submit
+                failure = error.message
             row = Row(
                 sampling=request.sampling,
                 seed=sampling_seed(request.sampling.seed, request.request_id),
                 choice=sequence.index,
                 prompt=request.token_ids,
                 output=output,
-                processors=make_processors(request.extra),
+                processors=processors,
             )
-            if matcher is not None and self._compiler is not None:
-                row.mask = torch.empty(self._compiler.mask_words, dtype=torch.int32)
-            voice = self._voices[sequence] = Voice(row, matcher, output)
+            if matcher is not None and self._grammars.compiler is not None:
+                row.mask = torch.empty(self._grammars.compiler.mask_words, dtype=torch.int32)
+            voice = self._voices[sequence] = Voice(row, matcher, output, failure=failure)
         return voice
 
     def _row(self, sequence: Sequence, voice: Voice) -> Row:
@@ -217,8 +225,9 @@ class EngineCore:
         request_id = work.sequence.request.request_id
         if work.sequence.phase is not Phase.RUNNING:
             return  # another choice of its request has failed just now
-        if sampled.token is None:
-            self._fail(request_id, EngineFailed(sampled.failure or "no token was possible", engine="native"))
+        if voice.failure is not None or sampled.token is None:
+            reason = voice.failure or sampled.failure or "no token was possible"
+            self._fail(request_id, EngineFailed(reason, engine="native"))
             return
         voice.output.append(sampled.token)
         if voice.matcher is not None and not voice.matcher.accept(sampled.token):
@@ -292,15 +301,27 @@ class EngineCore:
                 continue
             del self._compiling[request_id]
             try:
-                compiled = self._compiled[request_id] = future.result()
-                for given in _given(request):
-                    compiled.start(given)  # tokens that break it are refused here, not in a step
-                self.scheduler.add(request, keep_blocks=keep_blocks)
+                self._admit(request, keep_blocks, future.result())
             except KvoltError as error:
                 self._fail(request_id, error)
             except Exception as error:  # of the compiler's thread
                 reason = f"its grammar failed to compile: {type(error).__name__}: {str(error)[:200]}"
                 self._fail(request_id, EngineFailed(reason, engine="native"))
+
+    def _admit(self, request: Request, keep_blocks: bool, compiled: CompiledGrammar) -> None:
+        for given in _given(request):
+            compiled.start(given)  # tokens that break it are refused here, not in a step
+        self.scheduler.add(request, keep_blocks=keep_blocks)
+        self._compiled[request.request_id] = compiled
+
+    def _stop_compiling(self, request_id: RequestId) -> bool:
+        """Whether it was waiting for its grammar, which nobody compiles now if nobody had begun."""
+        found = self._compiling.pop(request_id, None)
+        if found is None:
+            return False
+        _, _, future = found
+        future.cancel()
+        return True
 
     def _wait_for_grammar(self) -> None:
         """A moment, since there is nothing else to do."""

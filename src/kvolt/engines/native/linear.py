@@ -64,7 +64,7 @@ class Packed:
             return self._multiply(F.pad(x, (0, 0, 0, _QUICK_FEW_ROWS - rows)))[:rows]
         threads = torch.get_num_threads()
         if self._is_narrow and threads > 1 and rows // threads in _SLOW_ROWS_PER_THREAD:
-            parts = x.split(_QUICK_ROWS_PER_THREAD * threads)
+            parts = torch.split(x, _QUICK_ROWS_PER_THREAD * threads)
             return torch.cat([self._multiply(part) for part in parts])
         return self._multiply(x)
 

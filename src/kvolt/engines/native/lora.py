@@ -63,8 +63,9 @@ class _Delta:
 class Adapter:
     name: str
     digest: str
-    """Of its weights and its name: two adapters under one name are told apart by it, and the names of blocks that
-    routers see, which are salted with the adapter's name, stay one for each key."""
+    """Of its weights and its name: blocks of one adapter are never taken for another's, and a key has one name in the
+    eyes of routers. A name may have two keys, since routers know adapters by name alone: what an adapter leaves in
+    the cache is told under the same names as blocks of the next one that is so called, until it is evicted."""
     deltas: dict[tuple[int, Place], list[_Delta]] = field(default_factory=dict)
 
 
@@ -108,6 +109,12 @@ class Adapters:
             if found is None or found[2] not in _PLACE_OF:
                 raise ConfigError(
                     f"{folder}: the adapter changes {full_name}, which is not supported", key="lora"
+                )
+            if tensor.dim() != 2 or tensor.shape["AB".index(found[3])] != config.r:
+                raise ConfigError(
+                    f"{folder}: {full_name} has the shape {list(tensor.shape)}, which is not of rank {config.r}",
+                    key="lora",
+                    remedy="make r in adapter_config.json the rank of the weights",
                 )
             pairs.setdefault((int(found[1]), found[2]), {})[found[3]] = tensor
         adapter = Adapter(name, digest)
@@ -164,7 +171,7 @@ class Adapters:
         down, up = pair.get("A"), pair.get("B")
         if down is None or up is None or layer >= self._config.num_layers:
             raise ConfigError(f"{folder}: the adapter is incomplete at layer {layer}, {member}", key="lora")
-        if down.shape[1] != size_in or up.shape[0] != size_out or down.shape[0] != up.shape[1]:
+        if down.shape[1] != size_in or up.shape[0] != size_out:
             raise ConfigError(
                 f"{folder}: layer {layer}, {member} has shapes {tuple(down.shape)} and {tuple(up.shape)}, "
                 f"which do not fit a weight of {size_out} x {size_in}",

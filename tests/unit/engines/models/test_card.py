@@ -16,8 +16,8 @@ from kvolt.testing.tiny_models import tiny_checkpoint, tiny_gguf
 def test_the_card_of_a_folder(tmp_path: Path) -> None:
     generation = {"eos_token_id": [2, 0], "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 1}
     checkpoint = open_checkpoint(tiny_checkpoint(tmp_path / "model", generation=generation), 512)
-    card = model_card("tiny", checkpoint, 32, aliases=("small",))
-    assert (card.name, card.aliases, card.block_size, card.context_length) == ("tiny", ("small",), 32, 512)
+    card = model_card("tiny", checkpoint, 32)
+    assert (card.name, card.block_size, card.context_length) == ("tiny", 32, 512)
     assert card.tokenizer_json == tokenizer_json()
     assert card.chat_template == CHAT_TEMPLATE
     assert card.eos_token_ids == (2, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,15 @@ def test_the_hash_follows_every_byte_of_the_weights_and_the_shape_of_the_kv(
     weights[len(weights) // 2] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
     assert open_checkpoint(folder).weights_hash != first
+
+
+def test_weights_are_hashed_where_no_cores_can_be_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS."""
+    first = open_checkpoint(folder).weights_hash
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert open_checkpoint(folder).weights_hash == first
 
 
 def test_the_hash_reads_past_its_first_piece(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,30 @@ def test_rope_divisors_turn_at_the_frequencies_of_llama3(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("length", "kind", "said"),
+    [
+        (1, GGMLQuantizationType.F32, "rope_freqs.weight has 1 values and not 8"),
+        (4, GGMLQuantizationType.F32, "rope_freqs.weight has 4 values and not 8"),
+        (16, GGMLQuantizationType.F16, "rope_freqs.weight has 16 values and not 8"),
+        (0, GGMLQuantizationType.F32, "rope_freqs.weight as F32 [0]"),
+        (8, GGMLQuantizationType.I8, "rope_freqs.weight as I8 [8]"),
+        (32, GGMLQuantizationType.Q4_0, "rope_freqs.weight as Q4_0 [32]"),
+    ],
+)
+def test_rope_divisors_of_another_kind_or_number_are_refused(
+    tmp_path: Path, length: int, kind: GGMLQuantizationType, said: str
+) -> None:
+    path = tiny_gguf(tmp_path / "m.gguf", rope_scaling=LLAMA3)
+    whole = bytearray(path.read_bytes())
+    name = b"rope_freqs.weight"
+    at = whole.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+    assert whole[at : at + 16] == struct.pack("<IQI", 1, 8, GGMLQuantizationType.F32)
+    whole[at : at + 16] = struct.pack("<IQI", 1, length, kind)
+    path.write_bytes(whole)
+    assert said in refusal(path).message
+
+
+@pytest.mark.parametrize(
     ("metadata", "kind", "context"),
     [
         ({"llama.rope.scaling.type": "none"}, type(None), 2048),

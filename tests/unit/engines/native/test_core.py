@@ -20,12 +20,13 @@ from tests.unit.engines.native.equality_lab import (
 )
 
 from kvolt.core.delta import FinishReason
-from kvolt.core.errors import InvalidRequest, NotFound, Unsupported
+from kvolt.core.errors import EngineFailed, InvalidRequest, NotFound, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.load import decode_step_log
 from kvolt.core.request import MediaSpan
 from kvolt.engines.native import core as core_module
 from kvolt.engines.native.core import EngineCore
+from kvolt.engines.native.sampling import processors
 from kvolt.engines.sim_model import EOS
 from kvolt.testing.tiny_models import tiny_checkpoint
 
@@ -174,6 +175,7 @@ def test_a_custom_processor_sees_prompt_and_output(core: EngineCore) -> None:
         ({"request": {"media": (MediaSpan(0, 1, bytes(16)),)}}, Unsupported),
         ({"request": {"extra": {"logits_processors": ["nobody"]}}}, InvalidRequest),
         ({"logit_bias": {10**6: 1.0}}, InvalidRequest),
+        ({"min_p": 1.5}, InvalidRequest),
         ({"allowed_token_ids": ()}, InvalidRequest),
         ({"max_tokens": 1000}, InvalidRequest),
         ({"num_choices": 0}, InvalidRequest),
@@ -195,6 +197,21 @@ def test_a_row_without_a_token_fails_its_request_alone(core: EngineCore, num_cho
     found = drive.finish()
     assert drive.failed.keys() == {"b"}
     assert "no token is allowed" in drive.failed["b"].message
+    assert found["a"].tokens == answer(core, ask("a", PROMPT, 8)).tokens
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_a_processor_that_cannot_be_made_again_fails_its_request_alone(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, num_choices: int
+) -> None:
+    fickle = broken_second_time(lambda: processors.BanRepeatedNgrams(1))
+    monkeypatch.setitem(processors._BUILT_IN, "fickle", fickle)  # type: ignore[arg-type]
+    asked = ask("b", PROMPT, 8, num_choices=num_choices, request={"extra": {"logits_processors": ["fickle"]}})
+    drive = Drive(core, [ask("a", PROMPT, 8), asked])
+    found = drive.finish()
+    assert drive.failed.keys() == {"b"}
+    assert drive.failed["b"].code == EngineFailed.code
+    assert "on fire" in drive.failed["b"].message
     assert found["a"].tokens == answer(core, ask("a", PROMPT, 8)).tokens
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from tests.unit.engines.native.equality_lab import (
 from tokenizers import Tokenizer
 
 from kvolt.core.delta import FinishReason
-from kvolt.core.errors import InvalidRequest
+from kvolt.core.errors import InvalidRequest, Overloaded
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Request
 from kvolt.engines.native.core import EngineCore
+from kvolt.engines.native.grammar.threads import MAX_COMPILING, CompilingThreads
+from kvolt.engines.native.lora import Adapter
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 PROMPT = make_prompts(seed=7, vocabulary=900, count=6, longest=60)["p3"]
@@ -47,6 +51,39 @@ def core(folder: Path) -> Iterator[EngineCore]:
     core = core_of(folder, max_batch_tokens=64)
     yield core
     core.close()
+
+
+class Stuck:
+    """A compiler that comes to no end until it may, and then to a bad one."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.go_on = threading.Event()
+
+    def kept(self, grammar: Grammar) -> None:
+        return None
+
+    def compile(self, grammar: Grammar) -> None:
+        self.begun.append(grammar.text)
+        self.go_on.wait(30)
+        raise InvalidRequest("it was stuck", param="grammar")
+
+    def await_full(self) -> None:
+        until(lambda: len(self.begun) == MAX_COMPILING)
+
+
+@pytest.fixture
+def stuck() -> Iterator[Any]:
+    stuck = Stuck()
+    yield stuck
+    stuck.go_on.set()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def constrained(name: str, kind: GrammarKind, text: str, **given: Any) -> Request:
@@ -145,8 +182,8 @@ def test_a_compiler_that_breaks_fails_the_request(core: EngineCore, monkeypatch:
     def broken(grammar: Grammar) -> None:
         raise ValueError("out of luck")
 
-    monkeypatch.setattr(core._compiler, "compile", broken)
-    drive = Drive(core, [constrained("a", GrammarKind.CHOICE, '["yes"]')])
+    monkeypatch.setattr(core._grammars.compiler, "compile", broken)
+    drive = Drive(core, [constrained("a", GrammarKind.CHOICE, '["no"]')])
     drive.finish()
     assert "out of luck" in drive.failed["a"].message
 
@@ -158,3 +195,75 @@ def test_a_request_can_be_taken_back_while_its_grammar_compiles(core: EngineCore
     core.submit(constrained("b", GrammarKind.CHOICE, '["yes"]'))
     core.abort(RequestId("b"))
     assert_at_rest(core)
+
+
+@pytest.mark.parametrize(
+    "take_back",
+    [
+        lambda core: core.abort(RequestId("unwanted")),
+        lambda core: core.withdraw(RequestId("unwanted")),
+        lambda core: core.drop_lora("x"),
+    ],
+    ids=["abort", "withdraw", "drop_lora"],
+)
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(
+    core: EngineCore, stuck: Any, take_back: Callable[[EngineCore], object]
+) -> None:
+    core._grammars.compiler = stuck
+    core.runner.model.adapters._loaded["x"] = Adapter("x", "")
+    drive = Drive(core, [constrained(f"r{n}", GrammarKind.REGEX, f"r{n}") for n in range(MAX_COMPILING)])
+    stuck.await_full()
+    drive.submit(constrained("unwanted", GrammarKind.REGEX, "unwanted", request={"lora": "x"}))
+    take_back(core)
+    drive.submit(constrained("last", GrammarKind.REGEX, "last"))
+    stuck.go_on.set()
+    drive.finish()
+    assert sorted(stuck.begun) == ["last", *(f"r{n}" for n in range(MAX_COMPILING))]
+
+
+def test_a_grammar_that_is_kept_waits_for_no_other(
+    core: EngineCore, stuck: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = constrained("a", GrammarKind.CHOICE, '["yes"]')
+    answer(core, asked)
+    monkeypatch.setattr(core._grammars.compiler, "compile", stuck.compile)
+    slow = [constrained(f"r{n}", GrammarKind.REGEX, f"r{n}") for n in range(MAX_COMPILING)]
+    drive = Drive(core, [*slow, asked])
+    assert core.scheduler.num_waiting == 1
+    until(lambda: drive.step() is not None and ("a", 0) in drive.choices)
+    with pytest.raises(InvalidRequest, match="resumed tokens"):
+        core.submit(constrained("b", GrammarKind.CHOICE, '["yes"]', request={"resume": (700,)}))
+    stuck.go_on.set()
+    assert text_of(core, drive.finish()["a"].tokens) == "yes"
+
+
+def test_as_many_grammars_are_compiled_as_requests_may_wait(folder: Path, stuck: Any) -> None:
+    core = core_of(folder, max_num_seqs=1, max_waiting=2)
+    core._grammars.compiler = stuck
+    drive = Drive(core, [constrained(f"r{n}", GrammarKind.REGEX, f"r{n}") for n in range(3)])
+    with pytest.raises(Overloaded) as refused:
+        core.submit(constrained("r3", GrammarKind.REGEX, "r3"))
+    assert refused.value.fields == {"queue": "grammars", "limit": 3}
+    stuck.go_on.set()
+    drive.finish()
+    assert drive.failed.keys() == {"r0", "r1", "r2"}
+    core.close()
+
+
+def test_the_compiler_is_made_once(stuck: Any) -> None:
+    num_made = 0
+
+    def make() -> Any:
+        nonlocal num_made
+        time.sleep(0.05)
+        num_made += 1
+        return stuck
+
+    threads = CompilingThreads(make)
+    grammars = [Grammar(GrammarKind.REGEX, f"r{n}") for n in range(MAX_COMPILING)]
+    assert threads.kept(grammars[0]) is None
+    for grammar in grammars:
+        threads.start(grammar)
+    stuck.await_full()
+    threads.close()
+    assert num_made == 1

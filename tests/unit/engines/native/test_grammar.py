@@ -648,21 +648,22 @@ def test_what_was_used_last_is_kept() -> None:
     small = GrammarCompiler(tokenizer_json(), VOCABULARY, [EOS], max_grammars=2)
     grammars = [Grammar(GrammarKind.REGEX, letter) for letter in "abc"]
     first, _ = (small.compile(one) for one in grammars[:2])
-    assert small.compile(grammars[0]) is first
+    assert small.kept(Grammar(GrammarKind.REGEX, "a")) is first
     small.compile(grammars[2])
-    assert small.num_kept == 2
-    assert small.compile(Grammar(GrammarKind.REGEX, "a")) is first  # by content; b was the one to go
+    assert [small.kept(one) is not None for one in grammars] == [True, False, True]
+    assert small.compile(Grammar(GrammarKind.REGEX, "a")) is first
     assert small.num_bytes == sum(small.compile(grammars[n]).num_bytes for n in (0, 2))
 
 
 def test_what_is_kept_is_bounded_in_bytes() -> None:
     small = GrammarCompiler(tokenizer_json(), VOCABULARY, [EOS], max_bytes=300_000)
-    for letter in "abcdef":
-        small.compile(Grammar(GrammarKind.REGEX, letter))
-    assert small.num_kept == 2
+    grammars = [Grammar(GrammarKind.REGEX, letter) for letter in "abcdef"]
+    for grammar in grammars:
+        small.compile(grammar)
+    assert [small.kept(one) is not None for one in grammars] == [False] * 4 + [True] * 2
     assert small.num_bytes <= 300_000
     small.compile(Grammar(GrammarKind.CHOICE, json.dumps([f"choice {n}" for n in range(2000)])))
-    assert small.num_kept == 0
+    assert not any(small.kept(one) for one in grammars)
     assert small.num_bytes == 0
 
 

@@ -22,9 +22,10 @@ pytest.importorskip("triton")
 from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
+from kvolt.core.errors import ConfigError  # noqa: E402
 from kvolt.engines.native.attention_cuda import CudaAttention  # noqa: E402
 from kvolt.engines.native.batch import Batch  # noqa: E402
-from kvolt.engines.native.graphs import DecodeGraphs, GraphLimits, Run  # noqa: E402
+from kvolt.engines.native.graphs import DecodeGraphs, GraphLimits, Run, sizes_up_to  # noqa: E402
 from kvolt.engines.native.kernels import operations, triton_fused  # noqa: E402
 from kvolt.engines.native.kernels.triton_decode import (  # noqa: E402
     PagedContext,
@@ -163,9 +164,8 @@ def mixed_batch(paged: Paged, chunks: list[int], num_decodes: int) -> Batch:
     )
 
 
-@pytest.mark.parametrize("prefill", ["paged", "sdpa"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_mixed_step_writes_its_kv_and_attends(prefill: str, dtype: str) -> None:
+def test_a_mixed_step_writes_its_kv_and_attends(dtype: str) -> None:
     """Two decodes, a whole prompt, a chunk after cached tokens, a chunk of one block's end."""
     lens, chunks = [33, 1, 20, 75, 48], [1, 1, 20, 40, 5]
     slab = slab_of(2, 64, 16, 40, dtype)
@@ -176,7 +176,7 @@ def test_a_mixed_step_writes_its_kv_and_attends(prefill: str, dtype: str) -> Non
     fresh = [kv[:, length - chunk :] for kv, length, chunk in zip(paged.kv, lens, chunks, strict=True)]
     k, v = torch.cat(fresh, dim=1)
     q = normal(len(k), 4, 64, dtype=slab.tensor.dtype, seed=5)
-    attention = CudaAttention(slab, 4, 64**-0.5, prefill="paged" if prefill == "paged" else "sdpa")
+    attention = CudaAttention(slab, 64**-0.5)
     out = attention.rotate_and_attend(1, q, k, v, unturned(64), batch)
     assert out.shape == (len(k), 4 * 64)
     for row, (start, end) in enumerate(zip(batch.query_starts, batch.query_starts[1:], strict=False)):
@@ -247,7 +247,7 @@ def test_padded_rows_of_a_graph_touch_nothing_but_the_spare_block() -> None:
     paged = Paged(slab, lens, layer=0)
     for row, length in enumerate(lens):
         paged.write(row, length - 1)
-    attention = CudaAttention(slab, 4, 0.25)
+    attention = CudaAttention(slab, 0.25)
     q_of = normal(50, 4, 16, seed=3)
     k_of, v_of = normal(2, 50, 2, 16, seed=4)
 
@@ -269,6 +269,24 @@ def test_padded_rows_of_a_graph_touch_nothing_but_the_spare_block() -> None:
     assert torch.equal(written.nan_to_num(), slab.tensor.nan_to_num())
     changed = (written.nan_to_num() != before.nan_to_num()).flatten(1).any(1).nonzero().flatten().tolist()
     assert set(changed) <= {blocks[-1] for blocks in paged.blocks} | {11}
+
+
+def test_graphs_go_up_to_the_largest_batch() -> None:
+    assert sizes_up_to(20) == [1, 2, 4, 8, 16, 20]
+    assert sizes_up_to(1) == [1]
+    for rows in (256, 300):
+        sizes = sizes_up_to(rows)
+        assert sizes[-1] == 256
+        assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize(("head_dim", "block_size", "key"), [(80, 16, "model"), (64, 8, "args.block_size")])
+def test_a_shape_the_kernels_cannot_take_is_a_wrong_setting(head_dim: int, block_size: int, key: str) -> None:
+    operations.check_gpu_shape(64, 16)
+    with pytest.raises(ConfigError) as caught:
+        operations.check_gpu_shape(head_dim, block_size)
+    assert caught.value.fields["key"] == key
+    assert caught.value.fields["remedy"]
 
 
 def test_graphs_take_only_what_they_were_captured_for() -> None:

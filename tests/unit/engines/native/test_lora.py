@@ -70,6 +70,7 @@ def assert_equal(family: Family, found: dict[str, Answer]) -> None:
 def test_base_and_adapters_in_one_batch(family: Family, max_batch_tokens: int) -> None:
     loras = {name: str(path) for name, path in family.adapters.items()}
     core = core_of(family.folder, loras=loras, max_batch_tokens=max_batch_tokens, max_num_seqs=32)
+    assert core.info.loras == ("all", "some")
     requests = [
         asked(lora, name, prompt) for name, prompt in PROMPTS.items() for lora in (None, "all", "some")
     ]
@@ -180,6 +181,13 @@ BROKEN = {
     "half a pair": lambda folder: with_tensors(folder, lambda tensors: tensors.pop(f"{_FIRST}A.weight")),
     "another model": lambda folder: with_tensors(
         folder, lambda tensors: tensors.update({f"{_FIRST}B.weight": torch.zeros(7, 4)})
+    ),
+    "another rank": lambda folder: with_config(folder, r=8),
+    "one dimension": lambda folder: with_tensors(
+        folder, lambda tensors: tensors.update({f"{_FIRST}A.weight": torch.zeros(4)})
+    ),
+    "three dimensions": lambda folder: with_tensors(
+        folder, lambda tensors: tensors.update({f"{_FIRST}A.weight": torch.zeros(4, 64, 1)})
     ),
     "another layer": lambda folder: with_tensors(
         folder,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -29,10 +30,15 @@ from tests.unit.engines.native.equality_lab import (
 )
 from tests.unit.engines.native.lora_lab import merged, write_adapter
 
-from kvolt.core.errors import ConfigError, Unsupported
+from kvolt.core.errors import ConfigError, EngineFailed, Unsupported
+from kvolt.core.request import Role
 from kvolt.engines.models.checkpoint import open_checkpoint
+from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
+from kvolt.engines.native.follower import Followers
+from kvolt.engines.native.loading import device_of
 from kvolt.engines.native.parallel import check_degree, share
+from kvolt.engines.registry import EngineSpec
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 PROMPTS = make_prompts(seed=1, vocabulary=900)
@@ -107,6 +113,11 @@ def test_answers_equal_those_of_transformers(core: EngineCore, reference: Refere
     assert_equal(reference, found)
 
 
+def test_what_needs_whole_blocks_is_not_announced(core: EngineCore) -> None:
+    assert {"KvMovable", "Prefill"}.isdisjoint(core.info.features)
+    assert {"KvEvents", "KvVisible"} <= set(core.info.features)
+
+
 def test_cached_blocks_are_found_on_every_rank(core: EngineCore, reference: Reference) -> None:
     core.capabilities.clear_kv()
     for cached in (0, (len(PROMPT) - 1) // 2 * 2):
@@ -171,6 +182,29 @@ def test_a_leader_that_is_killed_takes_its_ranks_along(folder: Path, tmp_path: P
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "a rank is left behind"
         time.sleep(0.05)
+
+
+def test_a_rank_that_cannot_start_says_why_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    spec = EngineSpec(model="m", role=Role.AGGREGATED)
+    followers = Followers(spec, NativeArguments(tensor_parallel=2, device="cpu"), tmp_path / "nothing")
+    try:
+        with pytest.raises(EngineFailed, match=r"rank-1 did not start: .*nothing"):
+            followers.wait_started()
+    finally:
+        followers.close()
+
+
+def test_ranks_need_a_device_each() -> None:
+    spec = EngineSpec(model="m", role=Role.AGGREGATED)
+    two = NativeArguments(tensor_parallel=2)
+    with pytest.raises(ConfigError, match="2 ranks need as many devices"):
+        device_of(EngineSpec(model="m", role=Role.AGGREGATED, devices=("cpu",)), two, 1)
+    with pytest.raises(ConfigError, match="cannot share cuda:0"):
+        device_of(spec, msgspec.structs.replace(two, device="cuda:0"), 0)
+    absent = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(ConfigError, match=f"there is no {absent}"):
+        device_of(spec, NativeArguments(device=absent), 0)
+    assert device_of(spec, NativeArguments(device="cpu"), 0) == torch.device("cpu")
 
 
 # --- Shares ---------------------------------------------------------------------------------------------

@@ -26,10 +26,11 @@ from tests.unit.engines.native.shell_lab import (
 
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import EngineFailed
+from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.engines.native.shell import engine as engine_module
 from kvolt.engines.native.shell.engine_loop import EngineLoop, Pipe, ShellGone
-from kvolt.engines.native.shell.messages import FrameCutter, Step, Stop, decode_answer, frame
+from kvolt.engines.native.shell.messages import Abort, FrameCutter, Step, Stop, decode_answer, frame
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.tasks import Scope
 
@@ -191,11 +192,14 @@ class _Stub:
         self.num_steps += 1
         return self.outputs.pop(0) if self.outputs else None
 
+    def abort(self, request_id: RequestId) -> None:
+        pass
+
     def load(self) -> WorkerLoad:
         return WorkerLoad()
 
 
-def _run(core: Any, for_s: float, then: bytes) -> list[object]:
+def _run(core: Any, for_s: float, then: bytes, first: bytes = b"") -> list[object]:
     """What the loop says until it is stopped."""
     ours, theirs = socket.socketpair()
     with ours:
@@ -212,6 +216,7 @@ def _run(core: Any, for_s: float, then: bytes) -> list[object]:
 
         thread = threading.Thread(target=run)
         thread.start()
+        ours.sendall(first)
         time.sleep(for_s)
         ours.sendall(then)
         if not then:
@@ -249,6 +254,13 @@ def test_what_is_there_to_tell_is_told_in_order() -> None:
     core.outputs = [StepOutput(load=WorkerLoad(running=number)) for number in range(1, 6)]
     said = _run(core, 0.1, bytes(frame(Stop())))
     assert [step.load.running for step in said if isinstance(step, Step) and step.load] == [1, 2, 3, 4, 5]
+
+
+def test_it_is_heard_of_that_a_request_went_though_no_load_changed() -> None:
+    """One that waited for its grammar was in no step: who waits for one would take the engine for stuck."""
+    abort = bytes(frame(Abort(RequestId("a"))))
+    said = _run(_Stub(has_work=False), 0.1, bytes(frame(Stop())), first=abort)
+    assert [step.load for step in said if isinstance(step, Step)] == [WorkerLoad()]
 
 
 def test_the_loop_ends_with_the_socket() -> None:

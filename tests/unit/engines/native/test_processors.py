@@ -77,6 +77,18 @@ def test_what_is_wrong_is_said(asked: Any, message: str) -> None:
     assert caught.value.fields["param"] == "logits_processors"
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no luck"), KeyError("no luck"), OSError("no luck")])
+def test_whatever_a_factory_raises_is_the_request_s_fault(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken() -> None:
+        raise error
+
+    monkeypatch.setitem(processors._BUILT_IN, "broken", broken)
+    with pytest.raises(InvalidRequest, match=f"'broken' cannot be made: {type(error).__name__}: .*no luck"):
+        make_processors({"logits_processors": ["broken"]})
+
+
 class Shout:
     def __call__(self, logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int]) -> None:
         logits[0] = 1
@@ -87,6 +99,7 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
         EntryPoint("shout", f"{__name__}:Shout", processors.GROUP),
         EntryPoint("gone", "no.such.module:thing", processors.GROUP),
         EntryPoint("data", "math:pi", processors.GROUP),
+        EntryPoint("bad", "broken:thing", processors.GROUP),
     ]
 
     def some(group: str, name: str | None = None) -> list[EntryPoint]:
@@ -94,13 +107,23 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
         return [point for point in points if name in (None, point.name)]
 
     monkeypatch.setattr(processors, "entry_points", some)
-    monkeypatch.setattr(EntryPoint, "load", lambda self: Shout if self.name == "shout" else _load(self))
+    monkeypatch.setattr(EntryPoint, "load", _load)
     (made,) = make_processors({"logits_processors": ["shout"]})
     assert isinstance(made, Shout)
-    assert processor_names() == ["ban_repeated_ngrams", "data", "gone", "shout"]
-    for name, message in (("gone", "cannot be loaded"), ("data", "cannot be called")):
+    assert processor_names() == ["bad", "ban_repeated_ngrams", "data", "gone", "shout"]
+    for name, message in (
+        ("gone", "cannot be loaded"),
+        ("bad", "cannot be loaded: not today"),
+        ("data", "cannot be called"),
+    ):
         with pytest.raises(Unsupported, match=message):
             make_processors({"logits_processors": [name]})
 
 
-_load = EntryPoint.load
+_usual_load = EntryPoint.load
+
+
+def _load(point: EntryPoint) -> object:
+    if point.name == "bad":
+        raise RuntimeError("not today")
+    return Shout if point.name == "shout" else _usual_load(point)

@@ -447,3 +447,26 @@ def test_tokens_that_the_model_does_not_have(asked: dict[str, Any], message: str
     with pytest.raises(InvalidRequest, match=message):
         check_sampling(Sampling(**asked), 100)
     check_sampling(Sampling(logit_bias={99: 1.0}, allowed_token_ids=(0,)), 100)
+
+
+@pytest.mark.parametrize(
+    ("param", "taken", "refused"),
+    [
+        ("temperature", [0, 1e-9, 100], [-0.1, NAN, INF, 1e300]),
+        ("top_p", [1e-9, 1], [0, -0.1, 1.1, NAN]),
+        ("top_k", [None, -1, 0, 2**31 - 1], [-2, 2**31, 2**64 - 1]),
+        ("min_p", [0, 1], [-0.1, 1.1, NAN]),
+        ("presence_penalty", [-2, 2], [NAN, INF, -INF]),
+        ("frequency_penalty", [-2, 2], [NAN, INF, -INF]),
+        ("repetition_penalty", [0.01, 2], [0, -1, NAN, INF]),
+        ("logprobs", [None, 0, 1000], [-1]),
+        ("prompt_logprobs", [None, 0, 1000], [-1]),
+    ],
+)
+def test_numbers_that_cannot_be_sampled_with(param: str, taken: list[Any], refused: list[Any]) -> None:
+    for value in taken:
+        check_sampling(Sampling(**{param: value}), 100)
+    for value in refused:
+        with pytest.raises(InvalidRequest, match=f"{param} is ") as caught:
+            check_sampling(Sampling(**{param: value}), 100)
+        assert caught.value.fields["param"] == param

@@ -28,9 +28,9 @@ from kvolt.engines.native.grammar.lark import lark_of_ebnf
 from kvolt.engines.native.grammar.regex import alternatives, regex_source
 from kvolt.engines.native.grammar.schema import prepared_schema
 from kvolt.engines.native.grammar.tags import lark_of_tag
+from kvolt.engines.native.grammar.threads import MAX_COMPILING
 
 _MAX_REASON_CHARS = 300
-_MAX_COMPILING = 2
 _STACK_BYTES = 64 * 1024 * 1024
 _starting = threading.Lock()
 """The size of a new thread's stack is a setting of the whole process."""
@@ -119,7 +119,7 @@ class GrammarCompiler:
         self._max_grammars = max_grammars
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._slots = threading.BoundedSemaphore(_MAX_COMPILING)
+        self._slots = threading.BoundedSemaphore(MAX_COMPILING)
         self._lock = threading.Lock()
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
@@ -127,12 +127,16 @@ class GrammarCompiler:
         """Length of a mask. Longer than the model's vocabulary needs where the tokenizer has more tokens."""
 
     @property
-    def num_kept(self) -> int:
-        return len(self._kept)
-
-    @property
     def num_bytes(self) -> int:
         return self._num_bytes
+
+    def kept(self, grammar: Grammar) -> CompiledGrammar | None:
+        """A grammar that was compiled before, if it is still here: at once, and as a use of it."""
+        with self._lock:
+            compiled = self._kept.get(grammar)
+            if compiled is not None:
+                self._kept.move_to_end(grammar)
+            return compiled
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Blocks for milliseconds, or up to the compiler's timeout: call it from a thread of its own.
@@ -140,11 +144,9 @@ class GrammarCompiler:
         InvalidRequest with the reason for what is no grammar, one that no output can satisfy, or one that
         takes too long; Overloaded while such ones hold all slots.
         """
-        with self._lock:
-            compiled = self._kept.get(grammar)
-            if compiled is not None:
-                self._kept.move_to_end(grammar)
-                return compiled
+        compiled = self.kept(grammar)
+        if compiled is not None:
+            return compiled
         source = self._source(grammar)
         compiled = self._in_time(grammar, source)
         with self._lock:
@@ -154,9 +156,7 @@ class GrammarCompiler:
     def _in_time(self, grammar: Grammar, source: str) -> CompiledGrammar:
         """Compile in a thread that can be left behind, with a stack for long chains of rules."""
         if not self._slots.acquire(timeout=self._timeout_s):
-            raise Overloaded(
-                "other grammars are still being compiled", queue="grammars", limit=_MAX_COMPILING
-            )
+            raise Overloaded("other grammars are still being compiled", queue="grammars", limit=MAX_COMPILING)
         done: SimpleQueue[CompiledGrammar | BaseException] = SimpleQueue()
 
         def run() -> None:

@@ -164,7 +164,7 @@ def _find(weights: NDArray[np.float32], sums: Floats, uniform: float) -> int:
     running = sums.cumsum()
     total = running[-1]
     if not total > 0:
-        return 0  # not a number: the row is told to have failed by its maximum
+        return 0  # not a number, since its maximum is not finite: by that the row is told to have failed
     target = min(math.floor(uniform * total), total - 1)
     block = int(running.searchsorted(target, side="right"))
     before = running[block] - sums[block]

@@ -85,7 +85,7 @@ def find_processor(name: str) -> ProcessorFactory:
     for point in entry_points(group=GROUP, name=name):
         try:
             factory = point.load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # foreign code, which may raise anything
             raise Unsupported(
                 f"logits processor {name!r} cannot be loaded: {error}", feature=f"{KEY}.{name}", param=KEY
             ) from error
@@ -111,10 +111,12 @@ def make_processors(extra: Mapping[str, Any]) -> tuple[LogitsProcessor, ...]:
 
 def _make(item: object) -> LogitsProcessor:
     name, args = (item, {}) if isinstance(item, str) else _parts(item)
+    factory = find_processor(name)
     try:
-        return find_processor(name)(**args)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"logits processor {name!r}: {str(error)[:200]}", param=KEY) from error
+        return factory(**args)
+    except Exception as error:  # foreign code: it may fail its own request, never the engine
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise InvalidRequest(f"logits processor {name!r} cannot be made: {reason}", param=KEY) from error
 
 
 def _parts(item: object) -> tuple[str, dict[str, Any]]:

@@ -1,12 +1,7 @@
 """Sampling: a token for every row of logits, with all that a request may ask of its choice.
 
-`sample` does it at once. Where the logits stay on a device, `prepare` does the host's part, which can
-overlap the model's own work, `Plan.choose` the device's part without waiting for it, and `Chosen.collect`
-waits and reads everything in one copy:
-
-    plan = prepare(rows, vocabulary, device)
-    chosen = plan.choose(logits)          # chosen.tokens can feed the next step on the device
-    sampled = chosen.collect()
+`sample` does it, in three parts: `prepare` is the host's, `Plan.choose` the device's, which waits for nothing,
+and `Chosen.collect` waits for the device and reads everything in one copy.
 
 In order: repetition, presence and frequency penalties, logit bias, banned and allowed tokens, grammar mask,
 custom processors, temperature, top_k, top_p, min_p, then one uniform number per row (`randomness`). Rows
@@ -39,6 +34,21 @@ __all__ = ["Chosen", "Plan", "Row", "Sampled", "check_sampling", "prepare", "pro
 
 _GREEDY_BELOW = 1e-5
 _NO_LIMIT = 1 << 40
+_LARGE = 1_000_000
+"""Far more than means anything, and little enough for float32 to count with."""
+_MOST_TOKENS = 2**31 - 1
+_BOUNDS = (
+    ("temperature", 0, _LARGE),
+    ("top_p", 0, 1),
+    ("top_k", -1, _MOST_TOKENS),
+    ("min_p", 0, 1),
+    ("presence_penalty", -_LARGE, _LARGE),
+    ("frequency_penalty", -_LARGE, _LARGE),
+    ("repetition_penalty", 0, _LARGE),
+    ("logprobs", 0, _MOST_TOKENS),
+    ("prompt_logprobs", 0, _MOST_TOKENS),
+)
+_NOT_ZERO = ("top_p", "repetition_penalty")
 
 
 class Filter(IntEnum):
@@ -76,7 +86,7 @@ class Row:
     position: int = 0
     """Place of the token in the output, tokens that a resumed request came with included."""
     prompt: Sequence[int] = ()
-    """Needed where `needs_tokens`, as is the output."""
+    """Needed for penalties and processors, as is the output."""
     output: Sequence[int] = ()
     banned: Sequence[int] = ()
     """Tokens that may not come now: those that end a choice before its min_tokens."""
@@ -101,11 +111,6 @@ class Row:
         self.is_edited = bool(
             self.is_penalized or asked.logit_bias or asked.allowed_token_ids is not None or self.processors
         )
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether prompt and output are looked at."""
-        return self.is_penalized or bool(self.processors)
 
     def counted(self, vocabulary: int) -> History:
         if self._history is None:
@@ -138,7 +143,14 @@ class Sampled(NamedTuple):
 
 
 def check_sampling(sampling: Sampling, vocabulary: int) -> None:
-    """InvalidRequest for tokens that the model does not have; the sampler itself passes over them."""
+    """InvalidRequest for numbers that cannot be sampled with, which would harm the whole step, and for tokens that the
+    model does not have, which the sampler itself passes over."""
+    for param, least, most in _BOUNDS:
+        value = getattr(sampling, param)
+        if value is not None and not least <= value <= most:  # as what is not a number never is
+            raise InvalidRequest(f"{param} is {value}; it must be from {least} to {most}", param=param)
+        if value == 0 and param in _NOT_ZERO:
+            raise InvalidRequest(f"{param} is 0; it must be above", param=param)
     for param, ids in (
         ("logit_bias", sampling.logit_bias),
         ("allowed_token_ids", sampling.allowed_token_ids or ()),

@@ -159,6 +159,8 @@ class EngineLoop:
         self._stopped = False
         self._failed: list[tuple[RequestId, ErrorInfo]] = []
         self._told_load = WorkerLoad()
+        self._has_dropped = False
+        """Whether a request was taken away since something was told."""
 
     def run(self) -> None:
         """Until Stop, or ShellGone. What a step raises is the end as well."""
@@ -191,6 +193,7 @@ class EngineLoop:
                 self._submit(request)
             case Abort(request_id):
                 self._core.abort(request_id)
+                self._has_dropped = True
             case Call():
                 self._call(command)
             case Stop():
@@ -243,12 +246,17 @@ class EngineLoop:
             self._failed.clear()
         if output.load is not None:
             self._told_load = output.load
+        self._has_dropped = False
         self._pipe.send(self._wording.step(self._num_seen, output))
 
     def _tell_rest(self) -> None:
-        """What was stopped between steps is in no step's load: without this the last one would stand."""
+        """What was stopped between steps is in no step's load: without this the last one would stand.
+
+        Also where no load has changed: a request that went while its grammar was compiled was in none, but who
+        waited for a step of it has to hear that the engine is at rest, and not stuck.
+        """
         load, told = self._core.load(), self._told_load
-        if (load.running, load.waiting, load.kv_used_blocks) != (
+        if self._has_dropped or (load.running, load.waiting, load.kv_used_blocks) != (
             told.running,
             told.waiting,
             told.kv_used_blocks,

@@ -150,7 +150,8 @@ class StepWording:
 
     def step(self, num_seen: int, output: StepOutput) -> Step:
         plain_ids: tuple[RequestId, ...] | None = None
-        if output.plain_ids and output.plain_ids != self._plain_ids:
+        if output.plain_ids != self._plain_ids:
+            # Also when there are none now: the same ids after a pause may be other requests.
             plain_ids = self._plain_ids = output.plain_ids
         return Step(
             num_seen,

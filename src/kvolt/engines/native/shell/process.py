@@ -121,7 +121,9 @@ def _end_with(shell: int) -> None:
 def main(argv: list[str]) -> int:
     socket_fd, memory_fd = int(argv[0]), int(argv[1]) if len(argv) > 1 else None
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # both may go to the whole group, and the shell has to drain first
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # both may go to the whole group, and the shell has to drain first
     faulthandler.enable()
     for descriptor in (socket_fd, memory_fd):
         if descriptor is not None:
