@@ -145,6 +145,8 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(hub: Hub, server: FakeH
 
 
 def test_wrong_bytes_are_dropped_and_not_taken(hub: Hub, server: FakeHub, tmp_path: Path) -> None:
+    # One large file: of another one, what came before this one was found wrong would stay.
+    server.repos["kvolt/tiny"] = Repo({"config.json": b"{}", "model.safetensors": WEIGHTS})
     server.faults.corrupt = True
     with pytest.raises(NetworkFault, match="wrong bytes"):
         hub.download(TINY, Told())
