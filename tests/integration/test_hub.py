@@ -94,7 +94,7 @@ def test_download_then_offline(machine: Machine, hub: FakeHub) -> None:
     assert out in shown
     assert hub.asked == []
     code, _, err = machine.run("fetch", "kvolt/gated", HF_HUB_OFFLINE="1")
-    assert (code, err.count("\n")) == (1, 0)
+    assert (code, err.count("\n")) == (2, 0)
     assert "HF_HUB_OFFLINE forbids" in err
 
 
