@@ -108,6 +108,8 @@ class SimEngine:
             raise EngineFailed("the engine is closed", engine="sim")
         if request.grammar is not None:
             raise Unsupported("the sim engine has no grammars", feature="grammar")
+        if request.extra.get("logits_processors"):
+            raise Unsupported("the sim engine has no logits processors", feature="logits_processors")
         _check_tokens(request)
         self._scheduler.add(request, keep_blocks=keep_blocks)
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import SequenceHasher, request_seed
@@ -77,4 +79,7 @@ def build_request(
         salt=said.salt,
         lora=lora,
         routing=said.routing,
+        extra={"logits_processors": msgspec.to_builtins(options.logits_processors)}
+        if options.logits_processors
+        else {},
     )

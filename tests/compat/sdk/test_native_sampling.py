@@ -288,3 +288,30 @@ async def test_more_than_fits_at_once(tiny: OpenAI, atiny: AsyncOpenAI) -> None:
     for number in (0, 5, 11):
         alone = tiny.chat.completions.create(messages=prompt(number), **asked)  # type: ignore[call-overload]
         assert alone.choices[0].message.content == together[number]
+
+
+# --- plug-ins
+
+
+def test_a_logits_processor_by_name(tiny: OpenAI) -> None:
+    """No token twice, where they come several times without it."""
+    asked: dict[str, Any] = {"model": MODEL, "messages": ask(), "max_tokens": 60, "temperature": 0}
+    banning = {"logits_processors": [{"name": "ban_repeated_ngrams", "args": {"n": 1}}]}
+    found = []
+    for more in ({}, banning):
+        answer = tiny.chat.completions.create(**asked, extra_body={**IDS, **more})
+        assert answer.model_extra is not None
+        found.append(answer.model_extra["nvext"]["completion_token_ids"])
+    plain, banned = found
+    assert len(set(plain)) < len(plain)
+    assert len(set(banned)) == len(banned)
+
+
+@pytest.mark.parametrize(
+    ("processor", "status"),
+    [("no_such_processor", 400), ({"name": "ban_repeated_ngrams", "args": {"n": 0}}, 400), ({}, 400)],
+)
+def test_a_logits_processor_that_cannot_be_had(tiny: OpenAI, processor: object, status: int) -> None:
+    with pytest.raises(openai.APIStatusError, match="processor") as caught:
+        chat(tiny, extra_body={"logits_processors": [processor]})
+    assert caught.value.status_code == status

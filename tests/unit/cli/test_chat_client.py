@@ -44,7 +44,9 @@ def test_events_do_not_depend_on_how_the_bytes_are_cut(data: st.DataObject) -> N
     ends = st.sampled_from(["\n", "\r", "\r\n"])
     stream = b""
     wanted = []
-    for text in data.draw(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), max_size=4)):
+    for text in data.draw(
+        st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), max_size=4)
+    ):
         end = data.draw(ends)
         noise = data.draw(st.sampled_from(["", ": a comment", "event: message", "id", ":"]))
         lines = [*([noise] if noise else []), f"data: {text}", "data:second", "", ""]

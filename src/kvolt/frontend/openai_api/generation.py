@@ -10,7 +10,12 @@ import msgspec
 from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, Sampling
 from kvolt.frontend.openai_api.grammar import grammar_param, is_guided, request_grammar
-from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest, GenerationRequest
+from kvolt.frontend.openai_api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    NamedProcessor,
+)
 from kvolt.frontend.openai_api.tools import NO_TOOLS, Tool, Toolset, resolve_tools, tool_grammar
 
 _DEFAULTS = Sampling()
@@ -29,6 +34,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_stop: bool = False
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
+    logits_processors: tuple[str | NamedProcessor, ...] = ()
     tool_choice: str = "none"
     """"none", "auto", "required" or the name of the function that must be called."""
     tools: tuple[Tool, ...] = ()
@@ -113,6 +119,7 @@ def _options(
         include_stop=request.include_stop_str_in_output or False,
         skip_special_tokens=request.skip_special_tokens is not False,
         grammar=grammar,
+        logits_processors=tuple(request.logits_processors or ()),
         tool_choice=toolset.choice,
         tools=toolset.tools,
         parallel_tool_calls=parallel,

@@ -57,6 +57,16 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
     budget_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
+_Scalar = str | bool | Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | float | None
+
+
+class NamedProcessor(msgspec.Struct, frozen=True, kw_only=True):
+    """A logits processor of the engine, with what it is made with."""
+
+    name: _Name
+    args: Annotated[dict[str, _Scalar | list[_Scalar]], Meta(max_length=64)] = {}
+
+
 class _GenerationFields(GuidedFields, frozen=True, kw_only=True):
     """What both endpoints that generate text share."""
 
@@ -79,6 +89,8 @@ class _GenerationFields(GuidedFields, frozen=True, kw_only=True):
         Annotated[dict[_TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None
     ) = None
     allowed_token_ids: Annotated[list[_TokenId], Meta(min_length=1, max_length=2**20)] | None = None
+    logits_processors: Annotated[list[_Name | NamedProcessor], Meta(max_length=16)] | None = None
+    """Custom ones that the engine has as plug-ins, by name."""
 
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[_TokenId], Meta(max_length=1024)] | None = None
