@@ -18,7 +18,7 @@ from kvolt.cli.health import base_url, served_models
 from kvolt.cli.placement import device_flags, place, visible_gpus
 from kvolt.cli.process import check_directory, plane_host, process_options, run_loop
 from kvolt.cli.serve_chat import HeldOutput, chat_in_terminal
-from kvolt.cli.worker import add_lora_flag, check_engine, with_loras, with_model
+from kvolt.cli.worker import add_engine_flags, check_engine, with_arguments, with_model
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.request import Role
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
@@ -41,6 +41,7 @@ their logs merged. Ctrl-C stops all of it in order; a second Ctrl-C at once.
 Examples:
   kvolt serve                          SmolLM2-135M on 127.0.0.1:8000: a frontend and a worker
   kvolt serve Qwen/Qwen3-0.6B          another model: a name on the hub, a folder, a GGUF file
+  kvolt serve --arg dtype=float32      an argument of the engine (`kvolt engine list native` tells them)
   kvolt serve sim-tiny --workers 4     simulated workers: no weights, no torch
   kvolt serve --lora sql=./adapters/sql
                                        with a LoRA adapter: ask for model "sql", or for the model itself
@@ -62,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "model", nargs="?", help="model of the first [[workers]] entry (default: smollm2-135m)"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes of the first [[workers]] entry")
-    add_lora_flag(parser)
+    add_engine_flags(parser)
     parser.add_argument("--quiet", action="store_true", help="show only warnings and errors of the processes")
     parser.add_argument(
         "--interactive",
@@ -73,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     given = with_workers(with_model_served(loaded.settings, args.model), args.workers)
-    given = with_adapters(given, args.lora)
+    given = with_engine_flags(given, args.arg, args.lora)
     for group in given.workers:
         check_engine(group)
     return serve(given, args.quiet, args.interactive)
@@ -175,13 +176,15 @@ def with_workers(settings: Settings, count: int | None) -> Settings:
     return msgspec.structs.replace(settings, workers=[first, *settings.workers[1:]])
 
 
-def with_adapters(settings: Settings, given: Sequence[str]) -> Settings:
-    """The adapters of `--lora`, at the first [[workers]] entry."""
-    if not given:
+def with_engine_flags(settings: Settings, arguments: Sequence[str], loras: Sequence[str]) -> Settings:
+    """What `--arg` and `--lora` say, at the first [[workers]] entry."""
+    if not arguments and not loras:
         return settings
     if not settings.workers:
-        raise ConfigError("adapters need a worker", key="lora", remedy="add [[workers]], or drop --lora")
-    first = with_loras(settings.workers[0], given)
+        raise ConfigError(
+            "--arg and --lora are for workers, and there are none", key="workers", remedy="add [[workers]]"
+        )
+    first = with_arguments(settings.workers[0], arguments, loras)
     return msgspec.structs.replace(settings, workers=[first, *settings.workers[1:]])
 
 

@@ -47,17 +47,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--devices", metavar="A,B", help="GPUs of this worker, by index (default: as the config says)"
     )
     parser.add_argument("--role", choices=[role.value for role in Role], help="what this worker does")
+    add_engine_flags(parser)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arg",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="engine argument; VALUE is JSON or a word",
+        help="engine argument, as `kvolt engine list` tells them; VALUE is JSON or a word (repeat for more)",
     )
-    add_lora_flag(parser)
-
-
-def add_lora_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora",
         action="append",
@@ -72,8 +72,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     group = find_group(loaded.settings.workers, args.group)
     if args.model is not None or args.engine is not None:
         group = with_model(group, args.model or group.model, args.engine)
-    given = {**group.args, **dict(parse_argument(text) for text in args.arg)}
-    engine_name, arguments = check_engine(with_loras(msgspec.structs.replace(group, args=given), args.lora))
+    engine_name, arguments = check_engine(with_arguments(group, args.arg, args.lora))
     devices = args.devices.split(",") if args.devices else group.devices
     spec = EngineSpec(model=group.model, role=Role(args.role or group.role), devices=tuple(devices))
 
@@ -120,7 +119,15 @@ def with_model(group: WorkerSettings, model: str, engine: str | None = None) -> 
     return msgspec.structs.replace(group, model=model, engine=engine, args=group.args if same else {})
 
 
-def with_loras(group: WorkerSettings, given: Sequence[str]) -> WorkerSettings:
+def with_arguments(
+    group: WorkerSettings, arguments: Sequence[str], loras: Sequence[str] = ()
+) -> WorkerSettings:
+    """The same group with the arguments of `--arg` and the adapters of `--lora`."""
+    given = {**group.args, **dict(parse_argument(text) for text in arguments)}
+    return _with_loras(msgspec.structs.replace(group, args=given), loras)
+
+
+def _with_loras(group: WorkerSettings, given: Sequence[str]) -> WorkerSettings:
     """The same group with the adapters of `--lora`, besides those that its `args.loras` has."""
     if not given:
         return group

@@ -11,7 +11,7 @@ from kvolt.cli.serve import (
     check_shared,
     child_specs,
     missing,
-    with_adapters,
+    with_engine_flags,
     with_model_served,
     with_workers,
     worker_settings,
@@ -90,7 +90,7 @@ def test_adapters_are_given_to_the_first_workers(tmp_path: Path, monkeypatch: py
         model="smollm2-135m", args={"threads": 2, "loras": {"sql": "/old", "kept": "/kept"}}
     )
     given = replace(settings(), workers=[group, WorkerSettings(name="other")])
-    found = with_adapters(given, ["sql=sql", f"poet={poet}", f"a/b={poet}"])
+    found = with_engine_flags(given, [], ["sql=sql", f"poet={poet}", f"a/b={poet}"])
     first, second = found.workers
     assert first.args == {
         "threads": 2,
@@ -103,7 +103,7 @@ def test_adapters_are_given_to_the_first_workers(tmp_path: Path, monkeypatch: py
     }
     assert second.args == {}
     assert check_engine(first) == ("native", first.args)
-    assert with_adapters(given, []) is given
+    assert with_engine_flags(given, [], []) is given
     (tmp_path / "kvolt.toml").write_text(to_toml(found))
     assert load(environ={}, cwd=tmp_path).settings.workers == found.workers
 
@@ -119,10 +119,21 @@ def test_adapters_that_cannot_be_used_are_told_before_anything_starts(tmp_path: 
         ([f"sql={folder}", f"sql={folder}"], "gives 'sql' twice"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
-            with_adapters(given, texts)
+            with_engine_flags(given, [], texts)
         assert caught.value.fields["remedy"]
-    with pytest.raises(ConfigError, match="need a worker"):
-        with_adapters(replace(given, workers=[]), [f"sql={folder}"])
-    simulated = with_adapters(settings(), [f"sql={folder}"])
+    with pytest.raises(ConfigError, match="there are none"):
+        with_engine_flags(replace(given, workers=[]), [], [f"sql={folder}"])
+    simulated = with_engine_flags(settings(), [], [f"sql={folder}"])
     with pytest.raises(ConfigError, match="engine 'sim' has no argument 'loras'"):
         check_engine(simulated.workers[0])
+
+
+def test_arguments_are_given_to_the_first_workers() -> None:
+    group = WorkerSettings(model="smollm2-135m", args={"threads": 2, "block_size": 32})
+    given = replace(settings(), workers=[group, WorkerSettings(name="other")])
+    first, second = with_engine_flags(given, ["threads=1", "dtype=float32"], []).workers
+    assert first.args == {"threads": 1, "block_size": 32, "dtype": "float32"}
+    assert second.args == {}
+    wrong = with_engine_flags(given, ["no_such=1"], [])
+    with pytest.raises(ConfigError, match="no_such"):
+        check_engine(wrong.workers[0])
