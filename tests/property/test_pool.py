@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.unit.kv.names import Mirror, name_of, names_of, seen
+from tests.unit.kv.names import Mirror, names_of, seen
 
 from kvolt.kv import BlockId, BlockPool
 
@@ -25,6 +27,14 @@ class Holder:
     path: Path
     blocks: list[BlockId]
     num_sealed: int
+
+
+def all_of(pool: BlockPool) -> dict[str, Any]:
+    """All that is in it, and what it would tell."""
+    changes = deepcopy(pool).take_changes()
+    return {"changes": changes, **{name: value for name, value in vars(pool).items() if name != "_log"}} | {
+        "_blocks": [repr(block) for block in pool._blocks]
+    }
 
 
 class Pools(RuleBasedStateMachine):
@@ -67,14 +77,20 @@ class Pools(RuleBasedStateMachine):
                 self.end(num_holders)
 
     @precondition(lambda self: self.holders)
-    @rule(number=picks, count=st.integers(1, 5))
-    def seal(self, number: int, count: int) -> None:
+    @rule(number=picks, count=st.integers(1, 5), at_once=st.booleans())
+    def seal(self, number: int, count: int, at_once: bool = False) -> None:
         holder = self.pick(number)
         end = min(holder.num_sealed + count, len(holder.path))
+        names = names_of(holder.path)
+        one_by_one = deepcopy(self.pool) if at_once else self.pool
         for position in range(holder.num_sealed, end):
-            block, name = holder.blocks[position], name_of(holder.path[: position + 1])
+            block, name = holder.blocks[position], names[position]
             self.memory[block] = name.key
-            self.pool.register(block, name, holder.blocks[position - 1] if position else None, position)
+            one_by_one.register(block, name, holder.blocks[position - 1] if position else None, position)
+        if at_once:
+            self.pool.register_run(holder.blocks, names, holder.num_sealed, end)
+            assert all_of(self.pool) == all_of(one_by_one)
+            self.pool.check_integrity()
         holder.num_sealed = end
 
     @precondition(lambda self: self.pool.num_used > self.pool.num_blocks // 2)

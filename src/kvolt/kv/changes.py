@@ -6,6 +6,8 @@ one after the other one Removed. Knows no pool and no event ids.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, Removed, Stored, StoredBlock, Tier
 from kvolt.kv.lifecycle import BlockName
@@ -34,19 +36,23 @@ class ChangeLog:
         self._reset()
 
     def store(self, name: BlockName, parent: SequenceHash | None, position: int) -> None:
-        if self._is_full():
+        self.store_run((name,), parent, position)
+
+    def store_run(self, names: Sequence[BlockName], parent: SequenceHash | None, position: int) -> None:
+        """Blocks one below the other; `parent` and `position` are of the first."""
+        if self._is_full(len(names)):
             return
         if not (self._stored and parent == self._stored[-1].sequence_hash):
             self._close()
             self._parent, self._position = parent, position
-        self._stored.append(StoredBlock(name.sequence_hash, name.local_hash))
+        self._stored += [StoredBlock(name.sequence_hash, name.local_hash) for name in names]
 
-    def remove(self, sequence_hash: SequenceHash) -> None:
-        if self._is_full():
+    def remove_run(self, hashes: Sequence[SequenceHash]) -> None:
+        if not hashes or self._is_full(len(hashes)):
             return
         if self._stored:
             self._close()
-        self._removed.append(sequence_hash)
+        self._removed += hashes
 
     def clear(self) -> None:
         """What came before no longer matters."""
@@ -67,8 +73,8 @@ class ChangeLog:
         self._removed: list[SequenceHash] = []
         self.is_lost = False
 
-    def _is_full(self) -> bool:
-        self._num_blocks += 1
+    def _is_full(self, num_more: int) -> bool:
+        self._num_blocks += num_more
         if self._num_blocks > self._limit and not self.is_lost:
             self._reset()
             self.is_lost = True

@@ -31,11 +31,32 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Cleared, Stored, StoredBlock, Tier
 from kvolt.kv.changes import Change, ChangeLog
-from kvolt.kv.lifecycle import BlockId, BlockMove, BlockName, BlockState, IllegalMove, next_state
+from kvolt.kv.lifecycle import (
+    TRANSITIONS,
+    BlockId,
+    BlockMove,
+    BlockName,
+    BlockState,
+    IllegalMove,
+    next_state,
+)
 
 # Once: to look up a member of an enum takes longer than most of what is done with it here.
-_ALLOCATE, _REGISTER, _REGISTERED = BlockMove.ALLOCATE, BlockMove.REGISTER, BlockState.REGISTERED
-_FREE, _INACTIVE = BlockState.FREE, BlockState.INACTIVE
+_ALLOCATE, _REGISTER, _RELEASE, _EVICT = (
+    BlockMove.ALLOCATE,
+    BlockMove.REGISTER,
+    BlockMove.RELEASE,
+    BlockMove.EVICT,
+)
+_FREE, _WRITING, _REGISTERED, _INACTIVE = (
+    BlockState.FREE,
+    BlockState.WRITING,
+    BlockState.REGISTERED,
+    BlockState.INACTIVE,
+)
+# The four moves of nearly every block's life, looked up once; the loops below are otherwise as long as the table is.
+_ALLOCATED, _NAMED = TRANSITIONS[_FREE, _ALLOCATE], TRANSITIONS[_WRITING, _REGISTER]
+_LET_GO, _EVICTED = TRANSITIONS[_REGISTERED, _RELEASE], TRANSITIONS[_INACTIVE, _EVICT]
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +156,24 @@ class BlockPool:
         """Hold `count` blocks to write to, or none at all; evicts the inactive ones used longest ago."""
         if count > self.num_free:
             return None
-        return [self._allocate() for _ in range(count)]
+        blocks, free = self._blocks, self._free
+        kept = max(0, len(free) - count)
+        taken = free[kept:]
+        del free[kept:]
+        taken.reverse()
+        first, last = len(blocks), min(self.num_blocks, len(blocks) + count - len(taken))
+        if last > first:  # never used so far
+            blocks += [_Block(BlockId(number)) for number in range(first, last)]
+            taken += range(first, last)  # type: ignore[arg-type]
+        if len(taken) < count:
+            taken += self._evict(count - len(taken))
+        for block_id in taken:
+            block = blocks[block_id]
+            if block.state is not _FREE:
+                block.move(_ALLOCATE)  # which tells what is wrong
+            block.state = _ALLOCATED
+            block.num_holders = 1
+        return taken
 
     def retain(self, blocks: Iterable[BlockId]) -> None:
         """Hold blocks that somebody holds already. Ends with a `release` of its own."""
@@ -144,9 +182,15 @@ class BlockPool:
 
     def release(self, blocks: Iterable[BlockId]) -> None:
         """Let go of blocks, the deepest of a chain first: it is then the first to be evicted."""
+        inactive = self._inactive
         for block in self._held(blocks, "release"):
             block.num_holders -= 1
-            if not block.num_holders:
+            if block.num_holders:
+                continue
+            if block.state is _REGISTERED and not self._duplicates:
+                block.state = _LET_GO
+                inactive[block.id] = None
+            else:
                 self._let_go(block)
 
     # --- names
@@ -177,6 +221,36 @@ class BlockPool:
         self._num_by_hash[name.sequence_hash] = self._num_by_hash.get(name.sequence_hash, 0) + 1
         self._log.store(name, parent_name.sequence_hash if parent_name else None, position)
         return True
+
+    def register_run(
+        self, blocks: Sequence[BlockId], names: Sequence[BlockName], start: int, end: int
+    ) -> None:
+        """`register` of the blocks from `start` to `end` of one sequence, whose blocks and names these are."""
+        by_key, num_by_hash, made = self._by_key, self._num_by_hash, self._blocks
+        position = start
+        parent = made[blocks[start - 1]].name if start else None
+        while position < end:
+            stored: list[BlockName] = []
+            first, above = position, parent
+            while position < end and (parent is not None or not position):
+                name, block = names[position], made[blocks[position]]
+                if name.key in by_key or block.state is not _WRITING:
+                    break
+                block.state, block.name, block.parent, block.position = _NAMED, name, parent, position
+                by_key[name.key] = block.id
+                hashed = name.sequence_hash
+                num_by_hash[hashed] = num_by_hash.get(hashed, 0) + 1
+                stored.append(name)
+                parent = name
+                position += 1
+            if stored:
+                self._log.store_run(stored, above.sequence_hash if above else None, first)
+            if position < end:  # a name that is known, a parent without one, or a wrong state: the long way
+                self.register(
+                    blocks[position], names[position], blocks[position - 1] if position else None, position
+                )
+                parent = made[blocks[position]].name
+                position += 1
 
     def clear(self) -> int:
         """Forget every name; the inactive blocks become free, the held ones stay with their holders.
@@ -233,18 +307,6 @@ class BlockPool:
 
     # ---
 
-    def _allocate(self) -> BlockId:
-        """One block: a free one, else one that was never used, else the inactive one used longest ago."""
-        if not self._free:
-            if len(self._blocks) < self.num_blocks:
-                self._make()
-            else:
-                self._evict()
-        block = self._blocks[self._free.pop()]
-        block.move(_ALLOCATE)
-        block.num_holders = 1
-        return block.id
-
     def _make(self) -> None:
         block = _Block(BlockId(len(self._blocks)))
         self._blocks.append(block)
@@ -299,19 +361,36 @@ class BlockPool:
         if not duplicates:
             del self._duplicates[block.name.key]
 
-    def _evict(self) -> None:
-        block_id, _ = self._inactive.popitem(last=False)
-        block = self._blocks[block_id]
-        name = block.name
-        assert name is not None
-        del self._by_key[name.key]
-        left = self._num_by_hash[name.sequence_hash] - 1
-        if left:
-            self._num_by_hash[name.sequence_hash] = left
-        else:
-            del self._num_by_hash[name.sequence_hash]
-            self._log.remove(name.sequence_hash)
-        self._free_named(block)
+    def _evict(self, count: int) -> list[BlockId]:
+        """The inactive blocks used longest ago become free, and are the caller's to give."""
+        blocks, by_key, num_by_hash, inactive = (
+            self._blocks,
+            self._by_key,
+            self._num_by_hash,
+            self._inactive,
+        )
+        evicted: list[BlockId] = []
+        gone: list[SequenceHash] = []
+        for _ in range(count):
+            block_id, _ = inactive.popitem(last=False)
+            block = blocks[block_id]
+            name = block.name
+            assert name is not None
+            del by_key[name.key]
+            hashed = name.sequence_hash
+            left = num_by_hash[hashed] - 1
+            if left:
+                num_by_hash[hashed] = left
+            else:
+                del num_by_hash[hashed]
+                gone.append(hashed)
+            if block.state is not _INACTIVE:
+                block.move(_EVICT)  # which tells what is wrong
+            block.state = _EVICTED
+            block.name = block.parent = None
+            evicted.append(block_id)
+        self._log.remove_run(gone)
+        return evicted
 
     def _free_named(self, block: _Block) -> None:
         """An inactive block becomes free; its name lives on elsewhere, or is gone."""

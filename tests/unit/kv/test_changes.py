@@ -32,8 +32,8 @@ def test_a_chain_is_one_run_and_each_branch_another() -> None:
 def test_removals_in_a_row_are_one_and_order_is_kept() -> None:
     log = log_of((1,), (1, 2))
     one, two = name_of((1,)), name_of((1, 2))
-    log.remove(two.sequence_hash)
-    log.remove(one.sequence_hash)
+    log.remove_run([two.sequence_hash])
+    log.remove_run([one.sequence_hash])
     log.store(one, None, 0)
     removed = Removed((two.sequence_hash, one.sequence_hash))
     assert log.take() == (stored((1,), (1, 2)), removed, stored((1,)))
@@ -41,7 +41,7 @@ def test_removals_in_a_row_are_one_and_order_is_kept() -> None:
 
 def test_a_block_stored_after_a_removal_starts_a_run_of_its_own() -> None:
     log = log_of((1,))
-    log.remove(name_of((7,)).sequence_hash)
+    log.remove_run([name_of((7,)).sequence_hash])
     log.store(name_of((1, 2)), name_of((1,)).sequence_hash, 1)
     assert log.take() == (stored((1,)), Removed((name_of((7,)).sequence_hash,)), stored((1, 2)))
 
@@ -56,7 +56,7 @@ def test_clearing_makes_what_came_before_pointless() -> None:
 def test_past_its_limit_it_holds_nothing_and_says_so() -> None:
     log = log_of((1,), (2,), limit=2)
     assert not log.is_lost
-    log.remove(name_of((1,)).sequence_hash)
+    log.remove_run([name_of((1,)).sequence_hash])
     assert log.is_lost
     log.store(name_of((3,)), None, 0)
     assert log.take() == ()
