@@ -14,6 +14,7 @@ from kvolt.core.errors import InvalidRequest, Overloaded
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
 from kvolt.engines.sequence import BlockNames, Phase, Sequence
+from kvolt.engines.step_plan import Scheduling
 from kvolt.kv import BlockId, BlockName
 
 LONGEST = (1, 2, 1, 1, 2, 2, 1)
@@ -47,6 +48,8 @@ picks = st.integers(0, 1000)
 
 
 class Schedulers(RuleBasedStateMachine):
+    scheduling = Scheduling.VLLM
+
     @initialize(
         num_blocks=st.integers(4, 9),
         block_size=st.integers(1, 3),
@@ -58,7 +61,7 @@ class Schedulers(RuleBasedStateMachine):
         self, num_blocks: int, block_size: int, max_num_seqs: int, spare_tokens: int, max_waiting: int
     ) -> None:
         bounds = limits(max_num_seqs, max_num_seqs + spare_tokens, max_waiting, 32, block_size)
-        self.lab = Lab(scheduler(num_blocks, bounds))
+        self.lab = Lab(scheduler(num_blocks, bounds, self.scheduling))
         self.scheduler = self.lab.scheduler
         self.open: dict[RequestId, Request] = {}
         """Requests that are to end by themselves."""
@@ -275,4 +278,14 @@ def states_of(request: Request, tokens: list[int]) -> list[int]:
     return [state := digest(state, token) for token in tokens]
 
 
+class PromptsFirst(Schedulers):
+    scheduling = Scheduling.SGLANG
+
+    @invariant()
+    def prompts_and_answers_have_steps_of_their_own(self) -> None:
+        plan = self.lab.plan
+        assert plan is None or not (plan.decodes and plan.prefills)
+
+
 TestSchedulers = Schedulers.TestCase
+TestPromptsFirst = PromptsFirst.TestCase

@@ -102,6 +102,11 @@ def _show(name: str, package: str | None) -> None:
     widths = [min(max((len(row[column]) for row in rows), default=0), _WIDEST) for column in (0, 1)]
     for field_name, default, doc in rows:
         print(f"  {field_name:<{widths[0]}}  {default:<{widths[1]}}  {doc}".rstrip())
+    for argument, words in kind.choices.items():
+        print(f"  {argument} is one of")
+        width = max(map(len, words))
+        for word, line in words.items():
+            print(f"    {word:<{width}}  {line}".rstrip())
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:

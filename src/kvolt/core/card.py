@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvolt.core.ids import CardHash
-from kvolt.core.latency import LatencyModel
+from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel
 from kvolt.core.request import Role
 
 HASH_SCHEME = "xxh3-64/1337"
@@ -64,11 +64,19 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     transfer_addresses: dict[str, str] = {}
     links: dict[str, Link] = {}
     latency: LatencyModel | None = None
+    occupancy_latency: OccupancyModel | None = None
+    """In the place of `latency`, for an engine whose steps have that shape. (A union of both would need a tag, which
+    registrations of other versions do not have.)"""
     taints: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     """Capability protocols the engine implements, by name."""
     loras: tuple[str, ...] = ()
     """Adapters that requests may choose here now. The instance registers anew when they change."""
+
+    @property
+    def step_model(self) -> StepModel | None:
+        """How long its steps take, as far as it knows."""
+        return self.latency if self.latency is not None else self.occupancy_latency
 
 
 def card_hash(card: ModelCard) -> CardHash:

@@ -1,44 +1,115 @@
-"""The step model: how long an engine step takes, from what is in it.
+"""Step models: how long an engine step takes, from what is in it.
 
 One model serves the router, the planner, the simulated engine and the twin, so that they cannot
-disagree about time.
+disagree about time. LatencyModel is the one that is fitted and told to others; OccupancyModel is
+the shape of timing that Dynamo's mocker has. Who only needs the time asks for a StepModel.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import msgspec
 
 from kvolt.core.load import StepStats
 
 
+class StepModel(Protocol):
+    """Whatever can tell the time of a step. Pure: the same step, the same time."""
+
+    def step_s(self, step: StepStats) -> float: ...
+
+    def prefill_s(self, num_tokens: int, num_cached: int = 0) -> float:
+        """A prompt alone in one step, its first `num_cached` tokens already held."""
+        ...
+
+    def decode_s(self, batch: int, context_tokens: int) -> float:
+        """One token for each of `batch` sequences."""
+        ...
+
+
 class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step: `base + prefill*p + prefill_context*px + batch*b + context*c`."""
+    """Seconds of a step: a sum of what is in it, each at its price.
+
+    `base + prefill*p + prefill_context*px + batch*b + context*c`, and `prefill_step` if it prefills at all.
+    """
 
     base_s: float = 0.0
     prefill_token_s: float = 0.0
     prefill_context_s: float = 0.0
     batch_s: float = 0.0
     context_token_s: float = 0.0
+    prefill_step_s: float = 0.0
+    """What the first prompt token costs besides: engines replay steps that only decode, and launch the others
+    kernel by kernel."""
 
     def step_s(self, step: StepStats) -> float:
-        return (
+        time_s = (
             self.base_s
             + self.prefill_token_s * step.prefill_tokens
             + self.prefill_context_s * step.prefill_context
             + self.batch_s * step.batch
             + self.context_token_s * step.context_tokens
         )
+        return time_s + self.prefill_step_s if step.prefill_tokens else time_s
 
     def prefill_s(self, num_tokens: int, num_cached: int = 0) -> float:
-        """A prompt alone in one step, its first `num_cached` tokens already held."""
-        new = max(num_tokens - num_cached, 0)
-        return self.step_s(StepStats(prefill_tokens=new, prefill_context=new * num_tokens))
+        return self.step_s(_prompt_step(num_tokens, num_cached))
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
-        """One token for each of `batch` sequences."""
         return self.step_s(StepStats(batch=batch, context_tokens=context_tokens))
 
 
-def features(step: StepStats) -> tuple[float, float, float, float, float]:
+class OccupancyModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a step: squares of the prompt tokens and of the share of the KV cache that is read.
+
+    A step that prefills and decodes takes the sum of both. A decode does not depend on the batch.
+    """
+
+    prefill_base_s: float = 0.0
+    prefill_token_s: float = 0.0
+    prefill_square_s: float = 0.0
+    """Per squared prompt token of the step."""
+    decode_base_s: float = 0.0
+    decode_share_s: float = 0.0
+    """Of a cache that is read as a whole. This and the next may be negative."""
+    decode_square_s: float = 0.0
+    """Per squared share."""
+    decode_least_s: float = 0.0
+    kv_tokens: int = 1
+    """Tokens that the whole cache holds."""
+
+    def step_s(self, step: StepStats) -> float:
+        time_s = 0.0
+        if num_tokens := step.prefill_tokens:
+            time_s = (
+                self.prefill_base_s + (self.prefill_token_s + self.prefill_square_s * num_tokens) * num_tokens
+            )
+        if step.batch:
+            share = min(step.context_tokens / self.kv_tokens, 1.0)
+            decode_s = self.decode_base_s + (self.decode_share_s + self.decode_square_s * share) * share
+            time_s += max(decode_s, self.decode_least_s)
+        return time_s
+
+    def prefill_s(self, num_tokens: int, num_cached: int = 0) -> float:
+        return self.step_s(_prompt_step(num_tokens, num_cached))
+
+    def decode_s(self, batch: int, context_tokens: int) -> float:
+        return self.step_s(StepStats(batch=batch, context_tokens=context_tokens))
+
+
+def features(step: StepStats) -> tuple[float, float, float, float, float, float]:
     """The row of a step in the linear fit, in the order of LatencyModel's fields."""
-    return (1.0, step.prefill_tokens, step.prefill_context, step.batch, step.context_tokens)
+    return (
+        1.0,
+        step.prefill_tokens,
+        step.prefill_context,
+        step.batch,
+        step.context_tokens,
+        1.0 if step.prefill_tokens else 0.0,
+    )
+
+
+def _prompt_step(num_tokens: int, num_cached: int) -> StepStats:
+    new = max(num_tokens - num_cached, 0)
+    return StepStats(prefill_tokens=new, prefill_context=new * num_tokens)

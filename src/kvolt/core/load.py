@@ -65,6 +65,13 @@ def encode_step(step: StepStats) -> bytes:
     return _encoder.encode(step) + b"\n"
 
 
+def _checked(step: StepStats) -> StepStats:
+    for name in step.__struct_fields__:
+        if getattr(step, name) < 0:
+            raise msgspec.ValidationError(f"{name} is {getattr(step, name)}: it must not be negative")
+    return step
+
+
 def decode_step_log(lines: Iterable[bytes]) -> tuple[StepLogHeader, list[StepStats]]:
     """Header and steps; InvalidRequest names the line that is wrong."""
     header: StepLogHeader | None = None
@@ -76,7 +83,7 @@ def decode_step_log(lines: Iterable[bytes]) -> tuple[StepLogHeader, list[StepSta
             if header is None:
                 header = _header_decoder.decode(line)
             else:
-                steps.append(_step_decoder.decode(line))
+                steps.append(_checked(_step_decoder.decode(line)))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"step log line {number}: {error}", param="step_log", line=number) from error
     if header is None:

@@ -13,7 +13,9 @@ class TraceRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...] = ()
-    """One id per block of the prompt; equal ids at equal positions mean an equal prefix."""
+    """One id per block of the prompt, the last one partial; equal ids at equal positions mean an equal prefix."""
     block_size: int = 512
     session: str | None = None
     tenant: str | None = None
+    delay: float | None = None
+    """Milliseconds from the end of the session's turn before to this one; None: the timestamp alone decides."""

@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -34,12 +34,16 @@ class EngineKind(msgspec.Struct, frozen=True):
     build: Callable[[EngineSpec, Any], Engine]
     default_model: str | None = None
     """One that it can always serve, for a first try."""
+    choices: dict[str, dict[str, str]] = {}
+    """Arguments that know some words: each word with a line about it."""
 
 
 def _sim() -> EngineKind:
     from kvolt.engines.sim import SimArguments, SimEngine
+    from kvolt.engines.sim_presets import PRESETS
 
-    return EngineKind(SimArguments, SimEngine, "sim-tiny")
+    presets = {name: f"{preset.about} ({preset.source})" for name, preset in PRESETS.items()}
+    return EngineKind(SimArguments, SimEngine, "sim-tiny", {"preset": presets})
 
 
 def _native() -> EngineKind:
@@ -123,9 +127,9 @@ def _check_names(engine: str, kind: type[msgspec.Struct], arguments: Mapping[str
             near = difflib.get_close_matches(key, fields, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(fields)}"
             raise ConfigError(f"engine {engine!r} has no argument {key!r}", key=f"{where}.{key}", remedy=hint)
-        inner = fields[key]
-        if isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-            _check_names(engine, inner, value, f"{where}.{key}")
+        for inner in get_args(fields[key]) or (fields[key],):  # one that may be None is a union
+            if isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+                _check_names(engine, inner, value, f"{where}.{key}")
 
 
 def build_engine(name: str, spec: EngineSpec, arguments: Mapping[str, Any]) -> Engine:

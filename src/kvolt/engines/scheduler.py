@@ -5,7 +5,8 @@ then `commit` with the tokens sampled. Knows no model, no memory, no clock and n
 
 - Decodes always run, one token each. What is left of `max_batch_tokens` goes to prefills, in chunks, and then to
   new sequences. A sequence computes all its tokens but the one sampled last, so that a decode is nothing but the
-  last chunk of a prefill.
+  last chunk of a prefill. (With `Scheduling.SGLANG` prefills and new sequences get all of the step, and decodes run
+  in steps that have neither. `max_num_seqs` and the blocks bound how long they wait.)
 - Sequences go by priority, then by arrival, wherever one has to go before the other: waiting and running lists
   are sorted by it. The first that waits is admitted or none is: a large request does not starve behind small ones.
 - A sequence is admitted when all its tokens have room, and a block is left for each that runs already: what was
@@ -36,7 +37,7 @@ from kvolt.core.request import Request
 from kvolt.engines.holds import Holds
 from kvolt.engines.scheduler_check import check_books
 from kvolt.engines.sequence import BlockNames, Phase, Sequence
-from kvolt.engines.step_plan import Advanced, Limits, PlainBatch, StepPlan, Work, check_request
+from kvolt.engines.step_plan import Advanced, Limits, PlainBatch, Scheduling, StepPlan, Work, check_request
 from kvolt.kv import BlockId, BlockName, BlockPool, Change
 
 __all__ = ["Advanced", "Limits", "Scheduler", "StepPlan", "Work"]
@@ -65,12 +66,14 @@ class Scheduler:
         limits: Limits,
         card_eos: tuple[int, ...],
         keys: Callable[[Request], BlockKeyContext],
+        scheduling: Scheduling = Scheduling.VLLM,
     ) -> None:
         self.pool = pool
         self.limits = limits
         self.num_preemptions = 0
         self._eos = frozenset(card_eos)
         self._keys = keys
+        self._prompts_first = scheduling is Scheduling.SGLANG
         self._holds = Holds(pool)
         self._groups: dict[RequestId, _Group] = {}
         self._waiting: list[Sequence] = []
@@ -151,24 +154,11 @@ class Scheduler:
         """The next step, its blocks allocated; None when nothing can run. Ends with `commit` or `discard`."""
         if self._in_flight is not None:
             raise KvoltError("a step is under way: commit or discard it before the next")
-        decodes, prefilling, context_tokens = self._plan_decodes()
-        budget = self.limits.max_batch_tokens - len(decodes)
-        prefills: list[Work] = []
-        num_tokens = prefill_context = 0
-        for sequence in chain(prefilling, self._admissions()):
-            start = sequence.num_computed
-            chunk = min(sequence.num_to_prefill - start, budget - num_tokens)
-            num_tokens += chunk
-            prefill_context += chunk * (start + chunk)
-            prefills.append(Work(sequence, start, chunk))
-            if num_tokens == budget:
-                break
-        if not decodes and not prefills:
+        plan = self._plan_apart() if self._prompts_first else self._plan_mixed()
+        if not plan.decodes and not plan.prefills:
             return None
-        self._in_flight = StepPlan(
-            decodes, prefills, StepStats(len(decodes), num_tokens, prefill_context, context_tokens)
-        )
-        return self._in_flight
+        self._in_flight = plan
+        return plan
 
     def commit(self, plan: StepPlan, sampled: Items[int], plain: PlainBatch | None = None) -> list[Advanced]:
         """The step was computed. `sampled` has a token for each Work that samples, decodes then prefills.
@@ -262,6 +252,27 @@ class Scheduler:
         eos = frozenset() if request.stop.ignore_eos else self._eos
         return Sequence(request, index, names, eos, order=(-request.routing.priority, self._num_arrived))
 
+    def _plan_mixed(self) -> StepPlan:
+        decodes, prefilling, context_tokens = self._plan_decodes()
+        budget = self.limits.max_batch_tokens - len(decodes)
+        prefills, num_tokens, prefill_context = self._plan_prefills(prefilling, budget)
+        stats = StepStats(len(decodes), num_tokens, prefill_context, context_tokens)
+        return StepPlan(decodes, prefills, stats)
+
+    def _plan_apart(self) -> StepPlan:
+        plan = self._plan_prompts()
+        if plan.prefills:
+            return plan
+        decodes, _, context_tokens = self._plan_decodes()
+        if decodes:
+            return StepPlan(decodes, [], StepStats(len(decodes), 0, 0, context_tokens))
+        return self._plan_prompts()  # nobody, or one that yielded: what it let go may be room for another
+
+    def _plan_prompts(self) -> StepPlan:
+        prefilling = [one for one in self._running if one.num_computed < one.num_to_prefill]
+        prefills, num_tokens, prefill_context = self._plan_prefills(prefilling, self.limits.max_batch_tokens)
+        return StepPlan([], prefills, StepStats(0, num_tokens, prefill_context))
+
     def _plan_decodes(self) -> tuple[list[Work], list[Sequence], int]:
         """The decodes, each with a block for its token; who prefills; how much KV the decodes read.
 
@@ -281,6 +292,20 @@ class Scheduler:
             decodes.append(Work(sequence, start, 1))
             context_tokens += start + 1
         return decodes, prefilling, context_tokens
+
+    def _plan_prefills(self, prefilling: list[Sequence], budget: int) -> tuple[list[Work], int, int]:
+        """Chunks of those that prefill, then of new ones; their tokens, and their part in StepStats.prefill_context."""
+        prefills: list[Work] = []
+        num_tokens = prefill_context = 0
+        for sequence in chain(prefilling, self._admissions()):
+            start = sequence.num_computed
+            chunk = min(sequence.num_to_prefill - start, budget - num_tokens)
+            num_tokens += chunk
+            prefill_context += chunk * (start + chunk)
+            prefills.append(Work(sequence, start, chunk))
+            if num_tokens == budget:
+                break
+        return prefills, num_tokens, prefill_context
 
     def _grow(self, sequence: Sequence) -> bool:
         """One block more, at the cost of others if need be; False when it had to yield itself."""
@@ -358,9 +383,7 @@ class Scheduler:
         num_full = sequence.num_computed // self.limits.block_size
         blocks, names = sequence.blocks, sequence.names
         names.reach(sequence.tokens, num_full)
-        for position in range(sequence.num_sealed, num_full):
-            parent = blocks[position - 1] if position else None
-            self.pool.register(blocks[position], names.names[position], parent, position)
+        self.pool.register_run(blocks, names.names, sequence.num_sealed, num_full)
         sequence.num_sealed = num_full
 
     def _let_in_siblings(self, first: Sequence) -> None:

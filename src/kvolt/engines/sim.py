@@ -24,13 +24,14 @@ from kvolt.core.hashing import token_bytes
 from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
+from kvolt.core.latency import LatencyModel, OccupancyModel
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.prefills import Prefills
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.scheduler import Scheduler
-from kvolt.engines.sim_arguments import SimArguments, model_of
+from kvolt.engines.sim_arguments import SimArguments, model_of, step_model_of
 from kvolt.engines.sim_kv import BLOCK_BYTES, SimMemory, key_context, layout
 from kvolt.engines.sim_runner import SimRunner
 from kvolt.engines.sim_script import Speaker
@@ -49,6 +50,7 @@ class SimEngine:
         self._arguments = arguments
         model = model_of(spec.model, arguments)
         self._card = model.card
+        self._step_model = step_model_of(arguments)
         limits = Limits(
             max_num_seqs=arguments.max_num_seqs,
             max_batch_tokens=arguments.max_batch_tokens,
@@ -57,7 +59,11 @@ class SimEngine:
             block_size=arguments.block_size,
         )
         self._scheduler = Scheduler(
-            BlockPool(arguments.kv_blocks), limits, self._card.eos_token_ids, self._keys_of
+            BlockPool(arguments.kv_blocks),
+            limits,
+            self._card.eos_token_ids,
+            self._keys_of,
+            arguments.scheduling,
         )
         memory = SimMemory()
         speaker = Speaker(model, arguments.say, arguments.say_from_prompt, arguments.words)
@@ -80,7 +86,7 @@ class SimEngine:
         return self._card
 
     async def start(self) -> EngineInfo:
-        arguments = self._arguments
+        arguments, model = self._arguments, self._step_model
         return EngineInfo(
             engine="sim",
             role=self._spec.role,
@@ -93,7 +99,8 @@ class SimEngine:
                 kv_total_blocks=arguments.kv_blocks,
             ),
             kv_layout=self.kv_layout().name,
-            latency=arguments.latency,
+            latency=model if isinstance(model, LatencyModel) else None,
+            occupancy_latency=model if isinstance(model, OccupancyModel) else None,
         )
 
     def load(self) -> WorkerLoad:
@@ -158,7 +165,7 @@ class SimEngine:
                 else:
                     await self._work.wait()
                 continue
-            time_s = self._arguments.latency.step_s(plan.stats) / self._arguments.speed
+            time_s = self._step_model.step_s(plan.stats) / self._arguments.speed
             self._in_flight = plan
             try:
                 await asyncio.sleep(time_s)

@@ -7,15 +7,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvolt.core.latency import LatencyModel
+from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel
 from kvolt.engines.prefills import HOLD_S
 from kvolt.engines.sim_model import SimModel, foreign_model, generated_model, read_template, sim_card
+from kvolt.engines.sim_presets import DEFAULT, find_model
+from kvolt.engines.step_plan import Scheduling
 
 _AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
 class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Arguments of `engine = "sim"`. The default step model is a mid-size GPU with an 8B model."""
+    """Arguments of `engine = "sim"`."""
 
     speed: Annotated[float, Meta(gt=0)] = 1.0
     """Times faster than the step model says."""
@@ -28,13 +30,12 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Tokens that a step computes at most; it has room for one of each sequence."""
     hold_s: Annotated[float, Meta(gt=0)] = HOLD_S
     """How long blocks of a prompt that was computed for others wait to be fetched."""
-    latency: LatencyModel = LatencyModel(
-        base_s=0.006,
-        prefill_token_s=0.00006,
-        prefill_context_s=2e-9,
-        batch_s=0.00005,
-        context_token_s=2e-8,
-    )
+    preset: str = DEFAULT
+    """How long steps take: a name of those below, or a file that `kvolt fit --out` wrote."""
+    latency: LatencyModel | None = None
+    """The step model itself, in the place of a preset."""
+    scheduling: Scheduling = Scheduling.VLLM
+    """What goes into a step: vllm mixes chunks of prompts with decodes, sglang computes all prompts first."""
     say: str | None = None
     """The text of every answer; None for words."""
     words: _AtLeastOne | None = None
@@ -64,6 +65,8 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"max_batch_tokens is {self.max_batch_tokens}; it must be max_num_seqs, which is "
                 f"{self.max_num_seqs}, or more"
             )
+        if self.latency is None:
+            find_model(self.preset)
         if self.model_tokenizer is None and (self.eos_token is not None or self.bos_token is not None):
             raise ValueError("eos_token and bos_token are those of a model_tokenizer: name one")
         if self.model_tokenizer is not None and self.eos_token is None:
@@ -81,6 +84,14 @@ def model_of(name: str, arguments: SimArguments) -> SimModel:
     if arguments.model_tokenizer is None or arguments.eos_token is None:
         return generated_model(card)
     return foreign_model(card, arguments.model_tokenizer, arguments.eos_token, arguments.bos_token)
+
+
+def step_model_of(arguments: SimArguments) -> StepModel:
+    """How long this engine's steps take, before `speed`."""
+    model: StepModel = find_model(arguments.preset) if arguments.latency is None else arguments.latency
+    if isinstance(model, OccupancyModel):
+        model = msgspec.structs.replace(model, kv_tokens=arguments.kv_blocks * arguments.block_size)
+    return model
 
 
 def _is_unicode(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a scheduler is asked for and what it answers: limits, the plan of a step, and what came of it.
+"""What a scheduler is asked for and what it answers: limits, what to mix, the plan of a step, and what came of it.
 
 Owns the check of a request against the limits. Decides nothing else.
 
@@ -9,6 +9,7 @@ collector need not look at them, since no sequence leads back to one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import msgspec
 
@@ -39,6 +40,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 key="max_batch_tokens",
                 remedy="set max_batch_tokens to max_num_seqs or more",
             )
+
+
+class Scheduling(StrEnum):
+    """What goes into a step when there are prompts to compute and answers to go on with."""
+
+    VLLM = "vllm"
+    """Both: a token of each answer, and chunks of prompts in what room is left."""
+    SGLANG = "sglang"
+    """Prompts alone, for as long as one can be computed; answers wait meanwhile."""
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):

@@ -44,6 +44,7 @@ from kvolt.engines.worker_metrics import (
     WorkerMetrics,
 )
 from kvolt.engines.worker_progress import Progress
+from kvolt.engines.worker_vllm_names import WITH_VLLM_NAMES
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.health import State
 from kvolt.runtime.plane import IncomingStream
@@ -152,6 +153,8 @@ class Worker:
             instance=self._instance,
             model=info.model,
         )
+        metrics.block_size = info.block_size
+        metrics.with_vllm_names = info.engine in WITH_VLLM_NAMES
         metrics.load_time_s = started_at - began_at
         metrics.uptime_s = lambda: clock.monotonic() - started_at
         metrics.num_open = lambda: len(self._open)
@@ -277,28 +280,32 @@ class Worker:
     # --- steps out
 
     def _deliver(self, step: StepOutput) -> None:
+        now = self._clock.monotonic()
+        num_tokens = len(step.plain_tokens)
         if step.plain_ids:
             if step.plain_ids is not self._plain_ids:
                 self._plain_ids = step.plain_ids
                 self._plain = StepSender([self._stream_of(request_id) for request_id in step.plain_ids])
             self._plain.send(step.plain_tokens)
         for request_id, delta in step.deltas:
+            num_tokens += len(delta.token_ids)
             entry = self._open.get(request_id)
             if entry is None:
                 continue  # its caller has gone meanwhile
             entry.stream.send(delta)
             if delta.cached_tokens is not None and not delta.index:
-                self.metrics.on_prompt(entry.num_prompt_tokens, delta.cached_tokens)
+                self.metrics.on_prompt(entry.num_prompt_tokens, delta.cached_tokens, now - entry.opened_at)
             if delta.finish is not None:
                 entry.num_choices_left -= 1
                 if entry.num_choices_left == 0:
                     self._close(request_id, FINISHED)
+                    self.metrics.finish_counts[delta.finish] += 1
                     entry.stream.end()
         for request_id, failure in step.failed:
             entry = self._close(request_id, FAILED)
             if entry is not None:
                 entry.stream.end(from_info(failure))
-        now = self._clock.monotonic()
+        self.metrics.on_tokens(num_tokens)
         self._progress.step(now, bool(self._open))
         dp_rank = 0
         if step.load is not None:

@@ -2,7 +2,7 @@
 
 Nothing here costs anything per token: figures are added up per step and per request in plain numbers and turned
 into Prometheus families when somebody asks. Ours are `kvolt_worker_*`; those that Dynamo's dashboards read have its
-names besides. Knows no engine.
+names besides, and some engines vLLM's (`worker_vllm_names`). Knows no engine.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvolt.core.load import WorkerLoad
+from kvolt.core.load import StepStats, WorkerLoad
+from kvolt.engines.worker_vllm_names import vllm_names
 
 _STEP_BOUNDS_S = (
     *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0),
 )
 _REQUEST_BOUNDS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_FIRST_BOUNDS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
 _FORGET = 0.99
 """Weight of the past in the hit rate, per request: about the last hundred count."""
 
@@ -38,7 +43,7 @@ class Labels(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
 
-class _Histogram:
+class Histogram:
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -46,9 +51,9 @@ class _Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
         running, out = 0, []
@@ -69,6 +74,10 @@ class WorkerMetrics(Collector):
         self.uptime_s: Callable[[], float] = lambda: 0.0
         self.kv_history_bytes: Callable[[], int] = lambda: 0
         self.kv_event_counts: Counter[str] = Counter()
+        self.finish_counts: Counter[str] = Counter()
+        """Of requests that ended by themselves, by reason."""
+        self.block_size = 0
+        self.with_vllm_names = False
         self._loads: dict[int, WorkerLoad] = {}
         self._num_steps = 0
         self._prefill_tokens = 0
@@ -77,8 +86,13 @@ class WorkerMetrics(Collector):
         self._cached_tokens = 0
         self._recent_prompt = 0.0
         self._recent_cached = 0.0
-        self._step_s = _Histogram(_STEP_BOUNDS_S)
-        self._request_s = _Histogram(_REQUEST_BOUNDS_S)
+        self._step_s = Histogram(_STEP_BOUNDS_S)
+        self._request_s = Histogram(_REQUEST_BOUNDS_S)
+        self._generated_tokens = 0
+        self._first_s = Histogram(_FIRST_BOUNDS_S)
+        self._between_s = Histogram(_STEP_BOUNDS_S)
+        self._pauses: dict[int, tuple[int, float]] = {}
+        """Of each rank how many answers its latest decode left unfinished, and the time of steps without them since."""
         self._outcomes: Counter[str] = Counter(
             {FINISHED: 0, CANCELLED: 0, DEADLINE: 0, FAILED: 0, REFUSED: 0}
         )
@@ -92,9 +106,27 @@ class WorkerMetrics(Collector):
             self._prefill_tokens += step.prefill_tokens
             self._decode_tokens += step.batch
             self._step_s.observe(step.time_s)
+            self._observe_between(load, step)
 
-    def on_prompt(self, num_tokens: int, num_cached: int) -> None:
-        """Once per request, with its first token."""
+    def _observe_between(self, load: WorkerLoad, step: StepStats) -> None:
+        """The time between two tokens, for all answers of a step at once: that of the step, and for those that were
+        there before also of the steps since, which computed prompts only."""
+        num_waiting, pause_s = self._pauses.get(load.dp_rank, (0, 0.0))
+        if step.batch:
+            num_waiting = min(num_waiting, step.batch)
+            self._between_s.observe(step.time_s + pause_s, num_waiting)
+            self._between_s.observe(step.time_s, step.batch - num_waiting)
+            self._pauses[load.dp_rank] = (min(step.batch, load.running), 0.0)
+        else:
+            self._pauses[load.dp_rank] = (num_waiting, pause_s + step.time_s)
+
+    def on_tokens(self, num_tokens: int) -> None:
+        """Once per step: the tokens of all its answers."""
+        self._generated_tokens += num_tokens
+
+    def on_prompt(self, num_tokens: int, num_cached: int, after_s: float = 0.0) -> None:
+        """Once per request, with its first token, so long after it came."""
+        self._first_s.observe(after_s)
         self._prompt_tokens += num_tokens
         self._cached_tokens += num_cached
         self._recent_prompt = self._recent_prompt * _FORGET + num_tokens
@@ -118,6 +150,8 @@ class WorkerMetrics(Collector):
         yield from self._own_counters()
         yield self._histogram("kvolt_worker_step_seconds", "Time of an engine step", self._step_s)
         yield from self._dashboard_names()
+        if self.with_vllm_names:
+            yield from vllm_names(self)
 
     def _own_gauges(self) -> Iterator[Metric]:
         of_load: tuple[tuple[str, str, Callable[[WorkerLoad], int]], ...] = (
@@ -163,7 +197,7 @@ class WorkerMetrics(Collector):
             yield family
 
     def _histogram(
-        self, name: str, text: str, histogram: _Histogram, labels: dict[str, str] | None = None
+        self, name: str, text: str, histogram: Histogram, labels: dict[str, str] | None = None
     ) -> HistogramMetricFamily:
         of = labels or {"model": self.labels.model}
         family = HistogramMetricFamily(name, text, labels=tuple(of))

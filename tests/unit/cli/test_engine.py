@@ -18,6 +18,7 @@ from kvolt.cli.main import main
 from kvolt.engines import registry
 from kvolt.engines.registry import EngineKind
 from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim_presets import PRESETS
 
 
 class PluginArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +74,14 @@ def test_one_engine_or_the_known_ones(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.startswith("sim: ")
     assert main(["engine", "list", "simm"]) == 2
     assert "unknown engine 'simm' (known engines: " in capsys.readouterr().err
+
+
+def test_the_words_that_an_argument_knows_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engine", "list", "sim"]) == 0
+    told = capsys.readouterr().out
+    words = told[told.index("  preset is one of\n") :].splitlines()[1:]
+    assert [line.split()[0] for line in words] == list(PRESETS)
+    assert "fitted to benchmarks/engine/results/gpu_steps.jsonl" in told
 
 
 def test_docs_come_from_source_or_type() -> None:

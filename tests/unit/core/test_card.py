@@ -7,7 +7,7 @@ import pytest
 
 from kvolt.core.card import HASH_SCHEME, Capacity, EngineInfo, Link, ModelCard, card_hash
 from kvolt.core.ids import CardHash
-from kvolt.core.latency import LatencyModel
+from kvolt.core.latency import LatencyModel, OccupancyModel
 from kvolt.core.load import StepStats
 from kvolt.core.request import Role
 
@@ -77,6 +77,27 @@ def test_engine_info_round_trip() -> None:
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=EngineInfo) == info
     assert info.hash_scheme == HASH_SCHEME
+
+
+def test_the_other_shape_of_step_model_travels_beside_the_first() -> None:
+    """Registrations of versions that know only one of them stay readable, both ways."""
+    linear, by_share = LatencyModel(base_s=0.01), OccupancyModel(decode_base_s=0.01, kv_tokens=100)
+    info = EngineInfo(
+        engine="sim",
+        role=Role.AGGREGATED,
+        model="m",
+        card=CardHash("c"),
+        block_size=16,
+        capacity=Capacity(max_num_seqs=8, max_batch_tokens=2048, kv_total_blocks=100),
+    )
+    assert info.step_model is None
+    assert "occupancy_latency" not in msgspec.to_builtins(info)
+    assert msgspec.structs.replace(info, latency=linear).step_model == linear
+    told = msgspec.structs.replace(info, occupancy_latency=by_share)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=EngineInfo).step_model == by_share
+    old = msgspec.to_builtins(msgspec.structs.replace(info, latency=linear))
+    del old["latency"]["prefill_step_s"]
+    assert msgspec.convert(old, EngineInfo).latency == linear
 
 
 MODEL = LatencyModel(

@@ -52,6 +52,14 @@ def test_a_bad_line_is_named(bad: bytes, number: int) -> None:
     assert caught.value.fields == {"param": "step_log", "line": number}
 
 
+@pytest.mark.parametrize("name", StepStats.__struct_fields__)
+def test_a_negative_figure_is_named(name: str) -> None:
+    lines = list(encode_step_log(HEADER, [*STEPS, msgspec.structs.replace(STEPS[1], **{name: -1})]))
+    with pytest.raises(InvalidRequest, match=f"step log line 5: {name} is -1") as caught:
+        decode_step_log(lines)
+    assert caught.value.fields == {"param": "step_log", "line": 5}
+
+
 def test_another_version_is_refused() -> None:
     header = msgspec.structs.replace(HEADER, version=2)
     with pytest.raises(InvalidRequest, match="version 2"):
@@ -60,7 +68,12 @@ def test_another_version_is_refused() -> None:
 
 def test_features_are_the_models_terms() -> None:
     model = LatencyModel(
-        base_s=2.0, prefill_token_s=3.0, prefill_context_s=5.0, batch_s=7.0, context_token_s=11.0
+        base_s=2.0,
+        prefill_token_s=3.0,
+        prefill_context_s=5.0,
+        batch_s=7.0,
+        context_token_s=11.0,
+        prefill_step_s=13.0,
     )
     weights = [getattr(model, name) for name in model.__struct_fields__]
     for step in STEPS:

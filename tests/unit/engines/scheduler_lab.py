@@ -19,6 +19,7 @@ from kvolt.core.load import StepStats
 from kvolt.core.request import Request, RoutingHints, Sampling, StopConditions
 from kvolt.engines.scheduler import Advanced, Limits, Scheduler, StepPlan, Work
 from kvolt.engines.sequence import End, Sequence
+from kvolt.engines.step_plan import Scheduling
 from kvolt.kv import BlockId, BlockPool
 
 EOS = 0
@@ -70,7 +71,9 @@ def limits(
     )
 
 
-def scheduler(num_blocks: int = 32, bounds: Limits | None = None) -> Scheduler:
+def scheduler(
+    num_blocks: int = 32, bounds: Limits | None = None, scheduling: Scheduling = Scheduling.VLLM
+) -> Scheduler:
     bounds = bounds or limits()
 
     def context(request: Request) -> BlockKeyContext:
@@ -78,7 +81,7 @@ def scheduler(num_blocks: int = 32, bounds: Limits | None = None) -> Scheduler:
             weights_hash="w", dtype="f4", block_size=bounds.block_size, layout="lab", salt=request.salt
         )
 
-    return Scheduler(BlockPool(num_blocks), bounds, (EOS,), context)
+    return Scheduler(BlockPool(num_blocks), bounds, (EOS,), context, scheduling)
 
 
 def digest(before: int, token: int) -> int:

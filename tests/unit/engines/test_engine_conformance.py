@@ -16,6 +16,7 @@ from kvolt.core.request import Request, Role, StopConditions
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.sim_model import EOS, tokenizer_json
+from kvolt.engines.step_plan import Scheduling
 from kvolt.testing import run_virtual
 from kvolt.testing.engine_answer_cases import (
     choices_end_apart,
@@ -52,6 +53,7 @@ SMALL = SimArguments(
 )
 SCARCE = replace(SMALL, kv_blocks=20)
 """Room for little more than one request of the longest: the others wait, or are preempted."""
+PROMPTS_FIRST = replace(SCARCE, scheduling=Scheduling.SGLANG)
 FAST = SimArguments(
     context_length=256,
     kv_blocks=200,
@@ -86,7 +88,9 @@ async def test_it_offers_every_tier() -> None:
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("arguments", [SMALL, SCARCE], ids=["small", "scarce"])
+@pytest.mark.parametrize(
+    "arguments", [SMALL, SCARCE, PROMPTS_FIRST], ids=["small", "scarce", "prompts-first"]
+)
 def test_on_virtual_time(case, arguments: SimArguments) -> None:
     run_virtual(lambda: case(SimHarness(arguments)))
 

@@ -11,7 +11,7 @@ from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats
 from kvolt.engines.scheduler import StepPlan, Work
-from kvolt.engines.step_plan import PlainBatch
+from kvolt.engines.step_plan import PlainBatch, Scheduling
 
 
 def outline(plan: StepPlan | None) -> tuple[list[tuple[str, int, int]], list[tuple[str, int, int]]]:
@@ -65,6 +65,48 @@ def test_decodes_run_first_and_prefills_share_what_is_left() -> None:
     assert outline(lab.begin()) == ([("a", 2, 1)], [("b", 0, 3), ("c", 0, 2)])
     lab.finish()
     assert outline(lab.begin()) == ([("a", 3, 1), ("b", 3, 1)], [("c", 2, 2)])
+
+
+def test_prompts_first_lets_answers_wait_until_no_prompt_can_be_computed() -> None:
+    lab = Lab(scheduler(bounds=limits(max_num_seqs=3, max_batch_tokens=6), scheduling=Scheduling.SGLANG))
+    asked = [request("a", (1, 2), max_tokens=3)]
+    asked += [request(name, (token,) * 7, max_tokens=2) for name, token in (("b", 3), ("c", 4), ("d", 5))]
+    lab.scheduler.add(asked[0])
+    outlines = [outline(lab.begin())]
+    lab.finish()
+    for one in asked[1:]:
+        lab.scheduler.add(one)
+    while lab.scheduler.has_work:
+        outlines.append(outline(lab.begin()))
+        lab.finish()
+    assert outlines == [
+        ([], [("a", 0, 2)]),
+        ([], [("b", 0, 6)]),
+        ([], [("b", 6, 1), ("c", 0, 5)]),
+        ([], [("c", 5, 2)]),
+        ([("a", 2, 1), ("b", 7, 1), ("c", 7, 1)], []),  # there is no place for d before some of them end
+        ([], [("d", 0, 6)]),
+        ([], [("d", 6, 1)]),
+        ([("a", 3, 1), ("d", 7, 1)], []),
+    ]
+    for one in asked:
+        lab.check_answer(one)
+
+
+def test_prompts_first_does_not_let_in_with_answers_what_their_victims_made_room_for() -> None:
+    lab = Lab(scheduler(num_blocks=6, bounds=limits(block_size=1), scheduling=Scheduling.SGLANG))
+    asked = [request("a", (1, 2), max_tokens=5), request("b", (3,), max_tokens=3)]
+    for one in asked:
+        lab.scheduler.add(one)
+    while lab.scheduler.has_work:
+        plan = lab.begin()
+        assert plan is not None
+        assert not (plan.decodes and plan.prefills)
+        lab.finish()
+        lab.scheduler.check_integrity()
+    assert lab.scheduler.num_preemptions > 0
+    for one in asked:
+        lab.check_answer(one)
 
 
 def test_the_figures_of_a_step_are_those_of_the_step_model() -> None:

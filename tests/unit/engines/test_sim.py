@@ -19,6 +19,7 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Request, RoutingHints
 from kvolt.engines.sim import SimArguments, SimEngine
+from kvolt.engines.step_plan import Scheduling
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import run_virtual
 
@@ -102,6 +103,19 @@ def test_speed_divides_the_time_of_a_step() -> None:
         assert [time for time, _ in steps] == pytest.approx([0.25])
 
     run_engine(SimArguments(speed=4, latency=STEP), body)
+
+
+def test_with_sglang_scheduling_others_wait_for_a_long_prompt() -> None:
+    async def body(engine: SimEngine, steps: Steps) -> None:
+        engine.submit(make_request("short", prompt=5, tokens=20))
+        await asyncio.sleep(1.5)
+        engine.submit(make_request("long", prompt=25, tokens=2))
+        await asyncio.sleep(60)
+        made = [(part.batch, part.prefill_tokens) for part in steps.stats]
+        assert made[:7] == [(0, 5), (1, 0), (0, 10), (0, 10), (0, 5), (2, 0), (1, 0)]
+
+    sglang = Scheduling.SGLANG
+    run_engine(SimArguments(max_num_seqs=8, max_batch_tokens=10, latency=STEP, scheduling=sglang), body)
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:

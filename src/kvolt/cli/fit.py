@@ -1,0 +1,187 @@
+"""`kvolt fit`: a step model from a step log, and how far it is off."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvolt.core.errors import ConfigError, InvalidRequest
+from kvolt.core.latency import LatencyModel
+from kvolt.core.load import StepLogHeader, decode_step_log
+from kvolt.engines.latency_fit import BadStep, Errors, Fit, fit_latency
+from kvolt.engines.sim_presets import PresetFile
+from kvolt.runtime.config import LoadedConfig
+
+HELP = """
+Fits a step model to what an engine measured, so that the sim engine takes as long as that engine did.
+
+  kvolt serve smollm2-135m --arg step_log=steps.jsonl    1. record: send it load of many sizes, then stop it
+  kvolt fit steps.jsonl                                  2. fit, and look at the errors
+  kvolt fit steps.jsonl --name cpu --out cpu.json        3. keep it
+  kvolt serve sim-tiny --arg preset=cpu.json             4. simulate it
+
+The model: a step takes the sum of
+  base_s             whatever is in it
+  prefill_token_s    for each prompt token that it computes
+  prefill_context_s  for each of these and each token before it or with it (attention)
+  batch_s            for each answer that it gives one more token
+  context_token_s    for each token of theirs that is read again
+  prefill_step_s     if it computes prompt tokens at all
+None of them is ever negative. Four fifths of the log make the model; the errors to look at are those on the fifth that
+was held out. A coefficient that the log cannot determine is 0, and named with what a better log needs.
+"""
+
+_MEANING = {
+    "base_s": "any step",
+    "prefill_token_s": "a prompt token",
+    "prefill_context_s": "a prompt token and one before it",
+    "batch_s": "an answer that goes on",
+    "context_token_s": "a token that it reads",
+    "prefill_step_s": "a step with prompt tokens",
+}
+
+
+class FitReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints."""
+
+    name: str
+    log: StepLogHeader
+    fit: Fit
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "log", metavar="LOG", help="step log: JSON lines that an engine wrote (step_log=FILE)"
+    )
+    parser.add_argument("--name", help="what the preset is called (default: by engine, model and device)")
+    parser.add_argument("--out", metavar="FILE", help="write the preset there, for --arg preset=FILE")
+    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.set_defaults(without_config=_fit)
+
+
+def run(_args: argparse.Namespace, _loaded: LoadedConfig) -> int:
+    raise AssertionError("`kvolt fit` works without a config")
+
+
+def _fit(args: argparse.Namespace) -> int:
+    header, fit = _read_and_fit(args.log)
+    name = args.name or _name_of(header)
+    if args.out is not None:
+        preset = PresetFile(name=name, about=_about(header, fit), latency=fit.latency)
+        _write(args.out, msgspec.json.format(msgspec.json.encode(preset)) + b"\n")
+    if args.json:
+        print(msgspec.json.encode(FitReport(name=name, log=header, fit=fit)).decode())
+    else:
+        print("\n".join(_page(name, header, fit, args.out)))
+    return 0
+
+
+def _read_and_fit(log: str) -> tuple[StepLogHeader, Fit]:
+    try:
+        with Path(log).open("rb") as lines:
+            header, steps = decode_step_log(lines)
+    except OSError as error:
+        raise ConfigError(
+            f"{log} cannot be read: {error.strerror}",
+            key="log",
+            remedy="name a step log; see `kvolt fit --help`",
+        ) from error
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{log}: {error.message}", **error.fields) from error
+    try:
+        return header, fit_latency(steps)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{log}: {error.message}", **error.fields) from error
+
+
+def _write(path: str, content: bytes) -> None:
+    try:
+        Path(path).write_bytes(content)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}",
+            key="out",
+            remedy="name a file in a folder that exists",
+        ) from error
+
+
+def _name_of(header: StepLogHeader) -> str:
+    words = re.findall(r"[a-z0-9.]+", f"{header.engine} {header.model} {header.device}".lower())
+    return "-".join(words) or "fitted"
+
+
+def _about(header: StepLogHeader, fit: Fit) -> str:
+    dtype = f" in {header.dtype}" if header.dtype else ""
+    return f"{header.engine} engine, {header.model}{dtype} on {header.device}; {fit.num_steps:,} steps"
+
+
+# --- the page
+
+
+def _page(name: str, header: StepLogHeader, fit: Fit, out: str | None) -> Iterator[str]:
+    yield f"{name}: {_about(header, fit)}"
+    if fit.num_left_out:
+        yield f"{fit.num_left_out:,} steps without work or without a time were left out"
+    yield ""
+    yield from _coefficients(fit)
+    yield ""
+    yield from _error_table(fit)
+    yield ""
+    yield "Worst steps"
+    yield from map(_bad_step, fit.worst)
+    yield ""
+    yield "Use it:"
+    if out is not None:
+        yield f"  kvolt serve sim-tiny --arg preset={out if '/' in out else f'./{out}'}"
+    else:
+        yield f"  kvolt serve sim-tiny --arg latency='{_compact(fit.latency)}'"
+
+
+def _coefficients(fit: Fit) -> Iterator[str]:
+    doubts = {doubt.coefficient: doubt for doubt in fit.doubts}
+    for name in fit.latency.__struct_fields__:
+        value = getattr(fit.latency, name)
+        line = f"  {name:<19}{value:<13g}{_time(value) + ' for ' + _MEANING[name] if value else ''}"
+        if name in doubts:
+            line += f"not determined: {doubts[name].reason}; {doubts[name].remedy}"
+        elif not value:
+            line += "the log shows no cost of it, or less than none"
+        yield line.rstrip()
+
+
+def _error_table(fit: Fit) -> Iterator[str]:
+    yield f"{'Relative error':<17}{'fitted to':>24}{'held out':>26}"
+    yield f"{'':<17}" + 2 * f"{'steps':>10}{'median':>8}{'p90':>8}"
+    for row in fit.errors:
+        yield f"  {row.kind:<15}{_errors(row.fitted)}{_errors(row.held_out)}"
+
+
+def _errors(errors: Errors) -> str:
+    if errors.median is None or errors.p90 is None:
+        return f"{errors.num_steps:>10,}{'-':>8}{'-':>8}"
+    return f"{errors.num_steps:>10,}{errors.median:>8.1%}{errors.p90:>8.1%}"
+
+
+def _bad_step(bad: BadStep) -> str:
+    step = bad.step
+    inside = f"batch {step.batch}, context {step.context_tokens:,}, prefill {step.prefill_tokens:,}"
+    return (
+        f"  step {bad.number:<7}took {_time(step.time_s):>9}, predicted {_time(bad.predicted_s):>9} "
+        f"({bad.error:+.0%}): {inside}"
+    )
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-12:.3g} ps"
+
+
+def _compact(model: LatencyModel) -> str:
+    known = {name: value for name, value in msgspec.structs.asdict(model).items() if value}
+    return msgspec.json.encode(known).decode()

@@ -1,0 +1,111 @@
+"""Step models by name, for the sim engine: data, each with where it comes from.
+
+`kvolt engine list sim` shows them. `kvolt fit LOG --out FILE` makes another one of a step log; a file is as good as a
+name wherever one is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import msgspec
+
+from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel
+
+DEFAULT = "mid-gpu-8b"
+
+
+class Preset(msgspec.Struct, frozen=True, kw_only=True):
+    about: str
+    source: str
+    model: StepModel
+
+
+class PresetFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A preset of one's own, as `kvolt fit` writes it."""
+
+    name: str
+    about: str = ""
+    latency: LatencyModel
+
+
+PRESETS: dict[str, Preset] = {
+    DEFAULT: Preset(
+        about="a mid-size GPU with an 8B model",
+        source="round figures, not measured",
+        model=LatencyModel(
+            base_s=0.006,
+            prefill_token_s=0.00006,
+            prefill_context_s=2e-9,
+            batch_s=0.00005,
+            context_token_s=2e-8,
+        ),
+    ),
+    # kvolt fit benchmarks/engine/results/gpu_steps.jsonl --name h200-llama-8b
+    # A test holds it against that log. Median error 2% on decodes and 9% on steps with prompts; p90 7% and 19%.
+    "h200-llama-8b": Preset(
+        about="native engine, Llama-3.1-8B in bfloat16 on one H200",
+        source="fitted to benchmarks/engine/results/gpu_steps.jsonl",
+        model=LatencyModel(
+            base_s=0.00527667,
+            prefill_token_s=1.57612e-05,
+            prefill_context_s=1.43181e-09,
+            batch_s=3.05266e-05,
+            context_token_s=3.72576e-08,
+            prefill_step_s=0.00677211,
+        ),
+    ),
+    # kvolt fit benchmarks/engine/results/cpu_steps.jsonl --name cpu-smollm2-135m
+    # The machine was not quiet: median error 9% on decodes and 13% on steps with prompts; p90 40% and 31%.
+    "cpu-smollm2-135m": Preset(
+        about="native engine, SmolLM2-135M in bfloat16 on a CPU with two threads",
+        source="fitted to benchmarks/engine/results/cpu_steps.jsonl",
+        model=LatencyModel(
+            base_s=0.033446,
+            prefill_token_s=0.000566374,
+            prefill_context_s=8.49297e-08,
+            context_token_s=3.51684e-06,
+        ),
+    ),
+    # Milliseconds there: prefill 4.209989e-7 n^2 + 1.518344e-2 n + 16.50142 with n prompt tokens of the step; decode
+    # max(1, -25.74 u^2 + 54.01 u + 5.74) with u the share of the cache that is read; a mixed step takes the sum.
+    # Its engine has block_size=64 and kv_blocks=16384 unless told otherwise: give the sim the same.
+    "dynamo-mocker": Preset(
+        about="NVIDIA Dynamo's mocker; with block_size=64 as that has",
+        source="the polynomial timing that its mocker and offline replay have by default, version 1.4",
+        model=OccupancyModel(
+            prefill_base_s=16.50142e-3,
+            prefill_token_s=1.518344e-5,
+            prefill_square_s=4.209989e-10,
+            decode_base_s=5.74e-3,
+            decode_share_s=54.01e-3,
+            decode_square_s=-25.74e-3,
+            decode_least_s=1e-3,
+        ),
+    ),
+}
+
+
+def find_model(preset: str) -> StepModel:
+    """The step model of a preset by name or file; ValueError with the nearest name, or what is wrong in the file."""
+    if preset in PRESETS:
+        return PRESETS[preset].model
+    if "/" in preset or preset.endswith(".json"):
+        return _read(Path(preset))
+    near = difflib.get_close_matches(preset, PRESETS, 1)
+    hint = (
+        f"did you mean {near[0]!r}?"
+        if near
+        else f"known: {', '.join(PRESETS)}, or a file of `kvolt fit --out`"
+    )
+    raise ValueError(f"unknown preset {preset!r}; {hint}")
+
+
+def _read(path: Path) -> LatencyModel:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=PresetFile).latency
+    except OSError as error:
+        raise ValueError(f"preset {str(path)!r} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"preset {str(path)!r} is not a file of `kvolt fit --out`: {error}") from error
