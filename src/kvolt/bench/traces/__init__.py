@@ -1,0 +1,61 @@
+"""Traces: what was asked when, and how long it was, without a word of text. Reading, writing, changing, making them.
+
+`prefixes`, `transforms`, `tokens`, `distribution`, `reuse` and `analysis` are pure; `reading`, `writing` and `sources`
+touch files; `synthetic` draws from its own seeded source. None of them knows who replays a trace.
+"""
+
+from kvolt.bench.traces.analysis import TraceAnalysis, analyze
+from kvolt.bench.traces.prefixes import reblock
+from kvolt.bench.traces.reading import ReadOptions, read_trace
+from kvolt.bench.traces.reuse import Reuse, ReuseMeter
+from kvolt.bench.traces.sources import PUBLIC_TRACES, PublicTrace, find_public
+from kvolt.bench.traces.synthetic import RECIPES, Given, Lognormal, Recipe, make_trace, small_trace
+from kvolt.bench.traces.tokens import tokens_of
+from kvolt.bench.traces.transforms import (
+    LengthBounds,
+    cut,
+    filter_lengths,
+    limit,
+    merge,
+    own_ids,
+    renumber,
+    sample,
+    scale_time,
+    shift,
+    sort_by_time,
+    start_at_zero,
+)
+from kvolt.bench.traces.writing import write_trace
+
+__all__ = [
+    "PUBLIC_TRACES",
+    "RECIPES",
+    "Given",
+    "LengthBounds",
+    "Lognormal",
+    "PublicTrace",
+    "ReadOptions",
+    "Recipe",
+    "Reuse",
+    "ReuseMeter",
+    "TraceAnalysis",
+    "analyze",
+    "cut",
+    "filter_lengths",
+    "find_public",
+    "limit",
+    "make_trace",
+    "merge",
+    "own_ids",
+    "read_trace",
+    "reblock",
+    "renumber",
+    "sample",
+    "scale_time",
+    "shift",
+    "small_trace",
+    "sort_by_time",
+    "start_at_zero",
+    "tokens_of",
+    "write_trace",
+]

@@ -1,0 +1,111 @@
+"""The items of a JSON array one after the other, so that a file larger than the memory can be read.
+
+Text is decoded by the standard library's `raw_decode`, which says where an item ends. An item that is not whole yet
+looks like a broken one; the two are told apart by where the decoder stopped.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from io import BufferedReader
+from typing import Any
+
+from kvolt.bench.traces.lines import MAX_LINE_BYTES, UNREADABLE, trace_error
+from kvolt.core.errors import ConfigError
+
+_CHUNK_BYTES = 1 << 20
+_NEAR_END_CHARS = 16
+"""A token that was cut by the end of what was read is found wrong at most so far before it."""
+_WHITE = " \t\r\n"
+
+
+class ItemReader:
+    """Iterates over (line where the item begins, item)."""
+
+    def __init__(self, stream: BufferedReader, file: str) -> None:
+        self._stream = stream
+        self._file = file
+        self._text = ""
+        self._at = 0
+        self._line = 1
+        """Of `_at`."""
+        self._ended = False
+        self._decode = json.JSONDecoder().raw_decode
+        self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        self._expect("[")
+        if self._next_char() != "]":
+            while True:
+                self._next_char()
+                line = self._line
+                yield line, self._item()
+                if self._next_char() != ",":
+                    break
+                self._advance(self._at + 1)
+        self._expect("]")
+        if self._next_char():
+            raise self._error("something follows the array")
+
+    def _expect(self, char: str) -> None:
+        found = self._next_char()
+        if found != char:
+            raise self._error(
+                f"bad JSON: expected {char!r}, got {found!r}" if found else "bad JSON: the file is cut"
+            )
+        self._advance(self._at + 1)
+
+    def _next_char(self) -> str:
+        """The next character that is no white space, which stays; empty at the end of the file."""
+        while True:
+            end = self._at
+            while end < len(self._text) and self._text[end] in _WHITE:
+                end += 1
+            self._advance(end)
+            if end < len(self._text):
+                return self._text[end]
+            if not self._more():
+                return ""
+
+    def _item(self) -> Any:
+        while True:
+            try:
+                item, end = self._decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                cut = (
+                    error.msg.startswith("Unterminated string")
+                    or error.pos >= len(self._text) - _NEAR_END_CHARS
+                )
+                if cut and len(self._text) - self._at > MAX_LINE_BYTES:
+                    raise self._error(f"an item of more than {MAX_LINE_BYTES >> 20} MiB") from error
+                if cut and self._more():
+                    continue
+                line = self._line + self._text.count("\n", self._at, error.pos)
+                raise trace_error(self._file, line, f"bad JSON: {error.msg}") from error
+            except RecursionError as error:
+                raise self._error("bad JSON: nested too deeply") from error
+            self._advance(end)
+            return item
+
+    def _advance(self, to: int) -> None:
+        self._line += self._text.count("\n", self._at, to)
+        self._at = to
+
+    def _more(self) -> bool:
+        """Reads on, and forgets what was used. As much again as there is: a long item costs no square of its length."""
+        if self._ended:
+            return False
+        rest = self._text[self._at :]
+        try:
+            data = self._stream.read(max(_CHUNK_BYTES, len(rest)))
+            self._ended = not data
+            text = self._utf8.decode(data, final=self._ended)
+        except (*UNREADABLE, UnicodeDecodeError) as error:
+            raise self._error(f"cannot be read: {error}") from error
+        self._text, self._at = rest + text, 0
+        return bool(text) or not self._ended
+
+    def _error(self, reason: str) -> ConfigError:
+        return trace_error(self._file, self._line, reason)

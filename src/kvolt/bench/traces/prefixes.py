@@ -1,0 +1,73 @@
+"""Hash ids for prompts that are made of pieces: an equal beginning gives equal ids, anything else other ones.
+
+A prompt is a row of segments, each with a key for its content and a length in tokens: a turn of a chat, or a block of
+another size. A block's id is a chained hash of the keys up to the segment in which the block ends:
+
+    segments   |----- a -----|--- b ---|------- c ------|
+    blocks     |  a  |  ab   |   ab  |   abc   |  abc'  |      ' partial: its length is hashed too
+
+Two prompts thus share a block if all segments that reach into it, and all before, are the same. That is careful: where
+segments differ, tokens at their beginnings might still be equal, which nobody can know from a trace.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+
+from msgspec.structs import replace
+from xxhash import xxh3_64_intdigest as xxh3
+
+from kvolt.core.trace import TraceRecord
+
+Segment = tuple[int, int]
+"""Key (64 bits) and length in tokens."""
+
+ROOT = 0
+"""The chain before the first segment."""
+_PARTIAL_SEED = 1
+_pack_link = struct.Struct("<QQ").pack
+
+
+def link(chain: int, key: int) -> int:
+    """The chain after one more segment."""
+    return xxh3(_pack_link(chain, key))
+
+
+def block_ids(segments: Iterable[Segment], block_size: int) -> tuple[int, ...]:
+    """One id per block of `block_size` tokens, the last one partial where the lengths do not divide."""
+    ids: list[int] = []
+    chain, end = ROOT, 0
+    for key, length in segments:
+        chain = link(chain, key)
+        end += length
+        if end // block_size > len(ids):
+            # One hash for all blocks that end in this segment: their places tell them apart.
+            ids.extend(range(_base(chain) + len(ids), _base(chain) + end // block_size))
+    rest = end - len(ids) * block_size
+    if rest:
+        ids.append(_base(xxh3(_pack_link(chain, rest), seed=_PARTIAL_SEED)) + len(ids))
+    return tuple(ids)
+
+
+def _base(chain: int) -> int:
+    """62 bits, so that with a place added it is still a positive number of 64 bits everywhere."""
+    return chain >> 2
+
+
+def segments_of(record: TraceRecord) -> Iterator[Segment]:
+    """A record's own blocks as segments."""
+    left = record.input_length
+    for key in record.hash_ids:
+        yield key, min(record.block_size, left)
+        left -= record.block_size
+
+
+def reblock(records: Iterable[TraceRecord], block_size: int) -> Iterator[TraceRecord]:
+    """The same prompts in blocks of another size, larger or smaller; the sizes need not divide each other."""
+    for record in records:
+        if record.block_size == block_size:
+            yield record
+        else:
+            ids = block_ids(segments_of(record), block_size) if record.hash_ids else ()
+            yield replace(record, hash_ids=ids, block_size=block_size)
