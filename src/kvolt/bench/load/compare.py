@@ -1,0 +1,127 @@
+"""Two runs beside each other: what changed, and whether chance alone could have done it. Pure, seeded.
+
+The answers that each report keeps are drawn anew many times (bootstrap); the middle 95 % of the changes seen there is
+the interval. It tells of chance within the two runs, not of what differs between one day and another: for that,
+run each side several times.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvolt.bench.load.report import Report
+from kvolt.bench.load.tally import LATENCIES
+
+_CONFIDENCE = 0.95
+_AT_ONCE = 50
+_FEWEST = 5
+
+Values = npt.NDArray[np.float64]
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure of both runs. `change` is relative: 0.1 is ten percent more in the second."""
+
+    figure: str
+    first: float
+    second: float
+    change: float | None
+    low: float | None = None
+    high: float | None = None
+    """Of the change; None where a run has but one such number."""
+    more_is_better: bool = False
+
+    @property
+    def verdict(self) -> str:
+        if self.low is None or self.high is None:
+            return ""
+        if self.low <= 0.0 <= self.high:
+            return "no difference seen"
+        return "better" if (self.low > 0.0) == self.more_is_better else "worse"
+
+
+def compare(first: Report, second: Report, seed: int = 0, num_draws: int = 1000) -> list[Change]:
+    """Latencies with intervals, then the figures that a run has only once."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    changes = []
+    for name in LATENCIES:
+        ours, theirs = _values(first, name), _values(second, name)
+        if min(len(ours), len(theirs)) < _FEWEST:
+            continue
+        before, after = _figures(ours[None, :])[:, 0], _figures(theirs[None, :])[:, 0]
+        drawn = _drawn_changes(ours, theirs, rng, num_draws)
+        tail = 100.0 * (1.0 - _CONFIDENCE) / 2.0
+        low, high = np.percentile(drawn, [tail, 100.0 - tail], axis=1)
+        for at, figure in enumerate(("mean", "p50", "p90", "p99")):
+            changes.append(
+                Change(
+                    figure=f"{name} {figure}",
+                    first=float(before[at]),
+                    second=float(after[at]),
+                    change=_relative(float(before[at]), float(after[at])),
+                    low=float(low[at]),
+                    high=float(high[at]),
+                )
+            )
+    return changes + _single_figures(first, second)
+
+
+def differing_settings(first: Report, second: Report) -> dict[str, tuple[object, object]]:
+    """What was not the same in the two runs, so that nobody compares apples with pears unknowingly."""
+    names = [*first.settings, *(name for name in second.settings if name not in first.settings)]
+    found: dict[str, tuple[object, object]] = {
+        name: (first.settings.get(name), second.settings.get(name))
+        for name in names
+        if first.settings.get(name) != second.settings.get(name)
+    }
+    if first.model != second.model:
+        found["model"] = (first.model, second.model)
+    return found
+
+
+def _values(report: Report, name: str) -> Values:
+    values = [getattr(kept, name) for kept in report.kept]
+    return np.array([value for value in values if value is not None], dtype=np.float64)
+
+
+def _figures(rows: Values) -> Values:
+    """Mean and percentiles of each row."""
+    return np.vstack([rows.mean(axis=1), np.percentile(rows, [50.0, 90.0, 99.0], axis=1)])
+
+
+def _drawn_changes(ours: Values, theirs: Values, rng: np.random.Generator, num_draws: int) -> Values:
+    parts = []
+    for start in range(0, num_draws, _AT_ONCE):
+        shape = min(_AT_ONCE, num_draws - start)
+        before = _figures(ours[rng.integers(len(ours), size=(shape, len(ours)))])
+        after = _figures(theirs[rng.integers(len(theirs), size=(shape, len(theirs)))])
+        parts.append(after / np.maximum(before, 1e-12) - 1.0)
+    return np.hstack(parts)
+
+
+def _single_figures(first: Report, second: Report) -> list[Change]:
+    pairs = [
+        ("requests/s", first.throughput.requests_per_s, second.throughput.requests_per_s, True),
+        (
+            "output tokens/s",
+            first.throughput.output_tokens_per_s,
+            second.throughput.output_tokens_per_s,
+            True,
+        ),
+        ("failed requests", float(first.counts.failed), float(second.counts.failed), False),
+    ]
+    good = first.throughput.good_requests_per_s, second.throughput.good_requests_per_s
+    if good[0] is not None and good[1] is not None:
+        pairs.append(("good requests/s", good[0], good[1], True))
+    return [
+        Change(figure=name, first=before, second=after, change=_relative(before, after), more_is_better=more)
+        for name, before, after, more in pairs
+    ]
+
+
+def _relative(before: float, after: float) -> float | None:
+    if before == after:
+        return 0.0
+    return after / before - 1.0 if before else None

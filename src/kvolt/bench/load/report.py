@@ -1,0 +1,175 @@
+"""What a run says of itself at its end, as one value: a report. Pure.
+
+The JSON file is this struct. It holds the histograms and a choice of single answers too, so that runs can be merged
+and compared later.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvolt.bench.load.histogram import HistogramData, Summary
+from kvolt.bench.load.tally import Kept, Tally
+from kvolt.bench.load.timeline import TimelineData
+from kvolt.core.errors import ConfigError
+
+FORMAT = "kvolt-bench/1"
+
+_LATE_S = 0.010
+"""A generator that is later than this with one request in a hundred tells of itself, not of the server."""
+_FEW_FOR_P99 = 100
+
+Setting = str | int | float | bool | None
+
+
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+    """Per second of the measured time, of whole answers."""
+
+    window_s: float
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    good_requests_per_s: float | None
+    """Goodput: within the SLA. None without one."""
+    good_share: float | None
+    """Of all requests that ended, failed ones included."""
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests and tokens; warm-up is in no other number than its own."""
+
+    whole: int
+    failed: int
+    cut: int
+    warmup: int
+    input_tokens: int
+    output_tokens: int
+    events: int
+    """Stream events with tokens: fewer than tokens where a server sends several at once."""
+    cached_tokens: int | None
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """One run. Times in seconds."""
+
+    format: str = FORMAT
+    url: str
+    model: str
+    started_at: float
+    """Seconds since 1970."""
+    settings: dict[str, Setting]
+    was_cut: bool
+    counts: Counts
+    throughput: Throughput
+    latencies: dict[str, Summary]
+    user_tokens_per_s: Summary
+    lateness: Summary
+    connecting: Summary
+    sla: dict[str, float] | None
+    errors: dict[str, int]
+    messages: dict[str, str]
+    warnings: list[str]
+    histograms: dict[str, HistogramData]
+    timeline: TimelineData
+    kept: list[Kept]
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tally does not know of its run."""
+
+    url: str
+    model: str
+    started_at: float
+    settings: dict[str, Setting]
+    was_cut: bool
+    open_loop: bool
+
+
+def make_report(facts: RunFacts, tally: Tally) -> Report:
+    window_s = tally.window_s
+
+    def per_s(number: float) -> float:
+        return number / window_s if window_s else 0.0
+
+    num_judged = tally.num_whole + tally.num_failed
+    has_sla = tally.sla is not None
+    return Report(
+        url=facts.url,
+        model=facts.model,
+        started_at=facts.started_at,
+        settings=facts.settings,
+        was_cut=facts.was_cut,
+        counts=Counts(
+            whole=tally.num_whole,
+            failed=tally.num_failed,
+            cut=tally.num_cut,
+            warmup=tally.num_warmup,
+            input_tokens=tally.input_tokens,
+            output_tokens=tally.output_tokens,
+            events=tally.num_events,
+            cached_tokens=tally.cached_tokens if tally.tells_cached else None,
+        ),
+        throughput=Throughput(
+            window_s=window_s,
+            requests_per_s=per_s(tally.num_whole),
+            input_tokens_per_s=per_s(tally.input_tokens),
+            output_tokens_per_s=per_s(tally.output_tokens),
+            good_requests_per_s=per_s(tally.num_good) if has_sla else None,
+            good_share=tally.num_good / num_judged if has_sla and num_judged else None,
+        ),
+        latencies=tally.summaries(),
+        user_tokens_per_s=tally.user_rate.summary(),
+        lateness=tally.lateness.summary(),
+        connecting=tally.connecting.summary(),
+        sla=tally.sla.limits if tally.sla is not None else None,
+        errors=dict(sorted(tally.errors.items())),
+        messages=dict(sorted(tally.messages.items())),
+        warnings=_warnings(facts, tally),
+        histograms=tally.histograms(),
+        timeline=tally.timeline.data(),
+        kept=tally.kept,
+    )
+
+
+def _warnings(facts: RunFacts, tally: Tally) -> list[str]:
+    warnings = []
+    if facts.was_cut:
+        warnings.append(f"the run was cut: {tally.num_cut} answers were under way and are not counted")
+    late_s = tally.lateness.percentile(99.0)
+    if facts.open_loop and late_s > _LATE_S:
+        warnings.append(
+            f"the generator could not keep the schedule: 1 request in 100 was sent {late_s * 1e3:.0f} ms late or "
+            "later (in the latencies, since they count from the schedule); ask for less, or from several machines"
+        )
+    if tally.num_failed:
+        share = 100.0 * tally.num_failed / max(1, tally.num_ended)
+        warnings.append(f"{share:.1f} % of the requests failed: latencies are of the others only")
+    if 0 < tally.num_whole < _FEW_FOR_P99:
+        warnings.append(f"{tally.num_whole} answers are few: p99 and above are about the slowest one")
+    if tally.output_tokens > 1.05 * tally.num_events:
+        per_event = tally.output_tokens / max(1, tally.num_events)
+        warnings.append(
+            f"an event carries {per_event:.1f} tokens: ITL is the gap between events, TPOT is per token"
+        )
+    return warnings
+
+
+def encode_report(report: Report) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(report), indent=0) + b"\n"
+
+
+def decode_report(data: bytes, name: str) -> Report:
+    """ConfigError names the file when it is no report."""
+    try:
+        report = msgspec.json.decode(data, type=Report)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"{name} is no report of kvolt bench: {error}", key="report", remedy="give a report.json it wrote"
+        ) from error
+    if report.format != FORMAT:
+        raise ConfigError(
+            f"{name} has the format {report.format}, not {FORMAT}",
+            key="report",
+            remedy="use the kvolt that wrote it",
+        )
+    return report

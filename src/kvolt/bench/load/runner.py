@@ -1,0 +1,273 @@
+"""Runs a load: sends what is due when it is due, hears what comes, counts it, and ends in order.
+
+Owns which request is next, in open and in closed loop, and which of them count. It must not know HTTP or how results
+are shown. Runs in callbacks of the loop: there is no task per request.
+
+In an open loop sessions begin by the schedule whatever the server does. In a closed loop a fixed number of users ask
+one after another; one whose request failed waits a moment, so that a dead server is not asked at full speed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from kvolt.bench.load.bodies import RequestMaker
+from kvolt.bench.load.client import Call, HttpClient
+from kvolt.bench.load.exchange import Asked, Exchange
+from kvolt.bench.load.sample import Failure, Sample
+from kvolt.bench.load.tally import Tally
+from kvolt.bench.load.workloads import Ask, Session, Workload
+from kvolt.runtime.clock import Clock
+
+_EARLY_S = 0.0005
+"""Timers count in milliseconds: what is due so soon is sent now."""
+_MAX_SENT_PER_TICK = 64
+"""Before answers are heard again, when many are due."""
+_PAUSE_AFTER_FAILURE_S = 0.1
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run goes: an open loop has a schedule, a closed one a concurrency."""
+
+    schedule: Iterator[float] | None = None
+    concurrency: int | None = None
+    num_requests: int | None = None
+    duration_s: float | None = None
+    """The run is over after so many counted requests, or so long after the first; None: when the workload ends."""
+    num_warmup: int = 0
+    """Requests before those, which are not counted."""
+    drain_s: float = 5.0
+    """What answers under way get when the run is ended from outside."""
+
+
+@dataclass(slots=True)
+class _User:
+    """A session and how far it is."""
+
+    number: int
+    session: Session
+    turn: int = 0
+
+
+class LoadRun:
+    """One run; `run` it once."""
+
+    def __init__(
+        self,
+        client: HttpClient,
+        clock: Clock,
+        workload: Workload,
+        maker: RequestMaker,
+        pace: Pace,
+        tally: Tally,
+        on_sample: Callable[[Sample, bool], None] = lambda sample, counted: None,
+    ) -> None:
+        self._client = client
+        self._now = clock.monotonic
+        self._workload = workload
+        self._maker = maker
+        self._pace = pace
+        self._tally = tally
+        self._on_sample = on_sample
+        self._loop = asyncio.get_running_loop()
+        self._over = asyncio.Event()
+        """Nothing is under way or due; or `end` was called."""
+        self._calls: dict[Exchange, tuple[Call | None, _User]] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        """Of questions being thought about, by the number of the session; -1 is the schedule's."""
+        self._origin_s = 0.0
+        self._next_due_s: float | None = None
+        self._num_sessions = 0
+        self._num_started = 0
+        self._ends_s: float | None = None
+        self._is_stopping = False
+        self.was_cut = False
+
+    @property
+    def num_started(self) -> int:
+        return self._num_started
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._calls)
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._now() - self._origin_s
+
+    @property
+    def share_done(self) -> float | None:
+        """How much of the run is over, where that is known."""
+        pace, tally = self._pace, self._tally
+        shares = []
+        if pace.num_requests:
+            shares.append(tally.num_ended / pace.num_requests)
+        if pace.duration_s and tally.first_due_s is not None:
+            shares.append((self.elapsed_s - tally.first_due_s) / pace.duration_s)
+        elif pace.duration_s:
+            shares.append(0.0)
+        return min(1.0, max(shares)) if shares else None
+
+    async def run(self) -> None:
+        """To the end, or until `end`: then nothing more is sent, and what is under way may drain."""
+        self._origin_s = self._now()
+        if self._pace.schedule is not None:
+            self._take_due()
+            self._arm()
+        else:
+            for _ in range(self._pace.concurrency or 1):
+                self._begin_session(self.elapsed_s)
+        self._check_over()
+        try:
+            await self._over.wait()
+            if self.was_cut:
+                await self._drain()
+        finally:
+            self._stop_sending()
+
+    def end(self) -> None:
+        """End the run before its time; `run` returns when what is under way has drained."""
+        if not self._over.is_set():
+            self.was_cut = True
+            self._over.set()
+
+    async def _drain(self) -> None:
+        self._over.clear()
+        self._stop_sending()
+        try:
+            async with asyncio.timeout(self._pace.drain_s):
+                await self._over.wait()
+        except TimeoutError:
+            for call, _ in list(self._calls.values()):
+                if call is not None:
+                    self._client.give_up(call, Failure.CUT, "the run was ended")
+
+    def _stop_sending(self) -> None:
+        self._is_stopping = True
+        self._next_due_s = None
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._check_over()
+
+    # -- the schedule
+
+    def _take_due(self) -> None:
+        assert self._pace.schedule is not None
+        self._next_due_s = next(self._pace.schedule, None)
+
+    def _arm(self) -> None:
+        self._timers.pop(-1, None)
+        if self._next_due_s is not None:
+            delay_s = max(0.0, self._next_due_s - self.elapsed_s)
+            self._timers[-1] = self._loop.call_later(delay_s, self._send_due)
+
+    def _send_due(self) -> None:
+        now_s = self.elapsed_s
+        for _ in range(_MAX_SENT_PER_TICK):
+            due_s = self._next_due_s
+            if due_s is None or due_s > now_s + _EARLY_S:
+                break
+            self._begin_session(due_s)
+            if self._next_due_s is not None:  # there was one
+                self._take_due()
+        self._arm()
+        self._check_over()
+
+    # -- sessions
+
+    def _begin_session(self, due_s: float) -> None:
+        session = self._workload.session(self._num_sessions) if self._may_send(due_s) else None
+        ask = session.next(None) if session is not None else None
+        if session is None or ask is None:
+            self._next_due_s = None
+            return
+        user = _User(self._num_sessions, session)
+        self._num_sessions += 1
+        self._send(user, ask, due_s)
+
+    def _may_send(self, due_s: float) -> bool:
+        pace = self._pace
+        if self._is_stopping or (self._ends_s is not None and due_s > self._ends_s):
+            return False
+        return pace.num_requests is None or self._num_started < pace.num_warmup + pace.num_requests
+
+    def _send(self, user: _User, ask: Ask, due_s: float) -> None:
+        number = self._num_started
+        self._num_started += 1
+        counted = number >= self._pace.num_warmup
+        if counted:
+            if self._ends_s is None and self._pace.duration_s is not None:
+                self._ends_s = due_s + self._pace.duration_s
+            self._tally.started(due_s)
+        asked = Asked(
+            number=number,
+            session=user.number,
+            turn=user.turn,
+            due_s=due_s,
+            started_s=self.elapsed_s,
+            input_tokens=ask.input_tokens,
+            keep_text=user.session.wants_text,
+        )
+        exchange = Exchange(asked, self._origin_s, self._tally.on_gap if counted else _ignore, self._ended)
+        request = self._maker.request(ask)
+        self._calls[exchange] = (None, user)
+        call = self._client.submit(request, exchange)
+        if exchange in self._calls:
+            self._calls[exchange] = (call, user)
+
+    def _ended(self, exchange: Exchange, sample: Sample) -> None:
+        _, user = self._calls.pop(exchange)
+        counted = sample.number >= self._pace.num_warmup
+        if counted:
+            self._tally.add(sample)
+        else:
+            self._tally.warmed_up()
+        self._on_sample(sample, counted)
+        self._go_on(user, sample, exchange.answer.text)
+        self._check_over()
+
+    def _go_on(self, user: _User, sample: Sample, text: str) -> None:
+        """The next turn, or in a closed loop the next session."""
+        if self._is_stopping:
+            return
+        if sample.error is None:
+            ask = user.session.next(text)
+            if ask is not None:
+                user.turn += 1
+                self._later(
+                    user.session.think_s,
+                    sample.end_s,
+                    user.number,
+                    lambda due_s: self._turn(user, ask, due_s),
+                )
+                return
+        if self._pace.schedule is None:
+            pause_s = 0.0 if sample.error is None else _PAUSE_AFTER_FAILURE_S
+            self._later(pause_s, sample.end_s, user.number, self._begin_session)
+
+    def _later(self, delay_s: float, from_s: float, key: int, begin: Callable[[float], None]) -> None:
+        due_s = from_s + delay_s
+
+        def fire() -> None:
+            del self._timers[key]
+            begin(due_s)
+            self._check_over()
+
+        self._timers[key] = self._loop.call_later(max(0.0, due_s - self.elapsed_s), fire)
+
+    def _turn(self, user: _User, ask: Ask, due_s: float) -> None:
+        if self._may_send(due_s):
+            self._send(user, ask, due_s)
+
+    def _check_over(self) -> None:
+        if not self._calls and not self._timers and self._next_due_s is None:
+            self._over.set()
+
+
+def _ignore(gap_s: float) -> None:
+    """Of a request that does not count."""

@@ -1,0 +1,133 @@
+"""All that is counted in a run, in bounded memory. Pure.
+
+Latencies are of whole answers only; what failed is counted by kind, with the first message of each. Gaps between
+tokens are recorded as they come, those of answers that failed later too: they were seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from kvolt.bench.load.histogram import Histogram, HistogramData, Summary
+from kvolt.bench.load.sample import Failure, Sample
+from kvolt.bench.load.sla import Sla
+from kvolt.bench.load.timeline import Timeline
+
+KEPT_SAMPLES = 5000
+"""Answers whose own figures are kept (a uniform choice of all), for plots and for comparing runs."""
+_RATE_UNITS = 1e3
+_MAX_KINDS = 64
+
+LATENCIES = ("ttft", "ttst", "itl", "tpot", "e2e")
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """One answer as a report keeps it; seconds."""
+
+    at_s: float
+    ttft: float | None
+    ttst: float | None
+    itl: float | None
+    tpot: float | None
+    e2e: float
+
+
+class Tally:
+    """Samples in, figures out."""
+
+    def __init__(self, sla: Sla | None, draw: Callable[[], float]) -> None:
+        self.sla = sla
+        self._draw = draw
+        self.latencies = {name: Histogram() for name in LATENCIES}
+        self.on_gap = self.latencies["itl"].record
+        self.user_rate = Histogram(_RATE_UNITS)
+        self.lateness = Histogram()
+        self.connecting = Histogram()
+        """From when the generator came to a request to when its bytes went out."""
+        self.timeline = Timeline()
+        self.kept: list[Kept] = []
+        self.errors: dict[str, int] = {}
+        self.messages: dict[str, str] = {}
+        self.num_whole = self.num_failed = self.num_cut = self.num_good = self.num_warmup = 0
+        self.input_tokens = self.output_tokens = self.cached_tokens = 0
+        self.tells_cached = False
+        self.num_events = 0
+        self.first_due_s: float | None = None
+        self.last_end_s = 0.0
+
+    @property
+    def num_ended(self) -> int:
+        return self.num_whole + self.num_failed + self.num_cut
+
+    @property
+    def window_s(self) -> float:
+        """From when the first counted request was due to the end of the last one."""
+        return 0.0 if self.first_due_s is None else max(0.0, self.last_end_s - self.first_due_s)
+
+    def started(self, due_s: float) -> None:
+        """A counted request is under way."""
+        if self.first_due_s is None:
+            self.first_due_s = due_s
+        self.timeline.started(due_s)
+
+    def warmed_up(self) -> None:
+        """A request that does not count has ended."""
+        self.num_warmup += 1
+
+    def add(self, sample: Sample) -> None:
+        """A counted request has ended."""
+        self.last_end_s = max(self.last_end_s, sample.end_s)
+        self.timeline.ended(sample.end_s, sample.error is not None)
+        self.lateness.record(sample.lateness_s)
+        if sample.error == Failure.CUT:
+            self.num_cut += 1
+        elif sample.error is not None:
+            self.num_failed += 1
+            kind = sample.error if len(self.errors) < _MAX_KINDS or sample.error in self.errors else "other"
+            self.errors[kind] = self.errors.get(kind, 0) + 1
+            self.messages.setdefault(kind, sample.message or "")
+        else:
+            self._add_whole(sample)
+
+    def _add_whole(self, sample: Sample) -> None:
+        figures = sample.figures()
+        self.num_whole += 1
+        self.num_good += self.sla is None or self.sla.is_kept(figures)
+        self.input_tokens += sample.input_tokens
+        self.output_tokens += sample.output_tokens
+        self.num_events += sample.num_events
+        if sample.cached_tokens is not None:
+            self.tells_cached = True
+            self.cached_tokens += sample.cached_tokens
+        for name in ("ttft", "ttst", "tpot", "e2e"):
+            value = figures[name]
+            if value is not None:
+                self.latencies[name].record(value)
+        if (rate := sample.tokens_per_s) is not None:
+            self.user_rate.record(rate)
+        if sample.sent_s is not None:
+            self.connecting.record(sample.sent_s - sample.started_s)
+        if sample.first_s is not None and sample.last_s is not None:
+            self.timeline.tokens(sample.output_tokens, sample.first_s, sample.last_s)
+        self._keep(sample, figures)
+
+    def _keep(self, sample: Sample, figures: dict[str, float | None]) -> None:
+        """Reservoir sampling: each answer so far is kept with equal chance."""
+        at = len(self.kept)
+        if at >= KEPT_SAMPLES:
+            at = int(self._draw() * self.num_whole)
+            if at >= KEPT_SAMPLES:
+                return
+        else:
+            self.kept.append(Kept(0, None, None, None, None, 0))
+        self.kept[at] = Kept(
+            sample.from_s, figures["ttft"], figures["ttst"], figures["itl"], figures["tpot"], sample.e2e_s
+        )
+
+    def summaries(self) -> dict[str, Summary]:
+        return {name: histogram.summary() for name, histogram in self.latencies.items()}
+
+    def histograms(self) -> dict[str, HistogramData]:
+        return {name: histogram.data() for name, histogram in self.latencies.items()}

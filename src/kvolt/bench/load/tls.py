@@ -1,0 +1,35 @@
+"""Connections under TLS, for servers behind https."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+
+from kvolt.core.errors import ConnectFailed
+from kvolt.runtime.network import ProtocolFactory, split_address
+
+
+class TlsDialer:
+    """Connects as the Network port does, and shakes hands."""
+
+    def __init__(self, context: ssl.SSLContext | None = None) -> None:
+        self._context = context or ssl.create_default_context()
+
+    async def connect(self, address: str, factory: ProtocolFactory, timeout_s: float) -> asyncio.Protocol:
+        host, port = split_address(address)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, protocol = await loop.create_connection(factory, host, port, ssl=self._context)
+        except TimeoutError:
+            raise ConnectFailed(f"{address} did not answer within {timeout_s:g} s", address=address) from None
+        except ssl.SSLCertVerificationError as error:
+            raise ConnectFailed(
+                f"the certificate of {address} is not trusted: {error.verify_message}; "
+                "set SSL_CERT_FILE to a file with the authority that signed it",
+                address=address,
+            ) from error
+        except OSError as error:  # SSLError is one
+            reason = error.strerror or str(error)
+            raise ConnectFailed(f"cannot connect to {address}: {reason}", address=address) from error
+        return protocol
