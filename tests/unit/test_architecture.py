@@ -44,6 +44,28 @@ PURE = [
     SOURCE / "journey" / "machine.py",
     *sorted(SOURCE.glob("kv/*.py")),
     *(
+        SOURCE / "bench" / "load" / f"{name}.py"
+        for name in (
+            "schedules",
+            "workloads",
+            "bodies",
+            "http_reader",
+            "sse",
+            "answer",
+            "exchange",
+            "histogram",
+            "timeline",
+            "sla",
+            "sample",
+            "tally",
+            "report",
+            "compare",
+            "svg",
+            "page",
+            "wording",
+        )
+    ),
+    *(
         SOURCE / "engines" / f"{name}.py"
         for name in (
             "sequence",
@@ -54,8 +76,14 @@ PURE = [
             "step_telling",
             "kv_exchange",
             "prefills",
+            "least_squares",
+            "latency_fit",
         )
     ),
+]
+PURE += [
+    SOURCE / "bench" / "traces" / f"{name}.py"
+    for name in ("analysis", "distribution", "prefixes", "reuse", "tokens", "transforms")
 ]
 PURE += [
     SOURCE / "runtime" / f"{name}.py"

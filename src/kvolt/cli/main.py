@@ -56,13 +56,17 @@ VERBS: dict[str, Verb] = {
         "kvolt.cli.worker", "only one worker, here or joined to another machine", "start", None, _PROCESS
     ),
     "chat": Verb("kvolt.cli.chat", "talk to a model, here or behind any OpenAI-compatible URL", "ask"),
+    "bench": Verb("kvolt.cli.bench", "load on any OpenAI-compatible server, and what its users see", "ask"),
     "status": Verb("kvolt.cli.status", "what is running, and is it ready", "look", None, _VISITOR),
     "top": Verb("kvolt.cli.top", "the same, live", "look", None, _VISITOR),
     "doctor": Verb(
         "kvolt.cli.doctor", "what this machine has, what it lacks, what to do", "look", "frontend", _ALL
     ),
+    "trace": Verb("kvolt.cli.trace", "traces of requests: look into, change, make, find public ones", "look"),
     "model": Verb("kvolt.cli.model", "models on this machine: list, fetch, show", "look"),
     "engine": Verb("kvolt.cli.engine", "engines: what there is, and does one keep the contract", "look"),
+    "fit": Verb("kvolt.cli.fit", "a step model from an engine's step log, for the sim engine", "look"),
+    "twin": Verb("kvolt.cli.twin", "a trace through a model of the cluster, on virtual time", "look"),
     "config": Verb("kvolt.cli.config", "settings: values, origins, checks, names", "look"),
 }
 

@@ -1,0 +1,184 @@
+"""A trace through a twin: every request at its time, measured as a load generator would.
+
+Owns arrivals and what a client sees of each answer. What is counted and told is `kvolt.bench.load`'s: the twin's
+report is that of a real run, so that the two can be compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvolt.bench.load.sample import Sample
+from kvolt.bench.load.sla import Sla
+from kvolt.bench.load.tally import Tally
+from kvolt.bench.traces import tokens_of
+from kvolt.core.delta import Delta
+from kvolt.core.errors import KvoltError
+from kvolt.core.ids import RequestId
+from kvolt.core.request import Request, StopConditions
+from kvolt.core.trace import TraceRecord
+from kvolt.journey.journey import Journey, Road
+from kvolt.runtime.call import Deadlines
+from kvolt.runtime.streams import StepSink
+from kvolt.runtime.tasks import Crew
+from kvolt.testing.loop import run_virtual
+from kvolt.twin.cluster import MODEL, TwinCluster, TwinSettings
+
+_PATIENCE_S = 10 * 86_400.0
+_DEADLINES = Deadlines(connect_s=60.0, first_s=_PATIENCE_S, between_s=_PATIENCE_S, total_s=_PATIENCE_S)
+"""A request of a trace waits as long as it takes: how long is what the twin is asked for."""
+
+_VOCABULARY = 2**17
+"""Of prompts, as large as a real model's: the sim engine reads none of them."""
+
+OnSample = Callable[[Sample], None]
+
+
+def new_tally(settings: TwinSettings, sla: Sla | None = None) -> Tally:
+    return Tally(sla, random.Random(f"{settings.seed}/tally").random)
+
+
+def run_twin(
+    settings: TwinSettings,
+    records: Iterable[TraceRecord],
+    tally: Tally,
+    on_sample: OnSample = lambda sample: None,
+) -> None:
+    """All of the trace, on virtual time, into `tally`; the same for the same arguments, on any machine.
+
+    What was counted before an interrupt stays counted.
+    """
+
+    async def main() -> None:
+        cluster, road = await TwinCluster.start(settings)
+        try:
+            await Replay(road, settings.seed, tally, on_sample).run(records)
+        finally:
+            await cluster.close()
+
+    run_virtual(main, until_s=_PATIENCE_S, max_iterations=10**10)
+
+
+class Replay:
+    """One trace on one road."""
+
+    def __init__(self, road: Road, seed: int, tally: Tally, on_sample: OnSample) -> None:
+        self._road = road
+        self._seed = seed
+        self._tally = tally
+        self._on_sample = on_sample
+        self._loop = asyncio.get_running_loop()
+        self._origin_s = self._loop.time()
+        self._turns: dict[str, tuple[int, asyncio.Future[None]]] = {}
+        """Of each session: how many there were, and the end of the last."""
+
+    async def run(self, records: Iterable[TraceRecord]) -> None:
+        requests = Crew("requests")
+        try:
+            for number, record in enumerate(records):
+                due = self._origin_s + record.timestamp / 1000.0
+                await asyncio.sleep(due - self._loop.time())
+                requests.start(self._ask(number, record), f"request {number}")
+            await requests.drain()
+        finally:
+            await requests.close()
+
+    async def _ask(self, number: int, record: TraceRecord) -> None:
+        turn = 0
+        over: asyncio.Future[None] = self._loop.create_future()
+        if record.session is not None:
+            before = self._turns.get(record.session)
+            turn = before[0] + 1 if before is not None else 0
+            self._turns[record.session] = (turn, over)
+            if before is not None and record.delay is not None:  # nobody answers before having read
+                await before[1]
+                await asyncio.sleep(record.delay / 1000.0)
+        watch = Watch(number, turn, record, self._origin_s, self._tally.on_gap)
+        self._tally.started(watch.due_s)
+        journey = Journey(self._road, self._request(number, record), watch, _DEADLINES)
+        try:
+            await journey.begin()
+        except KvoltError as error:
+            watch.on_end(error)
+        sample = await watch.done
+        self._tally.add(sample)
+        self._on_sample(sample)
+        over.set_result(None)
+
+    def _request(self, number: int, record: TraceRecord) -> Request:
+        return Request(
+            request_id=RequestId(f"r{number}"),
+            model=MODEL,
+            token_ids=tokens_of(record, _VOCABULARY, self._seed, number),
+            stop=StopConditions(max_tokens=max(1, record.output_length), ignore_eos=True),
+        )
+
+
+class Watch:
+    """What a client sees of one answer; a Receiver."""
+
+    steps: StepSink | None = None
+
+    def __init__(
+        self, number: int, turn: int, record: TraceRecord, origin_s: float, on_gap: Callable[[float], None]
+    ) -> None:
+        self._number = number
+        self._turn = turn
+        self._record = record
+        self._on_gap = on_gap
+        self._origin_s = origin_s
+        self._loop = asyncio.get_running_loop()
+        self.due_s = self._loop.time() - origin_s
+        self.done: asyncio.Future[Sample] = self._loop.create_future()
+        self._times: list[float] = []
+        """Of the first and the second token."""
+        self._last_s = 0.0
+        self._max_gap_s = 0.0
+        self._num_events = self._num_tokens = 0
+        self._cached: int | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._num_events > 0
+
+    def on_item(self, delta: Any) -> None:
+        now = self._loop.time() - self._origin_s
+        assert isinstance(delta, Delta)
+        if self._num_events:
+            gap_s = now - self._last_s
+            self._on_gap(gap_s)
+            self._max_gap_s = max(self._max_gap_s, gap_s)
+        if self._num_events < 2:
+            self._times.append(now)
+        if delta.cached_tokens is not None:
+            self._cached = delta.cached_tokens
+        self._last_s = now
+        self._num_events += 1
+        self._num_tokens += len(delta.token_ids)
+
+    def on_end(self, error: KvoltError | None) -> None:
+        first_s, second_s, *_ = (*self._times, None, None)
+        self.done.set_result(
+            Sample(
+                number=self._number,
+                session=self._number,
+                turn=self._turn,
+                due_s=self.due_s,
+                started_s=self.due_s,
+                sent_s=self.due_s,
+                first_s=first_s,
+                second_s=second_s,
+                last_s=self._last_s if self._num_events else None,
+                end_s=self._loop.time() - self._origin_s,
+                max_gap_s=self._max_gap_s,
+                num_events=self._num_events,
+                input_tokens=self._record.input_length,
+                output_tokens=self._num_tokens,
+                cached_tokens=self._cached,
+                error=error.code if error is not None else None,
+                message=error.message if error is not None else None,
+            )
+        )

@@ -1,0 +1,90 @@
+"""The twin: the figures of a trace follow from its settings, and from nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from kvolt.bench.load.sample import Sample
+from kvolt.bench.load.sla import parse_sla
+from kvolt.bench.load.tally import Tally
+from kvolt.bench.traces import small_trace
+from kvolt.core.latency import LatencyModel
+from kvolt.core.trace import TraceRecord
+from kvolt.engines.sim import SimArguments
+from kvolt.twin.cluster import TwinSettings
+from kvolt.twin.replay import new_tally, run_twin
+
+STEP = LatencyModel(base_s=0.01, prefill_token_s=0.001)
+LINK_S = 0.001
+ENGINE = SimArguments(latency=STEP, block_size=16, max_batch_tokens=512)
+ONE = TwinSettings(engine=ENGINE, link_s=LINK_S)
+
+
+def record(at_ms: float, tokens: int = 100, output: int = 5, **more: object) -> TraceRecord:
+    return TraceRecord(timestamp=at_ms, input_length=tokens, output_length=output, **more)  # type: ignore[arg-type]
+
+
+def replay(
+    settings: TwinSettings, records: list[TraceRecord], sla: str | None = None
+) -> tuple[Tally, list[Sample]]:
+    tally = new_tally(settings, parse_sla(sla) if sla else None)
+    samples: list[Sample] = []
+    run_twin(settings, records, tally, samples.append)
+    return tally, sorted(samples, key=lambda sample: sample.number)
+
+
+def test_one_request_takes_what_the_step_model_says() -> None:
+    _, [_, sample] = replay(ONE, [record(0), record(500)])  # the first one also waits for the connection
+    assert sample.error is None
+    assert (sample.due_s, sample.output_tokens, sample.cached_tokens) == (0.5, 5, 0)
+    assert sample.ttft_s == pytest.approx(2 * LINK_S + 0.01 + 0.1)
+    assert sample.tpot_s == pytest.approx(0.01)
+    assert sample.e2e_s == pytest.approx(2 * LINK_S + 0.01 + 0.1 + 4 * 0.01)
+
+
+def test_a_busy_worker_makes_others_wait_and_a_second_one_does_not() -> None:
+    records = [record(at, tokens=500, hash_ids=(number,)) for number, at in enumerate((0, 0, 9000, 9000))]
+    _, (*_, first, second) = replay(ONE, records)
+    # A step of 512 tokens has room for twelve of the second; the next step computes the other 488.
+    assert first.ttft_s == pytest.approx(0.522 + 2 * LINK_S)
+    assert second.ttft_s == pytest.approx(0.522 + 0.498 + 2 * LINK_S)
+    _, (*_, first, second) = replay(replace(ONE, num_workers=2), records)
+    assert first.ttft_s == second.ttft_s == pytest.approx(0.51 + 2 * LINK_S)
+
+
+def test_a_prefix_that_was_there_is_found() -> None:
+    first = record(0, tokens=1024, hash_ids=(1, 2))
+    tally, samples = replay(
+        ONE, [first, record(60_000, tokens=1024, hash_ids=(1, 3)), replace(first, timestamp=90_000)]
+    )
+    # The last token is always computed, so the last block of a prompt that is here is not used.
+    assert [sample.cached_tokens for sample in samples] == [0, 512, 1008]
+    assert tally.cached_tokens == 1520
+
+
+def test_the_next_turn_comes_after_the_answer() -> None:
+    turns = [record(0, session="a", output=50), record(1, session="a", delay=2000.0), record(1)]
+    _, (first, second, other) = replay(ONE, turns)
+    assert second.due_s == pytest.approx(first.end_s + 2.0)
+    assert (first.turn, second.turn) == (0, 1)
+    assert other.due_s == pytest.approx(0.001)
+
+
+def test_what_cannot_be_served_is_counted() -> None:
+    settings = replace(ONE, engine=replace(ENGINE, context_length=200))
+    tally, (good, bad) = replay(settings, [record(0), record(0, tokens=300)], "ttft=1ms")
+    assert good.error is None
+    assert bad.error == "invalid_request"
+    assert (tally.num_whole, tally.num_failed, tally.num_good) == (1, 1, 0)
+
+
+def test_a_run_is_a_function_of_its_arguments() -> None:
+    records = list(small_trace())[:80]
+    settings = replace(ONE, num_workers=3, engine=replace(ENGINE, kv_blocks=400, context_length=4096))
+    (once, first), (again, second) = replay(settings, records), replay(settings, records)
+    assert first == second
+    assert once.histograms() == again.histograms()
+    assert once.num_whole == len(records)
+    _, other = replay(replace(settings, num_workers=2), records)
+    assert other != first
