@@ -30,14 +30,24 @@ from itertools import chain
 from operator import attrgetter
 
 from kvolt.core.block_key import BlockKeyContext
+from kvolt.core.delta import FinishReason
 from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats
 from kvolt.core.request import Request
 from kvolt.engines.holds import Holds
 from kvolt.engines.scheduler_check import check_books
-from kvolt.engines.sequence import BlockNames, Phase, Sequence
-from kvolt.engines.step_plan import Advanced, Limits, PlainBatch, Scheduling, StepPlan, Work, check_request
+from kvolt.engines.sequence import BlockNames, End, Phase, Sequence
+from kvolt.engines.step_plan import (
+    Advanced,
+    Limits,
+    PlainBatch,
+    Ran,
+    Scheduling,
+    StepPlan,
+    Work,
+    check_request,
+)
 from kvolt.kv import BlockId, BlockName, BlockPool, Change
 
 __all__ = ["Advanced", "Limits", "Scheduler", "StepPlan", "Work"]
@@ -202,6 +212,54 @@ class Scheduler:
             if sampled_token is not None:
                 advanced.append(self._advance(sequence, sampled_token))
         return advanced
+
+    def run_length(self, plan: StepPlan) -> int:
+        """How many steps are like this one, if nothing comes and nobody leaves: until one ends or blocks run out.
+
+        Whoever waits goes on waiting meanwhile: there was no room for the first, and there will be less.
+        """
+        if plan.prefills or any(work.sequence.enders or not work.sequence.is_plain for work in plan.decodes):
+            return 1
+        block_size, num_free = self.limits.block_size, self.pool.num_free
+        longest = min(work.sequence.max_length - len(work.sequence.tokens) for work in plan.decodes)
+        shortest = 1
+        while shortest < longest:
+            count = (shortest + longest + 1) // 2
+            num_blocks = sum(
+                -(-(work.start + count) // block_size) - len(work.sequence.blocks) for work in plan.decodes
+            )
+            if num_blocks <= num_free:
+                shortest = count
+            else:
+                longest = count - 1
+        return shortest
+
+    def commit_run(
+        self, plan: StepPlan, said: Items[Items[int]], on_computed: Callable[[Work], None]
+    ) -> list[Ran]:
+        """As many steps like this one were computed as each of its decodes has tokens in `said`, at most `run_length`.
+
+        `on_computed` is told what of each sequence was computed, before its blocks are named or let go.
+        """
+        self._land(plan)
+        block_size = self.limits.block_size
+        ran: list[Ran] = []
+        for work, tokens in zip(plan.decodes, said, strict=True):
+            sequence = work.sequence
+            num_computed = work.start + len(tokens)
+            num_more = -(-num_computed // block_size) - len(sequence.blocks)
+            if sequence.phase is not _RUNNING or not all(self._grow(sequence) for _ in range(num_more)):
+                continue
+            sequence.tokens += tokens
+            sequence.num_computed = num_computed
+            on_computed(Work(sequence, work.start, len(tokens)))
+            if num_computed // block_size > sequence.num_sealed:
+                self._seal(sequence)
+            is_over = len(sequence.tokens) >= sequence.max_length
+            if is_over:
+                self._finish(sequence)
+            ran.append(Ran(sequence, tokens, End(FinishReason.LENGTH) if is_over else None))
+        return ran
 
     def _advance(self, sequence: Sequence, token: int) -> Advanced:
         """All tokens of a prefill are computed, and here is the next."""

@@ -12,6 +12,7 @@ and change nothing: there are no logits. There are no grammars either; those are
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Sequence
 
 import msgspec
@@ -25,7 +26,7 @@ from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel, OccupancyModel
-from kvolt.core.load import WorkerLoad
+from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.prefills import Prefills
@@ -36,7 +37,7 @@ from kvolt.engines.sim_kv import BLOCK_BYTES, SimMemory, key_context, layout
 from kvolt.engines.sim_runner import SimRunner
 from kvolt.engines.sim_script import Speaker
 from kvolt.engines.step_plan import Advanced, Limits, PlainBatch, StepPlan
-from kvolt.engines.step_telling import load_of
+from kvolt.engines.step_telling import delta_of_run, load_of
 from kvolt.kv import BlockPool
 
 __all__ = ["SimArguments", "SimEngine"]
@@ -165,15 +166,43 @@ class SimEngine:
                 else:
                     await self._work.wait()
                 continue
-            time_s = self._step_model.step_s(plan.stats) / self._arguments.speed
             self._in_flight = plan
+            count = self._scheduler.run_length(plan) if self._arguments.merge_steps else 1
+            time_s = self._time_of(plan.stats)
             try:
-                await asyncio.sleep(time_s)
+                if count > 1:
+                    count, time_s = await self._run_steps(plan.stats, count)
+                else:
+                    await asyncio.sleep(time_s)
             except BaseException:
                 self._discard(plan)
                 raise
-            if self._in_flight is plan:  # closed meanwhile if not
-                yield self._finish_step(plan, time_s)
+            if self._in_flight is not plan:
+                continue  # closed meanwhile
+            yield self._finish_step(plan, time_s) if count == 1 else self._finish_run(plan, count, time_s)
+
+    def _time_of(self, stats: StepStats, count: int = 1) -> float:
+        """Of so many steps, each of which reads a token more of each sequence than the one before."""
+        first = self._step_model.step_s(stats)
+        if count == 1:
+            return first / self._arguments.speed
+        more = stats.context_tokens + stats.batch * (count - 1)
+        last = self._step_model.step_s(msgspec.structs.replace(stats, context_tokens=more))
+        return count * (first + last) / 2 / self._arguments.speed
+
+    async def _run_steps(self, stats: StepStats, count: int) -> tuple[int, float]:
+        """The time of `count` steps, or of fewer if something comes: then the step ends that is under way."""
+        began_at = _now()
+        try:
+            async with asyncio.timeout(self._time_of(stats, count)):
+                await self._work.wait()
+        except TimeoutError:
+            return count, self._time_of(stats, count)
+        elapsed_s = _now() - began_at
+        done = bisect_left(range(1, count), elapsed_s, key=lambda number: self._time_of(stats, number)) + 1
+        time_s = self._time_of(stats, done)
+        await asyncio.sleep(time_s - elapsed_s)
+        return done, time_s
 
     def _discard(self, plan: StepPlan) -> None:
         if self._in_flight is plan:
@@ -201,6 +230,16 @@ class SimEngine:
             load=self._told_load,
             plain_ids=plain_ids,
             plain_tokens=plain_tokens,
+            kv_changes=self._scheduler.take_changes(),
+        )
+
+    def _finish_run(self, plan: StepPlan, count: int, time_s: float) -> StepOutput:
+        self._in_flight = None
+        ran = self._scheduler.commit_run(plan, self._runner.speak(plan, count), self._runner.fill)
+        self._told_load = load_of(self._scheduler, msgspec.structs.replace(plan.stats, time_s=time_s / count))
+        return StepOutput(
+            tuple((one.sequence.request.request_id, delta_of_run(one)) for one in ran),
+            load=self._told_load,
             kv_changes=self._scheduler.take_changes(),
         )
 

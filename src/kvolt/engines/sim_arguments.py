@@ -36,6 +36,8 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The step model itself, in the place of a preset."""
     scheduling: Scheduling = Scheduling.VLLM
     """What goes into a step: vllm mixes chunks of prompts with decodes, sglang computes all prompts first."""
+    merge_steps: bool = False
+    """Decode steps between which nothing comes or goes are one event: their tokens come together, at the end."""
     say: str | None = None
     """The text of every answer; None for words."""
     words: _AtLeastOne | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from kvolt.core.delta import Delta
 from kvolt.core.ids import RequestId
@@ -55,16 +56,20 @@ class SimRunner:
         block_size = self._block_size
         for work in decodes:
             if not (work.start + 1) % block_size:
-                self._fill(work)
+                self.fill(work)
             tokens.append(work.sequence.voice.say())
         return tokens
+
+    def speak(self, plan: StepPlan, count: int) -> list[list[int]]:
+        """The next `count` tokens of each decode."""
+        return [[*islice(iter(work.sequence.voice.say, None), count)] for work in plan.decodes]
 
     def _prefill(self, prefills: Iterable[Work]) -> list[int]:
         """Fill the blocks. Who has all its tokens computed reads them, and says its next token."""
         tokens: list[int] = []
         for work in prefills:
             sequence = work.sequence
-            self._fill(work)
+            self.fill(work)
             if not work.samples:
                 continue
             if sequence.phase is not _RUNNING:
@@ -74,7 +79,7 @@ class SimRunner:
             tokens.append(voice.say())
         return tokens
 
-    def _fill(self, work: Work) -> None:
+    def fill(self, work: Work) -> None:
         """Write the blocks that these tokens complete."""
         sequence, block_size = work.sequence, self._block_size
         if sequence.phase is not _RUNNING:

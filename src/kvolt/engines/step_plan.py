@@ -8,6 +8,7 @@ collector need not look at them, since no sequence leads back to one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -82,6 +83,14 @@ class Advanced(msgspec.Struct, frozen=True, gc=False):
     end: End | None
     is_first: bool
     """The first that was generated here."""
+
+
+class Ran(msgspec.Struct, frozen=True, gc=False):
+    """A sequence has the tokens of several steps, the last of which may be its end."""
+
+    sequence: Sequence
+    tokens: Items[int]
+    end: End | None
 
 
 class PlainBatch:

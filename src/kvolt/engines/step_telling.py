@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvolt.core.delta import Delta, TokenLogprobs, Usage
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.engines.scheduler import Scheduler
-from kvolt.engines.step_plan import Advanced
+from kvolt.engines.step_plan import Advanced, Ran
 
 
 def delta_of(
@@ -29,6 +29,13 @@ def delta_of(
         usage=Usage(sequence.num_prompt, sequence.num_output, num_cached) if end else None,
         stop_reason=end.stop_reason if end else None,
     )
+
+
+def delta_of_run(one: Ran) -> Delta:
+    """The tokens of several steps, none of them the first."""
+    sequence, end = one.sequence, one.end
+    usage = Usage(sequence.num_prompt, sequence.num_output, sequence.num_cached or 0) if end else None
+    return Delta(token_ids=tuple(one.tokens), finish=end.finish if end else None, usage=usage)
 
 
 def load_of(scheduler: Scheduler, stats: StepStats | None = None, num_pending: int = 0) -> WorkerLoad:

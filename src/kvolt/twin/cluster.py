@@ -11,6 +11,7 @@ from typing import Annotated, Self
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from kvolt.core.card import card_hash
 from kvolt.core.request import Role
@@ -45,6 +46,8 @@ class TwinSettings(msgspec.Struct, frozen=True, kw_only=True):
     link_s: Annotated[float, Meta(ge=0)] = 0.0001
     """One way between two processes."""
     seed: int = 0
+    merge_steps: bool = True
+    """So that the cost of a run follows what happens in it, and not how many tokens come of it; the figures stay."""
 
 
 class TwinCluster:
@@ -94,7 +97,9 @@ class TwinCluster:
 
     async def _add_worker(self, name: str) -> None:
         runtime = await self._add_process(name)
-        engine = SimEngine(EngineSpec(model=MODEL, role=Role.AGGREGATED), self._settings.engine)
+        engine = SimEngine(
+            EngineSpec(model=MODEL, role=Role.AGGREGATED), replace(self._settings.engine, merge_steps=True)
+        )
         worker = Worker(runtime, engine, NAMESPACE)
         self.engines.append(engine)
         self._workers.append(worker)

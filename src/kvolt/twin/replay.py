@@ -96,7 +96,7 @@ class Replay:
             if before is not None and record.delay is not None:  # nobody answers before having read
                 await before[1]
                 await asyncio.sleep(record.delay / 1000.0)
-        watch = Watch(number, turn, record, self._origin_s, self._tally.on_gap)
+        watch = Watch(number, turn, record, self._origin_s, self._tally.latencies["itl"].record)
         self._tally.started(watch.due_s)
         journey = Journey(self._road, self._request(number, record), watch, _DEADLINES)
         try:
@@ -123,44 +123,51 @@ class Watch:
     steps: StepSink | None = None
 
     def __init__(
-        self, number: int, turn: int, record: TraceRecord, origin_s: float, on_gap: Callable[[float], None]
+        self,
+        number: int,
+        turn: int,
+        record: TraceRecord,
+        origin_s: float,
+        on_gaps: Callable[[float, int], None],
     ) -> None:
         self._number = number
         self._turn = turn
         self._record = record
-        self._on_gap = on_gap
+        self._on_gaps = on_gaps
         self._origin_s = origin_s
         self._loop = asyncio.get_running_loop()
         self.due_s = self._loop.time() - origin_s
         self.done: asyncio.Future[Sample] = self._loop.create_future()
-        self._times: list[float] = []
-        """Of the first and the second token."""
+        self._first_s: float | None = None
+        self._second_s: float | None = None
         self._last_s = 0.0
         self._max_gap_s = 0.0
-        self._num_events = self._num_tokens = 0
+        self._num_tokens = 0
         self._cached: int | None = None
 
     @property
     def has_begun(self) -> bool:
-        return self._num_events > 0
+        return self._num_tokens > 0
 
     def on_item(self, delta: Any) -> None:
         now = self._loop.time() - self._origin_s
         assert isinstance(delta, Delta)
-        if self._num_events:
-            gap_s = now - self._last_s
-            self._on_gap(gap_s)
+        count = len(delta.token_ids)
+        if self._num_tokens:
+            # Several at once are those of steps that are alike: they came one after the other.
+            gap_s = (now - self._last_s) / count
+            self._on_gaps(gap_s, count)
             self._max_gap_s = max(self._max_gap_s, gap_s)
-        if self._num_events < 2:
-            self._times.append(now)
+            if self._second_s is None:
+                self._second_s = self._last_s + gap_s
+        else:
+            self._first_s = now
         if delta.cached_tokens is not None:
             self._cached = delta.cached_tokens
         self._last_s = now
-        self._num_events += 1
-        self._num_tokens += len(delta.token_ids)
+        self._num_tokens += count
 
     def on_end(self, error: KvoltError | None) -> None:
-        first_s, second_s, *_ = (*self._times, None, None)
         self.done.set_result(
             Sample(
                 number=self._number,
@@ -169,12 +176,12 @@ class Watch:
                 due_s=self.due_s,
                 started_s=self.due_s,
                 sent_s=self.due_s,
-                first_s=first_s,
-                second_s=second_s,
-                last_s=self._last_s if self._num_events else None,
+                first_s=self._first_s,
+                second_s=self._second_s,
+                last_s=self._last_s if self._num_tokens else None,
                 end_s=self._loop.time() - self._origin_s,
                 max_gap_s=self._max_gap_s,
-                num_events=self._num_events,
+                num_events=self._num_tokens,
                 input_tokens=self._record.input_length,
                 output_tokens=self._num_tokens,
                 cached_tokens=self._cached,

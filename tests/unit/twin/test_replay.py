@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.sla import parse_sla
 from kvolt.bench.load.tally import Tally
-from kvolt.bench.traces import small_trace
+from kvolt.bench.traces import RECIPES, make_trace, small_trace
 from kvolt.core.latency import LatencyModel
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim import SimArguments
@@ -88,3 +88,22 @@ def test_a_run_is_a_function_of_its_arguments() -> None:
     assert once.num_whole == len(records)
     _, other = replay(replace(settings, num_workers=2), records)
     assert other != first
+
+
+@pytest.mark.parametrize(("kv_blocks", "max_num_seqs"), [(4000, 64), (220, 64), (400, 4)])
+@pytest.mark.parametrize("seed", range(3))
+def test_merged_steps_give_the_figures_of_single_ones(seed: int, kv_blocks: int, max_num_seqs: int) -> None:
+    """With room for all, with too few blocks (some are preempted), and with a queue."""
+    records = list(make_trace(replace(RECIPES["small"], requests=60, seed=seed)))
+    model = replace(STEP, context_token_s=1e-5, batch_s=1e-3)
+    engine = replace(
+        ENGINE, latency=model, kv_blocks=kv_blocks, max_num_seqs=max_num_seqs, context_length=3000
+    )
+    merged = TwinSettings(num_workers=2, engine=engine, link_s=LINK_S)
+    (_, quick), (_, slow) = replay(merged, records), replay(replace(merged, merge_steps=False), records)
+    assert len(quick) == len(slow) == len(records)
+    for one, other in zip(quick, slow, strict=True):
+        assert one.error == other.error
+        assert (one.output_tokens, one.cached_tokens) == (other.output_tokens, other.cached_tokens)
+        for name in ("first_s", "second_s", "last_s", "end_s"):
+            assert getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-6), (one.number, name)

@@ -66,19 +66,19 @@ class Histogram:
         self.min = math.inf
         self.max = 0.0
 
-    def record(self, value: float) -> None:
+    def record(self, value: float, times: int = 1) -> None:
         if value < 0.0:  # noqa: PLR1730
             value = 0.0
         units = int(value * self._units_per_value)
         shift = units.bit_length() - _MANTISSA_BITS
         if shift <= 0:
-            self._counts[units] += 1
+            self._counts[units] += times
         elif units > _MAX_UNITS:
-            self._counts[_NUM_BUCKETS - 1] += 1
+            self._counts[_NUM_BUCKETS - 1] += times
         else:
-            self._counts[(shift << _HALF_BITS) + (units >> shift)] += 1
-        self.count += 1
-        self.total += value
+            self._counts[(shift << _HALF_BITS) + (units >> shift)] += times
+        self.count += times
+        self.total += value * times
         if value > self.max:  # noqa: PLR1730 - max() costs three times this, for every token
             self.max = value
         if value < self.min:  # noqa: PLR1730
