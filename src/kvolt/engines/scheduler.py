@@ -37,7 +37,7 @@ from kvolt.core.load import StepStats
 from kvolt.core.request import Request
 from kvolt.engines.holds import Holds
 from kvolt.engines.scheduler_check import check_books
-from kvolt.engines.sequence import BlockNames, End, Phase, Sequence
+from kvolt.engines.sequence import BlockNames, End, Names, Phase, Sequence
 from kvolt.engines.step_plan import (
     Advanced,
     Limits,
@@ -77,12 +77,14 @@ class Scheduler:
         card_eos: tuple[int, ...],
         keys: Callable[[Request], BlockKeyContext],
         scheduling: Scheduling = Scheduling.VLLM,
+        names: Callable[[Request], Names] | None = None,
     ) -> None:
+        """`names`: another way to name the blocks of a request than by its tokens and `keys`."""
         self.pool = pool
         self.limits = limits
         self.num_preemptions = 0
         self._eos = frozenset(card_eos)
-        self._keys = keys
+        self._names = names or (lambda request: BlockNames(request, keys(request)))
         self._prompts_first = scheduling is Scheduling.SGLANG
         self._holds = Holds(pool)
         self._groups: dict[RequestId, _Group] = {}
@@ -118,13 +120,13 @@ class Scheduler:
         With `keep_blocks` those of its first choice stay held when that ends, until `release_kept`.
         """
         self._check(request)
-        names = BlockNames(request, self._keys(request))
+        names = self._names(request)
         sequences = [self._sequence(request, 0, names)]
         tokens = sequences[0].tokens
         # All names that it can have now: what cannot be hashed is to fail here, and not in a step.
         names.reach(tokens, len(tokens) // self.limits.block_size)
         sequences += [
-            self._sequence(request, index, BlockNames(request, self._keys(request)))
+            self._sequence(request, index, self._names(request))
             for index in range(1, request.sampling.num_choices)
         ]
         self._groups[request.request_id] = _Group(sequences, sequences[1:], keep_blocks)
@@ -305,7 +307,7 @@ class Scheduler:
         if self.num_waiting >= self.limits.max_waiting:
             raise Overloaded("the engine's queue is full", queue="engine", limit=self.limits.max_waiting)
 
-    def _sequence(self, request: Request, index: int, names: BlockNames) -> Sequence:
+    def _sequence(self, request: Request, index: int, names: Names) -> Sequence:
         self._num_arrived += 1
         eos = frozenset() if request.stop.ignore_eos else self._eos
         return Sequence(request, index, names, eos, order=(-request.routing.priority, self._num_arrived))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvolt.core.block_key import BlockKeyChain, BlockKeyContext
 from kvolt.core.delta import FinishReason
@@ -30,6 +30,18 @@ class Phase(StrEnum):
     RUNNING = "running"
     DONE = "done"
     """Ended or aborted."""
+
+
+class Names(Protocol):
+    """The names of a growing sequence's full blocks, and their keys: as many as were reached so far."""
+
+    @property
+    def names(self) -> list[BlockName]: ...
+
+    @property
+    def keys(self) -> list[BlockKey]: ...
+
+    def reach(self, tokens: list[int], num_blocks: int) -> None: ...
 
 
 class BlockNames:
@@ -77,7 +89,7 @@ class Sequence:
     request: Request
     index: int
     """Which of the request's choices."""
-    names: BlockNames
+    names: Names
     eos: frozenset[int] = frozenset()
     """Tokens that end it without a reason told: none with `ignore_eos`."""
     order: tuple[int, int] = (0, 0)

@@ -34,6 +34,7 @@ from kvolt.engines.registry import EngineSpec
 from kvolt.engines.scheduler import Scheduler
 from kvolt.engines.sim_arguments import SimArguments, model_of, step_model_of
 from kvolt.engines.sim_kv import BLOCK_BYTES, SimMemory, key_context, layout
+from kvolt.engines.sim_paper import PaperNames
 from kvolt.engines.sim_runner import SimRunner
 from kvolt.engines.sim_script import Speaker
 from kvolt.engines.step_plan import Advanced, Limits, PlainBatch, StepPlan
@@ -41,6 +42,10 @@ from kvolt.engines.step_telling import delta_of_run, load_of
 from kvolt.kv import BlockPool
 
 __all__ = ["SimArguments", "SimEngine"]
+
+
+_ON_PAPER = ("KvEvents",)
+"""What an engine can do whose blocks have neither tokens nor bytes."""
 
 
 class SimEngine:
@@ -65,10 +70,11 @@ class SimEngine:
             self._card.eos_token_ids,
             self._keys_of,
             arguments.scheduling,
+            (lambda request: PaperNames(request, arguments.block_size)) if arguments.paper else None,
         )
         memory = SimMemory()
         speaker = Speaker(model, arguments.say, arguments.say_from_prompt, arguments.words)
-        self._runner = SimRunner(speaker, memory, arguments.block_size)
+        self._runner = SimRunner(speaker, None if arguments.paper else memory, arguments.block_size)
         self._exchange = KvExchange(self._scheduler, memory, BLOCK_BYTES, self._keys_of)
         self._prefills = Prefills(self._scheduler, self._forget, _now, arguments.hold_s)
         self._plain = PlainBatch()
@@ -99,7 +105,8 @@ class SimEngine:
                 max_batch_tokens=arguments.max_batch_tokens,
                 kv_total_blocks=arguments.kv_blocks,
             ),
-            kv_layout=self.kv_layout().name,
+            kv_layout=None if arguments.paper else self.kv_layout().name,
+            features=_ON_PAPER if arguments.paper else (),
             latency=model if isinstance(model, LatencyModel) else None,
             occupancy_latency=model if isinstance(model, OccupancyModel) else None,
         )

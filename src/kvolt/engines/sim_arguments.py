@@ -38,6 +38,9 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What goes into a step: vllm mixes chunks of prompts with decodes, sglang computes all prompts first."""
     merge_steps: bool = False
     """Decode steps between which nothing comes or goes are one event: their tokens come together, at the end."""
+    paper: bool = False
+    """For traces: blocks are named by the hashes that come with a request, its tokens are not looked at, and blocks
+    hold nothing that could travel."""
     say: str | None = None
     """The text of every answer; None for words."""
     words: _AtLeastOne | None = None

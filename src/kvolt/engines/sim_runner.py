@@ -32,7 +32,8 @@ class _Voice:
 class SimRunner:
     """See the module."""
 
-    def __init__(self, speaker: Speaker, memory: SimMemory, block_size: int) -> None:
+    def __init__(self, speaker: Speaker, memory: SimMemory | None, block_size: int) -> None:
+        """Without a memory blocks hold nothing, and nobody looks."""
         self._speaker = speaker
         self._memory = memory
         self._block_size = block_size
@@ -61,7 +62,9 @@ class SimRunner:
         return tokens
 
     def speak(self, plan: StepPlan, count: int) -> list[list[int]]:
-        """The next `count` tokens of each decode."""
+        """The next `count` tokens of each decode. Where blocks hold nothing, neither do answers."""
+        if self._memory is None:
+            return [[0] * count for _ in plan.decodes]
         return [[*islice(iter(work.sequence.voice.say, None), count)] for work in plan.decodes]
 
     def _prefill(self, prefills: Iterable[Work]) -> list[int]:
@@ -82,19 +85,22 @@ class SimRunner:
     def fill(self, work: Work) -> None:
         """Write the blocks that these tokens complete."""
         sequence, block_size = work.sequence, self._block_size
-        if sequence.phase is not _RUNNING:
-            return  # aborted during the step: it has no blocks any more
+        memory = self._memory
+        if memory is None or sequence.phase is not _RUNNING:
+            return  # or aborted during the step: it has no blocks any more
         num_full = (work.start + work.num_tokens) // block_size
         sequence.names.reach(sequence.tokens, num_full)
         keys = sequence.names.keys
         for position in range(work.start // block_size, num_full):
-            self._memory.compute(sequence.blocks[position], keys[position])
+            memory.compute(sequence.blocks[position], keys[position])
 
     def _voice(self, sequence: Sequence) -> _Voice:
         """Its voice, after it has read all its blocks."""
-        num_full = len(sequence.tokens) // self._block_size
-        keys = sequence.names.keys
-        confusion = self._memory.confusion(sequence.blocks[:num_full], keys[:num_full])
+        confusion = 0
+        if self._memory is not None:
+            num_full = len(sequence.tokens) // self._block_size
+            keys = sequence.names.keys
+            confusion = self._memory.confusion(sequence.blocks[:num_full], keys[:num_full])
         choice = sequence.voice.choice if sequence.voice is not None else self._take_silent(sequence)
         return _Voice(choice, choice.tokens(sequence.num_output, confusion).__next__)
 

@@ -110,10 +110,9 @@ class Speaker:
     def choices(self, request: Request) -> list[Choice]:
         """InvalidRequest for what no answer could keep to."""
         self._check(request)
-        prompt = token_bytes(request.token_ids)
         base = request.sampling.seed
         if base is None:
-            base = xxhash.xxh3_64_intdigest(prompt)
+            base = xxhash.xxh3_64_intdigest(token_bytes(request.token_ids))
         scripts = self._scripts(request)
         return [
             Choice(

@@ -97,9 +97,9 @@ class TwinCluster:
 
     async def _add_worker(self, name: str) -> None:
         runtime = await self._add_process(name)
-        engine = SimEngine(
-            EngineSpec(model=MODEL, role=Role.AGGREGATED), replace(self._settings.engine, merge_steps=True)
-        )
+        settings = self._settings
+        arguments = replace(settings.engine, merge_steps=settings.merge_steps, paper=True)
+        engine = SimEngine(EngineSpec(model=MODEL, role=Role.AGGREGATED), arguments)
         worker = Worker(runtime, engine, NAMESPACE)
         self.engines.append(engine)
         self._workers.append(worker)

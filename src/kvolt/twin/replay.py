@@ -14,11 +14,11 @@ from typing import Any
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.sla import Sla
 from kvolt.bench.load.tally import Tally
-from kvolt.bench.traces import tokens_of
+from kvolt.bench.traces import reblock
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import RequestId
-from kvolt.core.request import Request, StopConditions
+from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.core.trace import TraceRecord
 from kvolt.journey.journey import Journey, Road
 from kvolt.runtime.call import Deadlines
@@ -31,8 +31,8 @@ _PATIENCE_S = 10 * 86_400.0
 _DEADLINES = Deadlines(connect_s=60.0, first_s=_PATIENCE_S, between_s=_PATIENCE_S, total_s=_PATIENCE_S)
 """A request of a trace waits as long as it takes: how long is what the twin is asked for."""
 
-_VOCABULARY = 2**17
-"""Of prompts, as large as a real model's: the sim engine reads none of them."""
+_OWN = 1 << 62
+"""Where the hashes of prompts begin of which the trace says nothing: they share nothing."""
 
 OnSample = Callable[[Sample], None]
 
@@ -55,7 +55,7 @@ def run_twin(
     async def main() -> None:
         cluster, road = await TwinCluster.start(settings)
         try:
-            await Replay(road, settings.seed, tally, on_sample).run(records)
+            await Replay(road, tally, on_sample).run(reblock(records, settings.engine.block_size))
         finally:
             await cluster.close()
 
@@ -65,9 +65,8 @@ def run_twin(
 class Replay:
     """One trace on one road."""
 
-    def __init__(self, road: Road, seed: int, tally: Tally, on_sample: OnSample) -> None:
+    def __init__(self, road: Road, tally: Tally, on_sample: OnSample) -> None:
         self._road = road
-        self._seed = seed
         self._tally = tally
         self._on_sample = on_sample
         self._loop = asyncio.get_running_loop()
@@ -109,11 +108,16 @@ class Replay:
         over.set_result(None)
 
     def _request(self, number: int, record: TraceRecord) -> Request:
+        hashes = record.hash_ids or range(number << 32 | _OWN, (number << 32 | _OWN) + record.input_length)
         return Request(
             request_id=RequestId(f"r{number}"),
             model=MODEL,
-            token_ids=tokens_of(record, _VOCABULARY, self._seed, number),
+            token_ids=(0,)
+            * record.input_length,  # nobody looks at them: the blocks are known by their hashes
+            block_size=record.block_size,
+            sequence_hashes=tuple(hashes[: record.input_length // record.block_size]),  # type: ignore[arg-type]
             stop=StopConditions(max_tokens=max(1, record.output_length), ignore_eos=True),
+            sampling=Sampling(seed=number),
         )
 
 

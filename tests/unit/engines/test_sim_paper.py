@@ -1,0 +1,65 @@
+"""Requests of which only hashes are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvolt.core.errors import InvalidRequest
+from kvolt.core.ids import RequestId, SequenceHash
+from kvolt.core.request import Request, Role, StopConditions
+from kvolt.engines.registry import EngineSpec
+from kvolt.engines.sim import SimArguments, SimEngine
+from kvolt.engines.sim_paper import PaperNames
+from kvolt.testing.loop import run_virtual
+
+
+def request(name: str, length: int, hashes: tuple[int, ...], block_size: int = 4) -> Request:
+    return Request(
+        request_id=RequestId(name),
+        model="sim-tiny",
+        token_ids=(0,) * length,
+        block_size=block_size,
+        sequence_hashes=tuple(SequenceHash(each) for each in hashes),
+        stop=StopConditions(max_tokens=9, ignore_eos=True),
+    )
+
+
+def test_equal_hashes_are_equal_blocks_and_what_is_said_is_nobody_elses() -> None:
+    one, other = PaperNames(request("a", 10, (7, 8)), 4), PaperNames(request("b", 9, (7, 9)), 4)
+    assert one.names[0] == other.names[0]
+    assert one.names[1] != other.names[1]
+    for names in (one, other):
+        names.reach([], 4)
+        names.reach([], 3)
+        assert [name.key for name in names.names] == names.keys
+        assert len(set(names.keys)) == 4
+    assert set(one.keys[2:]).isdisjoint(other.keys)
+    assert all(len(key) == 16 for key in one.keys)
+
+
+@pytest.mark.parametrize(("hashes", "block_size"), [((7,), 4), ((), 4), ((7, 8), 8)])
+def test_too_few_hashes_are_refused(hashes: tuple[int, ...], block_size: int) -> None:
+    with pytest.raises(InvalidRequest, match="needs the hashes"):
+        PaperNames(request("a", 10, hashes, block_size), 4)
+
+
+def test_an_engine_on_paper_promises_no_more_than_it_has() -> None:
+    async def scenario() -> None:
+        spec = EngineSpec(model="sim-tiny", role=Role.AGGREGATED)
+        engine = SimEngine(spec, SimArguments(paper=True, block_size=4, merge_steps=True))
+        info = await engine.start()
+        assert info.features == ("KvEvents",)
+        assert info.kv_layout is None
+        with pytest.raises(InvalidRequest):
+            engine.submit(request("bad", 10, ()))
+        engine.submit(request("good", 10, (7, 8)))
+        told = []
+        async for step in engine.steps():
+            told += [delta for _, delta in step.deltas]
+            if told and told[-1].finish is not None:
+                break
+        assert sum(len(delta.token_ids) for delta in told) == 9
+        assert len(told) == 2, "the first token, and all others at once"
+        await engine.close()
+
+    run_virtual(scenario)
