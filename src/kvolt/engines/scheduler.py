@@ -84,7 +84,8 @@ class Scheduler:
         self.limits = limits
         self.num_preemptions = 0
         self._eos = frozenset(card_eos)
-        self._names = names or (lambda request: BlockNames(request, keys(request)))
+        self._keys = keys
+        self._names = names or self._named_by_tokens
         self._prompts_first = scheduling is Scheduling.SGLANG
         self._holds = Holds(pool)
         self._groups: dict[RequestId, _Group] = {}
@@ -311,6 +312,9 @@ class Scheduler:
         self._num_arrived += 1
         eos = frozenset() if request.stop.ignore_eos else self._eos
         return Sequence(request, index, names, eos, order=(-request.routing.priority, self._num_arrived))
+
+    def _named_by_tokens(self, request: Request) -> Names:
+        return BlockNames(request, self._keys(request))
 
     def _plan_mixed(self) -> StepPlan:
         decodes, prefilling, context_tokens = self._plan_decodes()

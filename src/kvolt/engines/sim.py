@@ -73,7 +73,13 @@ class SimEngine:
             (lambda request: PaperNames(request, arguments.block_size)) if arguments.paper else None,
         )
         memory = SimMemory()
-        speaker = Speaker(model, arguments.say, arguments.say_from_prompt, arguments.words)
+        speaker = Speaker(
+            model,
+            arguments.say,
+            arguments.say_from_prompt,
+            arguments.words,
+            reads_prompts=not arguments.paper,
+        )
         self._runner = SimRunner(speaker, None if arguments.paper else memory, arguments.block_size)
         self._exchange = KvExchange(self._scheduler, memory, BLOCK_BYTES, self._keys_of)
         self._prefills = Prefills(self._scheduler, self._forget, _now, arguments.hold_s)

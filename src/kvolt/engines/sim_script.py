@@ -99,8 +99,15 @@ class Speaker:
     """Finds what is to be said in answer to a request. One per engine."""
 
     def __init__(
-        self, model: SimModel, say: str | None, from_prompt: bool, num_words: int | None = None
+        self,
+        model: SimModel,
+        say: str | None,
+        from_prompt: bool,
+        num_words: int | None = None,
+        reads_prompts: bool = True,
     ) -> None:
+        """`reads_prompts`: what are no tokens is refused; not for prompts of which nobody knows the tokens."""
+        self._reads_prompts = reads_prompts
         self._model = model
         self._num_words = num_words
         self._tokenizer = _tokenizer(model) if say is not None or from_prompt else None
@@ -111,8 +118,9 @@ class Speaker:
         """InvalidRequest for what no answer could keep to."""
         self._check(request)
         base = request.sampling.seed
-        if base is None:
-            base = xxhash.xxh3_64_intdigest(token_bytes(request.token_ids))
+        if base is None or self._reads_prompts:
+            digest = xxhash.xxh3_64_intdigest(token_bytes(request.token_ids))
+            base = digest if base is None else base
         scripts = self._scripts(request)
         return [
             Choice(
