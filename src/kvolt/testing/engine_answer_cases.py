@@ -93,12 +93,10 @@ async def choices_end_apart(harness: Harness) -> None:
     async with engine_run(harness) as run:
         request = run.short_request("r", choices=2)
         answer = run.submit(request)
-        await run.until(lambda: bool(answer.finishes))
-        assert not answer.done, "both choices ended at once"
         await run.finish(answer)
         assert answer.finishes == {0: FinishReason.STOP, 1: FinishReason.STOP}
         lengths = {index: len(tokens) for index, tokens in answer.tokens.items()}
-        assert lengths[0] != lengths[1]
+        assert lengths[0] != lengths[1], "both choices ended at once"
         assert {index: usage.completion_tokens for index, usage in answer.usage.items()} == lengths
         gone = run.submit(replace(request, request_id=RequestId("gone")))
         await run.until(lambda: bool(gone.finishes))
