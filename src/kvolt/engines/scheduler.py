@@ -47,6 +47,7 @@ from kvolt.engines.step_plan import (
     StepPlan,
     Work,
     check_request,
+    run_length,
 )
 from kvolt.kv import BlockId, BlockName, BlockPool, Change
 
@@ -217,25 +218,11 @@ class Scheduler:
         return advanced
 
     def run_length(self, plan: StepPlan) -> int:
-        """How many steps are like this one, if nothing comes and nobody leaves: until one ends or blocks run out.
+        """How many steps are like this one, if nothing comes and nobody leaves.
 
         Whoever waits goes on waiting meanwhile: there was no room for the first, and there will be less.
         """
-        if plan.prefills or any(work.sequence.enders or not work.sequence.is_plain for work in plan.decodes):
-            return 1
-        block_size, num_free = self.limits.block_size, self.pool.num_free
-        longest = min(work.sequence.max_length - len(work.sequence.tokens) for work in plan.decodes)
-        shortest = 1
-        while shortest < longest:
-            count = (shortest + longest + 1) // 2
-            num_blocks = sum(
-                -(-(work.start + count) // block_size) - len(work.sequence.blocks) for work in plan.decodes
-            )
-            if num_blocks <= num_free:
-                shortest = count
-            else:
-                longest = count - 1
-        return shortest
+        return run_length(plan, self.limits.block_size, self.pool.num_free)
 
     def commit_run(
         self, plan: StepPlan, said: Items[Items[int]], on_computed: Callable[[Work], None]

@@ -142,3 +142,21 @@ def check_request(request: Request, limits: Limits, num_blocks: int) -> None:
         raise InvalidRequest(
             f"{asked} need {needed} KV blocks, and the engine has {num_blocks}", param="max_tokens"
         )
+
+
+def run_length(plan: StepPlan, block_size: int, num_free: int) -> int:
+    """Steps like this one that the free blocks allow, until one of its sequences ends; 1 for any but plain decodes."""
+    if plan.prefills or any(work.sequence.enders or not work.sequence.is_plain for work in plan.decodes):
+        return 1
+    shortest = 1
+    longest = min(work.sequence.max_length - len(work.sequence.tokens) for work in plan.decodes)
+    while shortest < longest:
+        count = (shortest + longest + 1) // 2
+        num_blocks = sum(
+            -(-(work.start + count) // block_size) - len(work.sequence.blocks) for work in plan.decodes
+        )
+        if num_blocks <= num_free:
+            shortest = count
+        else:
+            longest = count - 1
+    return shortest

@@ -40,6 +40,7 @@ from kvolt.kv.lifecycle import (
     IllegalMove,
     next_state,
 )
+from kvolt.kv.pool_check import check_pool
 
 # Once: to look up a member of an enum takes longer than most of what is done with it here.
 _ALLOCATE, _REGISTER, _RELEASE, _EVICT = (
@@ -60,7 +61,9 @@ _LET_GO, _EVICTED = TRANSITIONS[_REGISTERED, _RELEASE], TRANSITIONS[_INACTIVE, _
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class Block:
+    """What the pool knows of one block; its own, and of who checks it."""
+
     id: BlockId
     state: BlockState = _FREE
     num_holders: int = 0
@@ -82,7 +85,7 @@ class BlockPool:
                 "a pool has at least one block", key="kv_blocks", remedy="give the KV cache more memory"
             )
         self.num_blocks = num_blocks
-        self._blocks: list[_Block] = []  # made as they are first needed: a large pool at rest costs nothing
+        self._blocks: list[Block] = []  # made as they are first needed: a large pool at rest costs nothing
         self._free: list[BlockId] = []
         self._inactive: OrderedDict[BlockId, None] = OrderedDict()
         self._by_key: dict[BlockKey, BlockId] = {}
@@ -163,8 +166,9 @@ class BlockPool:
         taken.reverse()
         first, last = len(blocks), min(self.num_blocks, len(blocks) + count - len(taken))
         if last > first:  # never used so far
-            blocks += [_Block(BlockId(number)) for number in range(first, last)]
-            taken += range(first, last)  # type: ignore[arg-type]
+            unused = [Block(BlockId(number)) for number in range(first, last)]
+            blocks += unused
+            taken += [block.id for block in unused]
         if len(taken) < count:
             taken += self._evict(count - len(taken))
         for block_id in taken:
@@ -284,7 +288,7 @@ class BlockPool:
 
     def contents(self) -> list[Stored]:
         """Every named block, in runs, parents first."""
-        children: dict[BlockKey | None, list[_Block]] = {}
+        children: dict[BlockKey | None, list[Block]] = {}
         for block_id in self._by_key.values():
             block = self._blocks[block_id]
             has_parent = block.parent is not None and block.parent.key in self._by_key
@@ -308,17 +312,17 @@ class BlockPool:
     # ---
 
     def _make(self) -> None:
-        block = _Block(BlockId(len(self._blocks)))
+        block = Block(BlockId(len(self._blocks)))
         self._blocks.append(block)
         self._free.append(block.id)
 
-    def _made(self, block_id: BlockId) -> _Block:
+    def _made(self, block_id: BlockId) -> Block:
         """A block of the caller's; one that was never used is free, as it would be had it been made at the start."""
         while len(self._blocks) <= block_id < self.num_blocks:
             self._make()
         return self._blocks[block_id]
 
-    def _held(self, blocks: Iterable[BlockId], move: str) -> list[_Block]:
+    def _held(self, blocks: Iterable[BlockId], move: str) -> list[Block]:
         """The blocks, all of them held and each named once: else nothing may be changed."""
         found = [self._made(block_id) for block_id in blocks]
         for block in found:
@@ -333,7 +337,7 @@ class BlockPool:
             raise IllegalMove(f"a block is named twice in one {move}", move=move)
         return found
 
-    def _let_go(self, block: _Block) -> None:
+    def _let_go(self, block: Block) -> None:
         """Nobody holds it any more."""
         if block.state is _REGISTERED:
             assert block.name is not None
@@ -354,7 +358,7 @@ class BlockPool:
         block.move(BlockMove.RELEASE)
         self._free.append(block.id)
 
-    def _drop_duplicate(self, block: _Block) -> None:
+    def _drop_duplicate(self, block: Block) -> None:
         assert block.name is not None
         duplicates = self._duplicates[block.name.key]
         duplicates.remove(block.id)
@@ -392,7 +396,7 @@ class BlockPool:
         self._log.remove_run(gone)
         return evicted
 
-    def _free_named(self, block: _Block) -> None:
+    def _free_named(self, block: Block) -> None:
         """An inactive block becomes free; its name lives on elsewhere, or is gone."""
         block.move(BlockMove.EVICT)
         block.name = block.parent = None
@@ -402,49 +406,4 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """AssertionError, with the story, where the pool contradicts itself or the rules above were broken."""
-        free, inactive = set(self._free), set(self._inactive)
-        assert len(free) == len(self._free), f"a block is free twice: {self._free}"
-        hashes: dict[SequenceHash, int] = {}
-        num_duplicates = 0
-        for block in self._blocks:
-            assert (block.num_holders > 0) == block.state.is_held, self._story(block)
-            assert (block.id in free) == (block.state is BlockState.FREE), self._story(block)
-            assert (block.id in inactive) == (block.state is BlockState.INACTIVE), self._story(block)
-            assert (block.name is None) == (block.state in (BlockState.FREE, BlockState.WRITING)), (
-                self._story(block)
-            )
-            if block.name is None:
-                continue
-            if block.state is BlockState.DUPLICATE:
-                num_duplicates += 1
-                assert block.id in self._duplicates.get(block.name.key, ()), self._story(block)
-                known = self._by_key.get(block.name.key)
-                assert known is not None, self._story(block)
-                assert self._blocks[known].state is BlockState.REGISTERED, self._story(block)
-                continue
-            assert self._by_key.get(block.name.key) == block.id, self._story(block)
-            hashes[block.name.sequence_hash] = hashes.get(block.name.sequence_hash, 0) + 1
-            if block.parent is not None:
-                self._check_parent(block)
-        ages = {block_id: age for age, block_id in enumerate(self._inactive)}
-        for block_id, age in ages.items():
-            parent = self._blocks[block_id].parent
-            above = None if parent is None else self._by_key.get(parent.key)
-            assert above not in ages or age < ages[above], f"{above} would be evicted before {block_id} below"
-        assert len(self._by_key) == sum(hashes.values()), "a key leads to a block without it"
-        assert num_duplicates == sum(map(len, self._duplicates.values())), f"lost: {self._duplicates}"
-        assert hashes == self._num_by_hash, f"{hashes} are here, {self._num_by_hash} are counted"
-
-    def _check_parent(self, block: _Block) -> None:
-        assert block.parent is not None
-        parent_id = self._by_key.get(block.parent.key)
-        assert parent_id is not None, f"the parent is gone before its child: {self._story(block)}"
-        parent = self._blocks[parent_id]
-        assert block.position == parent.position + 1, f"{self._story(block)} follows {parent}"
-        if block.state is BlockState.REGISTERED:
-            assert parent.state is BlockState.REGISTERED, (
-                f"held below a block that is not: {self._story(block)}, {parent}"
-            )
-
-    def _story(self, block: _Block) -> str:
-        return f"{block}, known under its key: {block.name and self._by_key.get(block.name.key)}"
+        check_pool(self)

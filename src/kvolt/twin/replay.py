@@ -17,7 +17,7 @@ from kvolt.bench.load.tally import Tally
 from kvolt.bench.traces import reblock
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError
-from kvolt.core.ids import RequestId
+from kvolt.core.ids import RequestId, SequenceHash
 from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.core.trace import TraceRecord
 from kvolt.journey.journey import Journey, Road
@@ -108,14 +108,16 @@ class Replay:
         over.set_result(None)
 
     def _request(self, number: int, record: TraceRecord) -> Request:
-        hashes = record.hash_ids or range(number << 32 | _OWN, (number << 32 | _OWN) + record.input_length)
+        num_full = record.input_length // record.block_size
+        own = number << 32 | _OWN
+        hashes = record.hash_ids[:num_full] or range(own, own + num_full)
         return Request(
             request_id=RequestId(f"r{number}"),
             model=MODEL,
             token_ids=(0,)
             * record.input_length,  # nobody looks at them: the blocks are known by their hashes
             block_size=record.block_size,
-            sequence_hashes=tuple(hashes[: record.input_length // record.block_size]),  # type: ignore[arg-type]
+            sequence_hashes=tuple([SequenceHash(each) for each in hashes]),
             stop=StopConditions(max_tokens=max(1, record.output_length), ignore_eos=True),
             sampling=Sampling(seed=number),
         )

@@ -167,7 +167,8 @@ def _free_port() -> int:
 
 def _follow(start: _Start, pipe: Connection) -> None:
     from kvolt.engines.models.checkpoint import open_checkpoint
-    from kvolt.engines.native.loading import choose_setup, follower_runner
+    from kvolt.engines.native.loading import follower_runner
+    from kvolt.engines.native.setup import choose_setup
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the leader's end ends us

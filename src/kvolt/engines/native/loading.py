@@ -1,7 +1,7 @@
 """From a model's name to an EngineCore that can compute.
 
-Owns the choices that were left open: device, what to compute in, how many KV blocks, how much per step. Says
-what it does as it goes, since it may take minutes.
+Owns how the parts are put together, and how many KV blocks there are. Says what it does as it goes, since it may
+take minutes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.attention_cpu import CpuAttention
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.follower import Allocate, Followers, LoadLora, UnloadLora
-from kvolt.engines.native.kernels.operations import check_gpu_shape
 from kvolt.engines.native.model import Attention, LoadOptions, Transformer
 from kvolt.engines.native.parallel import Group, Solo, TorchGroup, check_degree
 from kvolt.engines.native.runner import ModelRunner
-from kvolt.engines.native.sizing import largest_step_bytes, memory_for_kv, step_tokens
+from kvolt.engines.native.setup import Setup, choose_setup, device_of
+from kvolt.engines.native.sizing import largest_step_bytes, memory_for_kv
 from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, SlabShape
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.scheduler import Scheduler
@@ -67,18 +67,6 @@ class CoreHooks:
     memory: Callable[[int], int | None] = _own_memory
     """A descriptor of memory for the KV slab, on the host only, to be closed here; None to allocate it here."""
     clock: Clock = field(default_factory=SystemClock)
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The choices, made."""
-
-    device: torch.device
-    dtype: str
-    block_size: int
-    max_num_seqs: int
-    max_batch_tokens: int
-    max_waiting: int
 
 
 class LoadHooks(Protocol):
@@ -232,86 +220,6 @@ def _set_threads(arguments: NativeArguments) -> None:
     # torch counts the machine's cores; a container may have a quota of fewer, and ranks share them.
     usable = min(torch.get_num_threads(), len(usable_cores().ids))
     torch.set_num_threads(arguments.threads or max(1, usable // arguments.tensor_parallel))
-
-
-def device_of(spec: EngineSpec, arguments: NativeArguments, rank: int) -> torch.device:
-    """The device of a rank. ConfigError if it is not there; touches none, as that would take memory of it."""
-    named = arguments.device
-    if spec.devices:
-        if rank >= len(spec.devices):
-            raise ConfigError(
-                f"{rank + 1} ranks need as many devices, and {len(spec.devices)} are named",
-                key="devices",
-                remedy="name one device for each of tensor_parallel",
-            )
-        named = spec.devices[rank]
-        named = f"cuda:{named}" if named.isdigit() else named
-    elif named is not None and named.startswith("cuda:") and arguments.tensor_parallel > 1:
-        raise ConfigError(
-            f"{arguments.tensor_parallel} ranks cannot share {named}",
-            key="args.device",
-            remedy="name one device for each of tensor_parallel with devices",
-        )
-    if named == "cuda" or (named is None and torch.cuda.is_available()):
-        named = f"cuda:{rank}"
-    try:
-        device = torch.device(named or "cpu")
-    except RuntimeError as error:
-        raise _unusable(str(named), error) from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"there is no {device}: torch sees {torch.cuda.device_count()} GPUs",
-            key="devices",
-            remedy="lower tensor_parallel, or name devices that are there; cpu needs none",
-        )
-    return device
-
-
-def choose_setup(spec: EngineSpec, arguments: NativeArguments, config: ModelConfig, rank: int = 0) -> Setup:
-    device = device_of(spec, arguments, rank)
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise _unusable(str(device), error) from error
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton, streams and graphs go by it, not by where tensors lie
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        check_gpu_shape(config.head_dim, arguments.block_size)
-    max_num_seqs = arguments.max_num_seqs or (256 if on_gpu else 64)
-    return Setup(
-        device=device,
-        dtype=_dtype(arguments, on_gpu),
-        block_size=arguments.block_size,
-        max_num_seqs=max_num_seqs,
-        max_batch_tokens=max(arguments.max_batch_tokens or step_tokens(config, on_gpu), max_num_seqs),
-        max_waiting=arguments.max_waiting,
-    )
-
-
-def _unusable(named: str, error: Exception) -> ConfigError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ConfigError(
-        f"device {named!r} cannot be used: {reason}", key="args.device", remedy="use cpu, cuda or cuda:N"
-    )
-
-
-def _dtype(arguments: NativeArguments, on_gpu: bool) -> str:
-    if arguments.quantize == "int8":
-        if on_gpu:
-            raise ConfigError(
-                "int8 weights are for the CPU", key="args.quantize", remedy="leave quantize at none"
-            )
-        if arguments.dtype not in ("auto", "bfloat16"):
-            raise ConfigError(
-                "int8 weights are multiplied with bfloat16", key="args.dtype", remedy="leave dtype at auto"
-            )
-        return "bfloat16"
-    if arguments.dtype != "auto":
-        return arguments.dtype
-    if on_gpu:
-        return "bfloat16"
-    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
 
 
 def _slab(

@@ -36,8 +36,8 @@ from kvolt.engines.models.checkpoint import open_checkpoint
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.follower import Followers
-from kvolt.engines.native.loading import device_of
 from kvolt.engines.native.parallel import check_degree, share
+from kvolt.engines.native.setup import device_of
 from kvolt.engines.registry import EngineSpec
 from kvolt.testing.tiny_models import tiny_checkpoint
 

@@ -1,0 +1,108 @@
+"""What an engine runs on and how much it takes on, where its arguments leave that open: the choices, made.
+
+Owns devices and data types. Knows no weights: a follower makes the same choices as its leader.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvolt.core.errors import ConfigError
+from kvolt.engines.models.config import ModelConfig
+from kvolt.engines.native.arguments import NativeArguments
+from kvolt.engines.native.kernels.operations import check_gpu_shape
+from kvolt.engines.native.sizing import step_tokens
+from kvolt.engines.registry import EngineSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The choices, made."""
+
+    device: torch.device
+    dtype: str
+    block_size: int
+    max_num_seqs: int
+    max_batch_tokens: int
+    max_waiting: int
+
+
+def device_of(spec: EngineSpec, arguments: NativeArguments, rank: int) -> torch.device:
+    """The device of a rank. ConfigError if it is not there; touches none, as that would take memory of it."""
+    named = arguments.device
+    if spec.devices:
+        if rank >= len(spec.devices):
+            raise ConfigError(
+                f"{rank + 1} ranks need as many devices, and {len(spec.devices)} are named",
+                key="devices",
+                remedy="name one device for each of tensor_parallel",
+            )
+        named = spec.devices[rank]
+        named = f"cuda:{named}" if named.isdigit() else named
+    elif named is not None and named.startswith("cuda:") and arguments.tensor_parallel > 1:
+        raise ConfigError(
+            f"{arguments.tensor_parallel} ranks cannot share {named}",
+            key="args.device",
+            remedy="name one device for each of tensor_parallel with devices",
+        )
+    if named == "cuda" or (named is None and torch.cuda.is_available()):
+        named = f"cuda:{rank}"
+    try:
+        device = torch.device(named or "cpu")
+    except RuntimeError as error:
+        raise _unusable(str(named), error) from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"there is no {device}: torch sees {torch.cuda.device_count()} GPUs",
+            key="devices",
+            remedy="lower tensor_parallel, or name devices that are there; cpu needs none",
+        )
+    return device
+
+
+def choose_setup(spec: EngineSpec, arguments: NativeArguments, config: ModelConfig, rank: int = 0) -> Setup:
+    device = device_of(spec, arguments, rank)
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
+        raise _unusable(str(device), error) from error
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)  # Triton, streams and graphs go by it, not by where tensors lie
+        check_gpu_shape(config.head_dim, arguments.block_size)
+    max_num_seqs = arguments.max_num_seqs or (256 if on_gpu else 64)
+    return Setup(
+        device=device,
+        dtype=_dtype(arguments, on_gpu),
+        block_size=arguments.block_size,
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=max(arguments.max_batch_tokens or step_tokens(config, on_gpu), max_num_seqs),
+        max_waiting=arguments.max_waiting,
+    )
+
+
+def _unusable(named: str, error: Exception) -> ConfigError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigError(
+        f"device {named!r} cannot be used: {reason}", key="args.device", remedy="use cpu, cuda or cuda:N"
+    )
+
+
+def _dtype(arguments: NativeArguments, on_gpu: bool) -> str:
+    if arguments.quantize == "int8":
+        if on_gpu:
+            raise ConfigError(
+                "int8 weights are for the CPU", key="args.quantize", remedy="leave quantize at none"
+            )
+        if arguments.dtype not in ("auto", "bfloat16"):
+            raise ConfigError(
+                "int8 weights are multiplied with bfloat16", key="args.dtype", remedy="leave dtype at auto"
+            )
+        return "bfloat16"
+    if arguments.dtype != "auto":
+        return arguments.dtype
+    if on_gpu:
+        return "bfloat16"
+    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
