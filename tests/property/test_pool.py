@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit.kv.names import Mirror, names_of, seen
 
 from kvolt.kv import BlockId, BlockPool
+from kvolt.kv.pool_check import blocks_of
 
 Path = tuple[int, ...]
 
@@ -31,9 +32,12 @@ class Holder:
 
 def all_of(pool: BlockPool) -> dict[str, Any]:
     """All that is in it, and what it would tell."""
-    changes = deepcopy(pool).take_changes()
-    return {"changes": changes, **{name: value for name, value in vars(pool).items() if name != "_log"}} | {
-        "_blocks": [repr(block) for block in pool._blocks]
+    return {
+        "changes": deepcopy(pool).take_changes(),
+        "blocks": {block.id: block for run in pool.runs() for block in blocks_of(run)},
+        "inactive": [block for run in pool._inactive for block in reversed(run.ids)],
+        "free": pool._free,
+        "books": (pool._by_key, pool._duplicates, pool._hashes.counts()),
     }
 
 
@@ -51,7 +55,7 @@ class Pools(RuleBasedStateMachine):
 
     @rule(path=paths, uses_cache=st.booleans())
     def begin(self, path: Path, uses_cache: bool) -> None:
-        keys = [name.key for name in names_of(path)] if uses_cache else []
+        keys = names_of(path).keys if uses_cache else []
         num_found = self.pool.match(keys)
         found = self.pool.acquire(keys)
         assert len(found) == num_found

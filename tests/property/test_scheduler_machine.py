@@ -13,9 +13,9 @@ from tests.unit.kv.names import Mirror, seen
 from kvolt.core.errors import InvalidRequest, Overloaded
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
-from kvolt.engines.sequence import BlockNames, Phase, Sequence
+from kvolt.engines.sequence import Phase, Sequence, TokenNaming
 from kvolt.engines.step_plan import Scheduling
-from kvolt.kv import BlockId, BlockName
+from kvolt.kv import BlockId, Names
 
 LONGEST = (1, 2, 1, 1, 2, 2, 1)
 PROMPTS = [LONGEST[start:end] for start in range(3) for end in range(start + 1, len(LONGEST) + 1)]
@@ -219,7 +219,7 @@ class Schedulers(RuleBasedStateMachine):
             for block in set(one.blocks) & set(other.blocks):
                 position = one.blocks.index(block)
                 assert other.blocks.index(block) == position
-                assert one.names.keys[position] == other.names.keys[position]
+                assert one.naming.names.keys[position] == other.naming.names.keys[position]
 
     def teardown(self) -> None:
         if not hasattr(self, "lab"):
@@ -261,16 +261,16 @@ def replaced(template: Request, request_id: RequestId) -> Request:
 
 
 def running(one: object) -> list[Sequence]:
-    sequences: list[Sequence] = one._running  # type: ignore[attr-defined]
+    sequences: list[Sequence] = one._planner.running  # type: ignore[attr-defined]
     assert all(sequence.phase is Phase.RUNNING for sequence in sequences)
     return sequences
 
 
-def names_of(request: Request, tokens: list[int], block_size: int) -> list[BlockName]:
+def names_of(request: Request, tokens: list[int], block_size: int) -> Names:
     context = scheduler(1, limits(block_size=block_size))._keys(request)
-    names = BlockNames(request, context)
-    names.reach(tokens, len(tokens) // block_size)
-    return names.names
+    naming = TokenNaming(request, context)
+    naming.reach(tokens, len(tokens) // block_size)
+    return naming.names
 
 
 def states_of(request: Request, tokens: list[int]) -> list[int]:

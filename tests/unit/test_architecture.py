@@ -40,6 +40,7 @@ PURE = [
     *sorted(SOURCE.glob("frontend/parsers/*.py")),
     SOURCE / "frontend" / "choice.py",
     SOURCE / "frontend" / "stops.py",
+    SOURCE / "frontend" / "trace_ids.py",
     SOURCE / "frontend" / "openai_api" / "wording.py",
     SOURCE / "journey" / "machine.py",
     *sorted(SOURCE.glob("kv/*.py")),
@@ -78,6 +79,7 @@ PURE = [
             "prefills",
             "least_squares",
             "latency_fit",
+            "sim_links",
         )
     ),
 ]

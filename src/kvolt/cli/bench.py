@@ -42,6 +42,7 @@ from kvolt.cli.bench_flags import (
 )
 from kvolt.cli.bench_screen import Progress, print_changes, print_report
 from kvolt.cli.process import run_loop
+from kvolt.cli.report_files import WRITTEN, open_rows, write_report
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config import LoadedConfig
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     folder = Path(args.out) if args.out else None
     made: list[Report] = []
     with ExitStack() as files:
-        rows = _open_rows(folder, args.force, files) if folder is not None else None
+        rows = open_rows(folder, args.force, files) if folder is not None else None
 
         async def main() -> int:
             made.append(await _measure(args, plan, rows))
@@ -118,13 +119,17 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         run_loop(main)
     [report] = made
     if folder is not None:
-        _write(folder, report)
+        try:
+            write_report(folder, report, html_page(report))
+        except ConfigError:
+            print_report(report)
+            raise
     if args.json:
         print(encode_report(report).decode(), end="")
     else:
         print_report(report)
         if folder is not None:
-            print(f"written to {folder}: report.json, report.html, requests.csv")
+            print(f"written to {folder}: {WRITTEN}")
     if report.was_cut:
         return 130
     return 0 if report.counts.whole else 1
@@ -191,36 +196,6 @@ async def _run_shown(load: LoadRun, tally: Tally, stop: StopSignal, quiet: bool)
 
 def _ignore(sample: Sample, counted: bool) -> None:
     """Where no file is wanted."""
-
-
-# -- files
-
-
-def _open_rows(folder: Path, force: bool, files: ExitStack) -> Rows:
-    """Made before the run, so that an hour's work is not lost to a folder that cannot be written."""
-    if not force and (folder / "report.json").exists():
-        raise ConfigError(
-            f"{folder} holds a report already", key="out", remedy="name another folder, or give --force"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return Rows(files.enter_context((folder / "requests.csv").open("w", encoding="utf-8", newline="")))
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
-def _write(folder: Path, report: Report) -> None:
-    try:
-        (folder / "report.json").write_bytes(encode_report(report))
-        (folder / "report.html").write_text(html_page(report), encoding="utf-8")
-    except OSError as error:
-        print_report(report)
-        raise _unwritable(folder, error) from error
-
-
-def _unwritable(folder: Path, error: OSError) -> ConfigError:
-    reason = (error.strerror or str(error)).lower()
-    return ConfigError(f"cannot write to {folder}: {reason}", key="out", remedy="name another folder")
 
 
 def _compare(args: argparse.Namespace) -> int:

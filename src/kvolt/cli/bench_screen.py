@@ -81,13 +81,13 @@ class Progress:
 
 
 def print_report(report: Report) -> None:
-    console = _console()
+    console = stdout_console()
     title = f"{report.model} at {report.url}" + ("  (cut)" if report.was_cut else "")
     console.print(Text(title, style="bold"))
-    console.print(_table([["", ""], *facts(report)], header=False))
+    console.print(text_table([["", ""], *facts(report)], header=False))
     console.print()
     header, *rows = latency_rows(report)
-    console.print(_table([["ms", *header[1:]], *rows]))
+    console.print(text_table([["ms", *header[1:]], *rows]))
     for kind, count in report.errors.items():
         console.print(Text(f"{count} x {kind}: {report.messages.get(kind, '')}", style="red"))
     for warning in report.warnings:
@@ -95,18 +95,18 @@ def print_report(report: Report) -> None:
 
 
 def print_changes(changes: list[Change], differing: dict[str, tuple[object, object]]) -> None:
-    console = _console()
+    console = stdout_console()
     for name, (first, second) in differing.items():
         console.print(Text(f"note: the runs differ in {name}: {first} and {second}", style="yellow"))
-    console.print(_table(change_rows(changes)))
+    console.print(text_table(change_rows(changes)))
 
 
-def _console() -> Console:
+def stdout_console() -> Console:
     """What is no terminal is not cut to 80 columns."""
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
-def _table(rows: Sequence[Sequence[str]], header: bool = True) -> Table:
+def text_table(rows: Sequence[Sequence[str]], header: bool = True) -> Table:
     table = Table(box=None, show_header=header, pad_edge=False)
     for at, title in enumerate(rows[0]):
         table.add_column(title, justify="left" if at == 0 or not header else "right")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
 from kvolt.cli.process import check_directory, make_ports
 from kvolt.core.errors import KvoltError
-from kvolt.runtime.address import INSTANCES, Instance, decode_instance
-from kvolt.runtime.call import Deadlines
+from kvolt.runtime.address import INSTANCES, EndpointAddress, Instance, decode_instance
+from kvolt.runtime.call import Deadlines, ResponseStream
 from kvolt.runtime.client import open_stream
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.discovery import Discovery
@@ -20,6 +21,7 @@ from kvolt.runtime.plane import Destination, RequestPlane
 from kvolt.runtime.runtime import STATUS_ENDPOINT, ProcessStatus
 from kvolt.runtime.server import EndpointServer
 from kvolt.runtime.settings import Settings
+from kvolt.runtime.streams import Decode
 from kvolt.runtime.tasks import Scope
 
 _MAX_ASKED_AT_ONCE = 32
@@ -65,6 +67,16 @@ class Cluster:
             for number in range(min(len(processes), _MAX_ASKED_AT_ONCE)):
                 scope.start(ask_in_turn(), f"asker-{number}")
         return sorted(views, key=lambda view: (view.name, view.address))
+
+    async def instances(self, endpoint: EndpointAddress) -> list[Instance]:
+        """All that are registered for an endpoint, by process. May raise DiscoveryLost."""
+        content = await self._discovery.get_prefix(endpoint.prefix)
+        found = [decode_instance(value) for value in content.values()]
+        return sorted((each for each in found if each is not None), key=lambda each: (each.process, each.id))
+
+    async def open(self, to: Destination, question: Any, limits: Deadlines, decode: Decode) -> ResponseStream:
+        """Ask what a process serves for others. ConnectFailed: nothing was sent."""
+        return await open_stream(self._plane, to, question, limits, decode)
 
     async def _ask(self, instance: Instance) -> ProcessView:
         try:

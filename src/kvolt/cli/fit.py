@@ -1,4 +1,4 @@
-"""`kvolt fit`: a step model from a step log, and how far it is off."""
+"""`kvolt fit`: a step model from a step log, or from what aiconfigurator predicts, and how far it is off."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from kvolt.core.errors import ConfigError, InvalidRequest
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepLogHeader, decode_step_log
+from kvolt.engines.aiconfigurator import AicTarget, header_of, load_predictor, predicted_steps
 from kvolt.engines.latency_fit import BadStep, Errors, Fit, fit_latency
 from kvolt.engines.sim_presets import PresetFile
 from kvolt.runtime.config import LoadedConfig
@@ -23,6 +24,10 @@ Fits a step model to what an engine measured, so that the sim engine takes as lo
   kvolt fit steps.jsonl                                  2. fit, and look at the errors
   kvolt fit steps.jsonl --name cpu --out cpu.json        3. keep it
   kvolt serve sim-tiny --arg preset=cpu.json             4. simulate it
+
+Without the engine or its GPU, from the kernels that NVIDIA has measured (pip install 'kvolt[aiconfigurator]'):
+  kvolt fit --aiconfigurator meta-llama/Meta-Llama-3.1-8B h200_sxm vllm --out h200.json
+  kvolt fit --aiconfigurator Qwen/Qwen3-32B h100_sxm sglang --tensor-parallel 2
 
 The model: a step takes the sum of
   base_s             whatever is in it
@@ -55,8 +60,18 @@ class FitReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "log", metavar="LOG", help="step log: JSON lines that an engine wrote (step_log=FILE)"
+        "log", metavar="LOG", nargs="?", help="step log: JSON lines that an engine wrote (step_log=FILE)"
     )
+    parser.add_argument(
+        "--aiconfigurator",
+        nargs=3,
+        metavar=("MODEL", "SYSTEM", "BACKEND"),
+        help="instead of a log: steps that NVIDIA's aiconfigurator predicts, as for h200_sxm with vllm or sglang",
+    )
+    parser.add_argument(
+        "--backend-version", metavar="V", help="of that backend (default: the newest with data)"
+    )
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs of it (default: 1)")
     parser.add_argument("--name", help="what the preset is called (default: by engine, model and device)")
     parser.add_argument("--out", metavar="FILE", help="write the preset there, for --arg preset=FILE")
     parser.add_argument("--json", action="store_true", help="for scripts")
@@ -68,7 +83,7 @@ def run(_args: argparse.Namespace, _loaded: LoadedConfig) -> int:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    header, fit = _read_and_fit(args.log)
+    header, fit = _predict_and_fit(args) if args.aiconfigurator else _read_and_fit(_log_of(args))
     name = args.name or _name_of(header)
     if args.out is not None:
         preset = PresetFile(name=name, about=_about(header, fit), latency=fit.latency)
@@ -78,6 +93,33 @@ def _fit(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_page(name, header, fit, args.out)))
     return 0
+
+
+def _log_of(args: argparse.Namespace) -> str:
+    if args.log is None:
+        raise ConfigError("no step log is named", key="log", remedy="see `kvolt fit --help`")
+    return str(args.log)
+
+
+def _predict_and_fit(args: argparse.Namespace) -> tuple[StepLogHeader, Fit]:
+    if args.log is not None:
+        raise ConfigError(
+            f"--aiconfigurator takes the place of {args.log}", key="log", remedy="give one of them"
+        )
+    if args.tensor_parallel < 1:
+        raise ConfigError(
+            f"--tensor-parallel is {args.tensor_parallel}", key="tensor_parallel", remedy="give 1 or more"
+        )
+    model, system, backend = args.aiconfigurator
+    target = AicTarget(
+        model=model,
+        system=system,
+        backend=backend,
+        backend_version=args.backend_version,
+        tensor_parallel=args.tensor_parallel,
+    )
+    steps = predicted_steps(load_predictor(target))
+    return header_of(target), fit_latency(steps)
 
 
 def _read_and_fit(log: str) -> tuple[StepLogHeader, Fit]:
@@ -110,7 +152,8 @@ def _write(path: str, content: bytes) -> None:
 
 
 def _name_of(header: StepLogHeader) -> str:
-    words = re.findall(r"[a-z0-9.]+", f"{header.engine} {header.model} {header.device}".lower())
+    device = header.device.partition(",")[0]
+    words = re.findall(r"[a-z0-9.]+", f"{header.engine} {header.model} {device}".lower())
     return "-".join(words) or "fitted"
 
 

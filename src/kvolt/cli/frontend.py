@@ -18,7 +18,8 @@ from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.lora_admin import load_adapter, unload_adapter
 from kvolt.frontend.models import ModelOptions, Models
 from kvolt.frontend.preprocess import ParserNames, check_parsers
-from kvolt.router.port import RoundRobinRouter
+from kvolt.frontend.trace_recorder import TraceRecorder
+from kvolt.router.policies import ROUTERS, NewRouter
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.config import LoadedConfig
 from kvolt.runtime.http import HttpLimits
@@ -33,6 +34,7 @@ Start the OpenAI-compatible HTTP edge. It finds workers through discovery and se
 Examples:
   kvolt frontend                                  on 127.0.0.1:8000, workers of this machine
   kvolt frontend --host 0.0.0.0 --port 80
+  kvolt frontend --router least-loaded            to who has the fewest requests under way
   kvolt frontend --processes 4                    four processes on one port, with a router, kept alive
   kvolt frontend --discovery-join-listen 10.0.0.5:7400
                                                   workers elsewhere join with --join 10.0.0.5:7400
@@ -70,6 +72,12 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     return run_process(settings, args.name, body)
 
 
+def _new_router(settings: Settings, part: Membership | None) -> NewRouter:
+    """Turns are taken in common with our siblings; what is under way each process counts for itself."""
+    wanted = settings.frontend.router
+    return part.new_router if part is not None and wanted == "round-robin" else ROUTERS[wanted]
+
+
 async def serve_http(process: Process, settings: Settings, member: Member | None = None) -> None:
     """Serve until the process is stopped; running requests finish first."""
     runtime = process.runtime
@@ -82,10 +90,11 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
         runtime,
         [name for name in namespaces if name],
         ModelOptions(wanted.token_cache_bytes, parsers, wanted.max_attempts),
-        RoundRobinRouter if part is None else part.new_router,
+        _new_router(settings, part),
     )
     loads = WorkerLoads()
     admission = Admission(loads, wanted.max_requests, part.slot if part is not None else None)
+    recorder = TraceRecorder(runtime.ports.clock.monotonic)
     server = edge_server(
         runtime,
         models,
@@ -105,12 +114,14 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
         ),
         network=None if part is None else SocketNetwork(reuse_port=True),
         siblings=None if part is None else part.siblings(admission),
+        recorder=recorder,
     )
     crew = Crew("frontend")
     crew.start(loads.follow(runtime.events), "loads")
 
     async def stop(drain_s: float) -> None:
         await server.close(drain_s)
+        recorder.close()
         if part is not None:
             await part.close()
         await crew.close()
@@ -122,6 +133,7 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
         "load_lora_adapter": lambda body: load_adapter(runtime, models, body),
         "unload_lora_adapter": lambda body: unload_adapter(runtime, models, body),
     }
+    recorder.add_to(runtime.server)
     models.start()
     if part is not None:
         await part.settle(models)

@@ -36,6 +36,8 @@ class Verb:
     group: str
     home: str | None = None
     sections: tuple[str, ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
+    """Second words that are verbs of their own, each with its module; any other word is an argument."""
 
 
 VERBS: dict[str, Verb] = {
@@ -66,7 +68,12 @@ VERBS: dict[str, Verb] = {
     "model": Verb("kvolt.cli.model", "models on this machine: list, fetch, show", "look"),
     "engine": Verb("kvolt.cli.engine", "engines: what there is, and does one keep the contract", "look"),
     "fit": Verb("kvolt.cli.fit", "a step model from an engine's step log, for the sim engine", "look"),
-    "twin": Verb("kvolt.cli.twin", "a trace through a model of the cluster, on virtual time", "look"),
+    "twin": Verb(
+        "kvolt.cli.twin",
+        "a trace through a model of the cluster, on virtual time",
+        "look",
+        parts=(("sweep", "kvolt.cli.twin_sweep"),),
+    ),
     "config": Verb("kvolt.cli.config", "settings: values, origins, checks, names", "look"),
 }
 
@@ -113,7 +120,11 @@ def _run_verb(name: str, argv: list[str]) -> int:
         raise ConfigError(
             f"unknown verb {name}" + nearest(name, VERBS), key="verb", remedy="see `kvolt --help`"
         )
-    module = importlib.import_module(verb.module)
+    module_name = verb.module
+    part = dict(verb.parts).get(argv[0]) if argv else None
+    if part is not None:
+        module_name, name, argv = part, f"{name} {argv[0]}", argv[1:]
+    module = importlib.import_module(module_name)
     parser = flags.Parser(prog=f"kvolt {name}", description=module.HELP.strip())
     module.configure(parser)
     if verb.sections:
@@ -137,7 +148,7 @@ def _run_verb(name: str, argv: list[str]) -> int:
 def help_text() -> str:
     lines = [
         "kvolt serves large language models across many machines: an OpenAI-compatible frontend,",
-        "a round-robin router, and workers that join and leave while it serves.",
+        "a router, and workers that join and leave while it serves.",
         "",
         "Begin with:",
         "  kvolt doctor            is this machine ready?",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +27,7 @@ from kvolt.runtime.clock import SystemClock, ThreadBlocking
 from kvolt.runtime.config import LoadedConfig, without_settings
 from kvolt.runtime.config_toml import to_toml
 from kvolt.runtime.cores import share_cores, thread_env, usable_cores
-from kvolt.runtime.network import SocketNetwork, join_address, split_address, split_host
+from kvolt.runtime.network import SocketNetwork, join_address, split_host
 from kvolt.runtime.settings import Settings
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.supervisor import ChildSpec, Supervisor, SupervisorConfig
@@ -56,6 +58,9 @@ _POLL_S = 0.1
 _CORES_PER_EDGE = 4
 """On machines with fewer, a core kept free for the frontend would idle while the workers lack it."""
 _LOOK_TIMEOUT_S = 5.0
+_LASTING_PORTS = range(20_000, 32_000)
+"""Below those that systems give to outgoing connections: none takes one between our look and the frontend's start."""
+_MAX_PORT_LOOKS = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -191,10 +196,24 @@ def with_engine_flags(settings: Settings, arguments: Sequence[str], loras: Seque
 async def _with_port(settings: Settings) -> Settings:
     """The port known before anything is started: a taken one is told, and 0 becomes a free one."""
     frontend = settings.frontend
-    listener = await SocketNetwork().listen(join_address(frontend.host, frontend.port), asyncio.Protocol)
-    await listener.close()
-    port = split_address(listener.address)[1]
+    port = frontend.port or await _free_port(frontend.host)
+    await _check_free(frontend.host, port)
     return msgspec.structs.replace(settings, frontend=msgspec.structs.replace(frontend, port=port))
+
+
+async def _free_port(host: str) -> int:
+    *others, last = random.sample(_LASTING_PORTS, _MAX_PORT_LOOKS)
+    for port in others:
+        with contextlib.suppress(ConfigError):
+            await _check_free(host, port)
+            return port
+    return last  # the caller looks at it, and says what is wrong
+
+
+async def _check_free(host: str, port: int) -> None:
+    """ConfigError where somebody listens there, or nobody can."""
+    listener = await SocketNetwork().listen(join_address(host, port), asyncio.Protocol)
+    await listener.close()
 
 
 def child_specs(
@@ -288,7 +307,9 @@ class _Serve:
         base = base_url(frontend.host, frontend.port)
         clock = SystemClock()
         num_wanted = sum(
-            group.count for group in self._settings.workers if group.role == Role.AGGREGATED.value
+            group.count * group.per_process
+            for group in self._settings.workers
+            if group.role == Role.AGGREGATED.value
         )
         complain_at: float | None = clock.monotonic() + self._settings.runtime.start_timeout_s
         while True:

@@ -1,4 +1,4 @@
-"""`kvolt trace`: look into traces, change them, make them, and know where public ones come from."""
+"""`kvolt trace`: record traces, look into them, change them, make them, and know where public ones come from."""
 
 from __future__ import annotations
 
@@ -33,14 +33,18 @@ from kvolt.bench.traces import (
 from kvolt.bench.traces.analysis import LRU_BLOCKS
 from kvolt.bench.traces.sources import FileState, FoundTrace
 from kvolt.bench.traces.synthetic import Lognormal
+from kvolt.cli import flags
 from kvolt.cli.trace_page import analysis_text, sources_text
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
+from kvolt.runtime.config import LoadedConfig
 
 HELP = """
 A trace is one request per line: when it came, how long prompt and answer were, which blocks of the prompt were seen
 before. No text. Mooncake JSONL, Azure CSV and ShareGPT JSON are read as they are, also as .gz, whatever their names.
 
+  kvolt trace record http://127.0.0.1:8000 --out trace.jsonl --duration 60s
+                                                           what a running frontend is asked
   kvolt trace analyze trace.jsonl                          rates, lengths, what a prefix cache could find
   kvolt trace analyze trace.jsonl --lru 1000,20000         hit rates of LRU caches of so many blocks
   kvolt trace convert chats.json chats.jsonl               any format to JSON lines
@@ -54,7 +58,10 @@ KVOLT_TRACES names the folder in which tests and benchmarks look for public trac
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(metavar="analyze|convert|make|sources", required=True, dest="trace_verb")
+    verbs = parser.add_subparsers(
+        metavar="record|analyze|convert|make|sources", required=True, dest="trace_verb"
+    )
+    _add_record(verbs.add_parser("record", help="what running frontends are asked; Ctrl-C ends and writes"))
     analyzing = verbs.add_parser("analyze", help="rates, lengths, sessions, prefix reuse")
     analyzing.add_argument("file", metavar="FILE", help="a trace of any known format")
     analyzing.add_argument(
@@ -69,6 +76,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sources.set_defaults(without_config=_sources)
     for each in (analyzing, sources):
         each.add_argument("--json", action="store_true", help="for scripts")
+
+
+def _add_record(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "url",
+        metavar="URL",
+        nargs="?",
+        help="of one frontend, as http://127.0.0.1:8000 (default: all frontends of the namespace)",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        default="trace.jsonl",
+        help="compressed if it ends in .gz (default: trace.jsonl)",
+    )
+    parser.add_argument(
+        "--duration",
+        metavar="TIME",
+        help="e.g. 60s or 5m, then until those that came have ended (default: until Ctrl-C)",
+    )
+    parser.add_argument("--model", metavar="NAME", help="only this model or adapter (default: all)")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    flags.add_settings(parser, None, ("discovery", "plane", "log"))
 
 
 def _add_convert(parser: argparse.ArgumentParser, analyzing: argparse.ArgumentParser) -> None:
@@ -129,8 +160,11 @@ def _add_make(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(without_config=_make)
 
 
-def run(_args: argparse.Namespace, _loaded: object) -> int:
-    raise AssertionError("every sub-verb does without the config")
+def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
+    """Of the one sub-verb that needs to know where the cluster is."""
+    from kvolt.cli.trace_record import record  # the network, which the other sub-verbs do without
+
+    return record(args, loaded)
 
 
 def _analyze(args: argparse.Namespace) -> int:

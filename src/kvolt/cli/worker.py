@@ -1,4 +1,4 @@
-"""`kvolt worker`: one engine behind an endpoint."""
+"""`kvolt worker`: one engine behind an endpoint, or many of a kind that computes nothing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from kvolt.engines.registry import (
     build_engine,
     check_arguments,
     choose_engine,
+    find_engine,
     parse_argument,
 )
 from kvolt.engines.worker import Worker, WorkerOptions
 from kvolt.runtime.config import LoadedConfig
-from kvolt.runtime.settings import WorkerSettings
+from kvolt.runtime.settings import MAX_PER_PROCESS, WorkerSettings
 
 HELP = """
 Start one worker. It registers through discovery and serves until it is stopped (Ctrl-C drains it).
@@ -35,6 +36,7 @@ Examples:
   kvolt worker --arg dtype=float32              an argument of the engine (`kvolt engine list native`)
   kvolt worker --lora sql=./adapters/sql        with a LoRA adapter that clients choose as model "sql"
   kvolt worker sim-tiny                         the simulated engine: no weights, no torch
+  kvolt worker sim-tiny --workers 300           three hundred of them in one process, each registered by itself
 """
 
 
@@ -45,6 +47,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", help="what computes (default: as the config says)")
     parser.add_argument(
         "--devices", metavar="A,B", help="GPUs of this worker, by index (default: as the config says)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="workers in this process, for engines that can (sim) (default: as the config says, 1)",
     )
     parser.add_argument("--role", choices=[role.value for role in Role], help="what this worker does")
     add_engine_flags(parser)
@@ -72,14 +80,26 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     group = find_group(loaded.settings.workers, args.group)
     if args.model is not None or args.engine is not None:
         group = with_model(group, args.model or group.model, args.engine)
+    count = group.per_process if args.workers is None else args.workers
+    group = msgspec.structs.replace(group, per_process=count)
     engine_name, arguments = check_engine(with_arguments(group, args.arg, args.lora))
     devices = args.devices.split(",") if args.devices else group.devices
     spec = EngineSpec(model=group.model, role=Role(args.role or group.role), devices=tuple(devices))
+    options = WorkerOptions(stuck_after_s=group.stuck_after_s)
+
+    async def fleet(process: Process) -> None:
+        from kvolt.cli.worker_fleet import WorkerFleet
+
+        workers = WorkerFleet(process, lambda: build_engine(engine_name, spec, arguments), options, count)
+        try:
+            await workers.start()
+            await workers.run()
+        finally:
+            await workers.close()
 
     async def body(process: Process) -> None:
         runtime = process.runtime
         engine = build_engine(engine_name, spec, arguments)
-        options = WorkerOptions(stuck_after_s=group.stuck_after_s)
         worker = Worker(runtime, engine, loaded.settings.namespace, options)
         await worker.start()
         process.metrics.registry.register(worker.metrics)
@@ -89,7 +109,21 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         finally:
             await worker.close()
 
-    return run_process(loaded.settings, args.name or group.name, body)
+    return run_process(loaded.settings, args.name or group.name, body if count == 1 else fleet)
+
+
+def _check_count(engine_name: str, count: int) -> None:
+    """ConfigError unless an engine of this kind can be so many times in one process."""
+    if not 1 <= count <= MAX_PER_PROCESS:
+        raise ConfigError(
+            f"{count} workers in one process", key="workers", remedy=f"give 1 to {MAX_PER_PROCESS}"
+        )
+    if count > 1 and not find_engine(engine_name).many_per_process:
+        raise ConfigError(
+            f"the {engine_name} engine needs a process for each worker",
+            key="workers",
+            remedy="leave out --workers and per_process; `kvolt serve --workers N` starts processes",
+        )
 
 
 def check_engine(group: WorkerSettings) -> tuple[str, dict[str, Any]]:
@@ -97,6 +131,7 @@ def check_engine(group: WorkerSettings) -> tuple[str, dict[str, Any]]:
     name, chosen = choose_engine(group.engine, group.model)
     arguments = {**chosen, **group.args}
     check_arguments(name, arguments)
+    _check_count(name, group.per_process)
     if name == "native":
         _check_name(group.model)
     return name, arguments

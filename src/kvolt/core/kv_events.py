@@ -19,19 +19,19 @@ class Tier(StrEnum):
     PEER = "peer"
 
 
-class StoredBlock(msgspec.Struct, frozen=True, array_like=True):
-    sequence_hash: SequenceHash
-    local_hash: LocalBlockHash
-
-
 class Stored(msgspec.Struct, frozen=True, omit_defaults=True, tag="stored"):
     """A run of blocks, each the child of the one before."""
 
-    blocks: tuple[StoredBlock, ...]
+    sequence_hashes: tuple[SequenceHash, ...]
+    local_hashes: tuple[LocalBlockHash, ...]
     parent: SequenceHash | None = None
     start_position: int | None = None
     """Index of the first block in its sequence, where the engine knows it."""
     tier: Tier = Tier.DEVICE
+
+    def __post_init__(self) -> None:
+        if len(self.sequence_hashes) != len(self.local_hashes):
+            raise ValueError("a stored block has one hash of each kind")
 
 
 class Removed(msgspec.Struct, frozen=True, omit_defaults=True, tag="removed"):

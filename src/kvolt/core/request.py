@@ -141,3 +141,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Time left when it was sent. Remaining time, not a date: clocks of machines differ."""
     extra: dict[str, Any] = {}
     """Engine-specific arguments, passed through."""
+    paper_length: int = 0
+    """How long a prompt is whose tokens nobody knows, as one of a trace: then `token_ids` is empty."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.token_ids) or self.paper_length

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from kvolt.core.ids import RequestId
-from kvolt.kv import BlockId, BlockName, BlockPool
+from kvolt.kv import BlockId, BlockPool, Names
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class _Chain:
     """Blocks from the start of a sequence on; the last ones may have no name yet."""
 
     blocks: list[BlockId]
-    names: list[BlockName]
+    names: Names
     num_present: int = 0
     """Of those adopted, how many were in the pool already."""
 
@@ -38,11 +38,11 @@ class Holds:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._kept
 
-    def keep(self, request_id: RequestId, blocks: list[BlockId], names: list[BlockName]) -> None:
+    def keep(self, request_id: RequestId, blocks: list[BlockId], names: Names) -> None:
         """Take over blocks from their holder."""
         self._kept[request_id] = _Chain(blocks, names)
 
-    def kept(self, request_id: RequestId) -> tuple[list[BlockId], list[BlockName]] | None:
+    def kept(self, request_id: RequestId) -> tuple[list[BlockId], Names] | None:
         """The blocks of a request and the names of the full ones; None when none are kept."""
         held = self._kept.get(request_id)
         return None if held is None else (held.blocks, held.names)
@@ -54,17 +54,17 @@ class Holds:
         self._pool.release(reversed(held.blocks))
         return True
 
-    def adopt(self, names: Sequence[BlockName]) -> list[tuple[int, BlockId]]:
+    def adopt(self, names: Names) -> list[tuple[int, BlockId]]:
         """A block for each of `names` that is not here, by its index: the caller fills them, then seals.
 
         `names` are those of a sequence from its first block on. The list ends where the pool is full.
         """
-        present = self._pool.acquire([name.key for name in names])
+        present = self._pool.acquire(names.keys)
         fresh = self._pool.allocate(min(len(names) - len(present), self._pool.num_free))
         if not fresh:
             self._pool.release(reversed(present))
             return []
-        self._adopted[fresh[0]] = _Chain(present + fresh, list(names), len(present))
+        self._adopted[fresh[0]] = _Chain(present + fresh, names, len(present))
         return list(enumerate(fresh, len(present)))
 
     def seal_adopted(self, adopted: Sequence[tuple[int, BlockId]], num_filled: int | None = None) -> None:
@@ -73,7 +73,5 @@ class Holds:
             return
         held = self._adopted.pop(adopted[0][1])
         end = len(held.blocks) if num_filled is None else held.num_present + num_filled
-        for position in range(held.num_present, end):
-            parent = held.blocks[position - 1] if position else None
-            self._pool.register(held.blocks[position], held.names[position], parent, position)
+        self._pool.register_run(held.blocks, held.names, held.num_present, end)
         self._pool.release(reversed(held.blocks))

@@ -15,8 +15,8 @@ from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
 from kvolt.engines.scheduler import Scheduler
-from kvolt.engines.sequence import BlockNames
-from kvolt.kv import BlockId, BlockName
+from kvolt.engines.sequence import TokenNaming
+from kvolt.kv import BlockId, BlockName, Names
 
 
 class BlockMemory(Protocol):
@@ -49,10 +49,10 @@ class KvExchange:
     def keys(self, request: Request) -> list[BlockKey]:
         """Of the full blocks of a prompt."""
         context = self._keys_of(request)
-        names = BlockNames(request, context)
+        naming = TokenNaming(request, context)
         tokens = list(request.token_ids)
-        names.reach(tokens, len(tokens) // context.block_size)
-        return names.keys
+        naming.reach(tokens, len(tokens) // context.block_size)
+        return naming.names.keys
 
     def match(self, request: Request) -> int:
         return self._scheduler.pool.match(self.keys(request)) * self._scheduler.limits.block_size
@@ -98,17 +98,19 @@ class KvExchange:
     def _import_run(self, run: Sequence[KvBlock]) -> int:
         """Blocks each of which follows the one before."""
         scheduler = self._scheduler
-        before: list[BlockName] = []
+        names = Names()
         if run[0].parent is not None:
-            before = scheduler.pool.lineage(run[0].parent)
-            if len(before) != run[0].position:
+            names = scheduler.pool.lineage(run[0].parent)
+            if len(names) != run[0].position:
                 return 0  # its parent is not here
         elif run[0].position:
             return 0
-        names = before + [BlockName(block.key, block.sequence_hash, block.local_hash) for block in run]
-        present = scheduler.pool.match([name.key for name in names])
+        num_before = len(names)
+        for block in run:
+            names.append(BlockName(block.key, block.sequence_hash, block.local_hash))
+        present = scheduler.pool.match(names.keys)
         adopted = scheduler.adopt(names)
         for index, block_id in adopted:
-            self._memory.write(block_id, run[index - len(before)].data)
+            self._memory.write(block_id, run[index - num_before].data)
         scheduler.seal_adopted(adopted)
-        return present - len(before) + len(adopted)
+        return present - num_before + len(adopted)

@@ -17,6 +17,7 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.scheduler import Scheduler
 from kvolt.engines.step_plan import Advanced, check_request
+from kvolt.kv import Names
 
 HOLD_S = 30.0
 """How long prefilled blocks wait to be fetched, unless told otherwise."""
@@ -118,12 +119,12 @@ class Prefills:
     def _handoff(self, prefill: _Prefill) -> Handoff:
         request = prefill.request
         kept = self._scheduler.kept(request.request_id)
-        names = kept[1] if kept is not None else []
+        names = kept[1] if kept is not None else Names()
         tokens = tuple(token for _, token in sorted(prefill.tokens.items()))
         return Handoff(
-            ticket=msgspec.msgpack.encode([request.request_id, [name.key for name in names]]),
+            ticket=msgspec.msgpack.encode([request.request_id, names.keys]),
             prefill_instance=InstanceId(""),
-            block_hashes=tuple(name.sequence_hash for name in names),
+            block_hashes=tuple(names.sequence_hashes),
             expires_in_s=self._hold_s,
             token_ids=request.token_ids,
             first_tokens=tokens if prefill.can_tell else None,

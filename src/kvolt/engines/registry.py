@@ -36,6 +36,8 @@ class EngineKind(msgspec.Struct, frozen=True):
     """One that it can always serve, for a first try."""
     choices: dict[str, dict[str, str]] = {}
     """Arguments that know some words: each word with a line about it."""
+    many_per_process: bool = False
+    """Whether hundreds of them can run on one event loop: those that compute nothing."""
 
 
 def _sim() -> EngineKind:
@@ -43,7 +45,7 @@ def _sim() -> EngineKind:
     from kvolt.engines.sim_presets import PRESETS
 
     presets = {name: f"{preset.about} ({preset.source})" for name, preset in PRESETS.items()}
-    return EngineKind(SimArguments, SimEngine, "sim-tiny", {"preset": presets})
+    return EngineKind(SimArguments, SimEngine, "sim-tiny", {"preset": presets}, many_per_process=True)
 
 
 def _native() -> EngineKind:

@@ -1,43 +1,26 @@
-"""Scheduler: which tokens of which sequences the next step computes, and in which blocks.
+"""Scheduler: requests become steps, and steps become answers.
 
-Owns the queue, the running batch and their blocks in the pool. Pure: a step is `plan`, then someone computes it,
-then `commit` with the tokens sampled. Knows no model, no memory, no clock and no streams.
+Owns the requests, their choices and how far each is. Pure: a step is `plan` (by the rules of `step_planner`), then
+someone computes it, then `commit` with the tokens sampled. Knows no model, no memory, no clock and no streams.
 
-- Decodes always run, one token each. What is left of `max_batch_tokens` goes to prefills, in chunks, and then to
-  new sequences. A sequence computes all its tokens but the one sampled last, so that a decode is nothing but the
-  last chunk of a prefill. (With `Scheduling.SGLANG` prefills and new sequences get all of the step, and decodes run
-  in steps that have neither. `max_num_seqs` and the blocks bound how long they wait.)
-- Sequences go by priority, then by arrival, wherever one has to go before the other: waiting and running lists
-  are sorted by it. The first that waits is admitted or none is: a large request does not starve behind small ones.
-- A sequence is admitted when all its tokens have room, and a block is left for each that runs already: what was
-  just admitted is then not thrown out again at the next block boundary. It starts behind the longest prefix of
-  it that the pool holds, but its last token is always computed: that is where the next one comes from.
-- When a decode finds no block, the last of the running ones is preempted. It lets go of its blocks and waits at
-  its old place; later all its tokens are prefilled again, behind what the pool still holds of them. The first
-  one never has to yield, and one alone fits the pool (`add` sees to it), so everything ends, unless others hold
-  the blocks (see `holds`): then `plan` finds nothing to do until they are released.
 - The choices of a request but the first wait until that one has its prompt computed, and then find it.
 - A block gets its name in `commit`, when it is full and computed.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter
 
 from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.delta import FinishReason
 from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded
 from kvolt.core.ids import RequestId
-from kvolt.core.load import StepStats
 from kvolt.core.request import Request
 from kvolt.engines.holds import Holds
 from kvolt.engines.scheduler_check import check_books
-from kvolt.engines.sequence import BlockNames, End, Names, Phase, Sequence
+from kvolt.engines.sequence import End, Naming, Phase, Sequence, TokenNaming
 from kvolt.engines.step_plan import (
     Advanced,
     Limits,
@@ -49,11 +32,11 @@ from kvolt.engines.step_plan import (
     check_request,
     run_length,
 )
-from kvolt.kv import BlockId, BlockName, BlockPool, Change
+from kvolt.engines.step_planner import StepPlanner
+from kvolt.kv import BlockId, BlockPool, Change, Names
 
 __all__ = ["Advanced", "Limits", "Scheduler", "StepPlan", "Work"]
 
-_order = attrgetter("order")
 _RUNNING = Phase.RUNNING  # once: members of an enum are slow to look up, and this is asked for each token
 
 
@@ -65,7 +48,12 @@ class _Group:
     held_back: list[Sequence]
     """Those of them that wait for the first one's prompt and are in no queue."""
     keeps_blocks: bool
-    has_started: bool = False
+    first: Sequence
+    """The one that the others wait for, also when it has ended."""
+
+    @property
+    def has_started(self) -> bool:
+        return self.first.num_cached is not None
 
 
 class Scheduler:
@@ -78,20 +66,18 @@ class Scheduler:
         card_eos: tuple[int, ...],
         keys: Callable[[Request], BlockKeyContext],
         scheduling: Scheduling = Scheduling.VLLM,
-        names: Callable[[Request], Names] | None = None,
+        naming: Callable[[Request], Naming] | None = None,
     ) -> None:
-        """`names`: another way to name the blocks of a request than by its tokens and `keys`."""
+        """`naming`: another way to name the blocks of a request than by its tokens and `keys`: it need have none."""
         self.pool = pool
         self.limits = limits
-        self.num_preemptions = 0
         self._eos = frozenset(card_eos)
         self._keys = keys
-        self._names = names or self._named_by_tokens
-        self._prompts_first = scheduling is Scheduling.SGLANG
+        self._naming = naming or self._by_tokens
+        self._on_paper = naming is not None
+        self._planner = StepPlanner(pool, limits, scheduling)
         self._holds = Holds(pool)
         self._groups: dict[RequestId, _Group] = {}
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
         self._num_live = 0
         self._num_arrived = 0
         self._in_flight: StepPlan | None = None
@@ -99,12 +85,16 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._planner.running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that do not run, those preempted among them."""
-        return self._num_live - len(self._running)
+        return self._num_live - len(self._planner.running)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._planner.num_preemptions
 
     @property
     def num_used_blocks(self) -> int:
@@ -122,18 +112,18 @@ class Scheduler:
         With `keep_blocks` those of its first choice stay held when that ends, until `release_kept`.
         """
         self._check(request)
-        names = self._names(request)
-        sequences = [self._sequence(request, 0, names)]
+        naming = self._naming(request)
+        sequences = [self._sequence(request, 0, naming)]
         tokens = sequences[0].tokens
         # All names that it can have now: what cannot be hashed is to fail here, and not in a step.
-        names.reach(tokens, len(tokens) // self.limits.block_size)
+        naming.reach(tokens, len(tokens) // self.limits.block_size)
         sequences += [
-            self._sequence(request, index, self._names(request))
+            self._sequence(request, index, self._naming(request))
             for index in range(1, request.sampling.num_choices)
         ]
-        self._groups[request.request_id] = _Group(sequences, sequences[1:], keep_blocks)
+        self._groups[request.request_id] = _Group(sequences, sequences[1:], keep_blocks, sequences[0])
         self._num_live += len(sequences)
-        insort(self._waiting, sequences[0], key=_order)
+        self._planner.wait(sequences[0])
 
     def abort(self, request_id: RequestId) -> bool:
         """Forget a request wherever it is; whether it was here."""
@@ -141,12 +131,11 @@ class Scheduler:
         if group is None:
             return False
         for sequence in group.live:
-            if sequence.phase is Phase.RUNNING:
-                _remove(self._running, sequence)
+            if sequence not in group.held_back:
+                self._planner.leave(sequence)
+            if sequence.blocks:
                 self._deferred.append(sequence.blocks)
                 sequence.blocks = []
-            elif sequence not in group.held_back:
-                _remove(self._waiting, sequence)
             sequence.phase = Phase.DONE
         self._num_live -= len(group.live)
         if self._in_flight is None:
@@ -168,7 +157,7 @@ class Scheduler:
         """The next step, its blocks allocated; None when nothing can run. Ends with `commit` or `discard`."""
         if self._in_flight is not None:
             raise KvoltError("a step is under way: commit or discard it before the next")
-        plan = self._plan_apart() if self._prompts_first else self._plan_mixed()
+        plan = self._planner.plan()
         if not plan.decodes and not plan.prefills:
             return None
         self._in_flight = plan
@@ -238,7 +227,7 @@ class Scheduler:
             sequence = work.sequence
             num_computed = work.start + len(tokens)
             num_more = -(-num_computed // block_size) - len(sequence.blocks)
-            if sequence.phase is not _RUNNING or not all(self._grow(sequence) for _ in range(num_more)):
+            if sequence.phase is not _RUNNING or not self._planner.grow(sequence, num_more):
                 continue
             sequence.tokens += tokens
             sequence.num_computed = num_computed
@@ -274,13 +263,13 @@ class Scheduler:
     def take_changes(self) -> tuple[Change, ...]:
         return self.pool.take_changes()
 
-    def kept(self, request_id: RequestId) -> tuple[list[BlockId], list[BlockName]] | None:
+    def kept(self, request_id: RequestId) -> tuple[list[BlockId], Names] | None:
         return self._holds.kept(request_id)
 
     def release_kept(self, request_id: RequestId) -> bool:
         return self._holds.release_kept(request_id)
 
-    def adopt(self, names: Items[BlockName]) -> list[tuple[int, BlockId]]:
+    def adopt(self, names: Names) -> list[tuple[int, BlockId]]:
         return self._holds.adopt(names)
 
     def seal_adopted(self, adopted: Items[tuple[int, BlockId]], num_filled: int | None = None) -> None:
@@ -289,134 +278,19 @@ class Scheduler:
     # ---
 
     def _check(self, request: Request) -> None:
-        check_request(request, self.limits, self.pool.num_blocks)
+        check_request(request, self.limits, self.pool.num_blocks, self._on_paper)
         if request.request_id in self._groups or request.request_id in self._holds:
             raise InvalidRequest(f"request {request.request_id} is here already", param="request_id")
         if self.num_waiting >= self.limits.max_waiting:
             raise Overloaded("the engine's queue is full", queue="engine", limit=self.limits.max_waiting)
 
-    def _sequence(self, request: Request, index: int, names: Names) -> Sequence:
+    def _sequence(self, request: Request, index: int, naming: Naming) -> Sequence:
         self._num_arrived += 1
         eos = frozenset() if request.stop.ignore_eos else self._eos
-        return Sequence(request, index, names, eos, order=(-request.routing.priority, self._num_arrived))
+        return Sequence(request, index, naming, eos, order=(-request.routing.priority, self._num_arrived))
 
-    def _named_by_tokens(self, request: Request) -> Names:
-        return BlockNames(request, self._keys(request))
-
-    def _plan_mixed(self) -> StepPlan:
-        decodes, prefilling, context_tokens = self._plan_decodes()
-        budget = self.limits.max_batch_tokens - len(decodes)
-        prefills, num_tokens, prefill_context = self._plan_prefills(prefilling, budget)
-        stats = StepStats(len(decodes), num_tokens, prefill_context, context_tokens)
-        return StepPlan(decodes, prefills, stats)
-
-    def _plan_apart(self) -> StepPlan:
-        plan = self._plan_prompts()
-        if plan.prefills:
-            return plan
-        decodes, _, context_tokens = self._plan_decodes()
-        if decodes:
-            return StepPlan(decodes, [], StepStats(len(decodes), 0, 0, context_tokens))
-        return self._plan_prompts()  # nobody, or one that yielded: what it let go may be room for another
-
-    def _plan_prompts(self) -> StepPlan:
-        prefilling = [one for one in self._running if one.num_computed < one.num_to_prefill]
-        prefills, num_tokens, prefill_context = self._plan_prefills(prefilling, self.limits.max_batch_tokens)
-        return StepPlan([], prefills, StepStats(0, num_tokens, prefill_context))
-
-    def _plan_decodes(self) -> tuple[list[Work], list[Sequence], int]:
-        """The decodes, each with a block for its token; who prefills; how much KV the decodes read.
-
-        A victim is the last of the running ones, so it was not looked at yet or is the one in need itself.
-        """
-        decodes: list[Work] = []
-        prefilling: list[Sequence] = []
-        context_tokens = 0
-        block_size = self.limits.block_size
-        for sequence in self._running:  # which may lose its end meanwhile: that ends the loop earlier
-            start = sequence.num_computed
-            if start < sequence.num_to_prefill:
-                prefilling.append(sequence)
-                continue
-            if start >= len(sequence.blocks) * block_size and not self._grow(sequence):
-                break
-            decodes.append(Work(sequence, start, 1))
-            context_tokens += start + 1
-        return decodes, prefilling, context_tokens
-
-    def _plan_prefills(self, prefilling: list[Sequence], budget: int) -> tuple[list[Work], int, int]:
-        """Chunks of those that prefill, then of new ones; their tokens, and their part in StepStats.prefill_context."""
-        prefills: list[Work] = []
-        num_tokens = prefill_context = 0
-        for sequence in chain(prefilling, self._admissions()):
-            start = sequence.num_computed
-            chunk = min(sequence.num_to_prefill - start, budget - num_tokens)
-            num_tokens += chunk
-            prefill_context += chunk * (start + chunk)
-            prefills.append(Work(sequence, start, chunk))
-            if num_tokens == budget:
-                break
-        return prefills, num_tokens, prefill_context
-
-    def _grow(self, sequence: Sequence) -> bool:
-        """One block more, at the cost of others if need be; False when it had to yield itself."""
-        while (blocks := self.pool.allocate(1)) is None:
-            victim = self._running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        sequence.blocks += blocks
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        _remove(self._running, sequence)
-        self.pool.release(reversed(sequence.blocks))
-        sequence.blocks = []
-        sequence.num_computed = sequence.num_sealed = sequence.num_to_prefill = 0
-        sequence.phase = Phase.WAITING
-        insort(self._waiting, sequence, key=_order)
-        self.num_preemptions += 1
-
-    def _admissions(self) -> Iterator[Sequence]:
-        """Sequences as they are admitted, for as long as there is a place, room and someone who asks for more."""
-        while self._waiting and len(self._running) < self.limits.max_num_seqs:
-            sequence = self._waiting[0]
-            if not self._find_blocks(sequence):
-                return
-            del self._waiting[0]
-            insort(self._running, sequence, key=_order)
-            sequence.phase = Phase.RUNNING
-            self._groups[sequence.request.request_id].has_started = True
-            yield sequence
-
-    def _find_blocks(self, sequence: Sequence) -> bool:
-        """Cached and fresh blocks for all tokens of a sequence, or none."""
-        block_size = self.limits.block_size
-        length = len(sequence.tokens)
-        num_blocks = -(-length // block_size)
-        num_wanted = num_blocks + len(self._running)
-        keys = []
-        if not sequence.needs_prompt_logits:
-            num_reusable = (length - 1) // block_size
-            sequence.names.reach(sequence.tokens, num_reusable)
-            keys = sequence.names.keys[:num_reusable]
-        if num_wanted - self.pool.match(keys) > self.pool.num_free:
-            return False  # at a long queue's head this is the usual end: nothing was touched for it
-        found = self.pool.acquire(keys)
-        fresh = None
-        # Again, since fewer are free than before: some of those found were inactive.
-        if num_wanted - len(found) <= self.pool.num_free:
-            fresh = self.pool.allocate(num_blocks - len(found))
-        if fresh is None:
-            self.pool.release(reversed(found))
-            return False
-        sequence.blocks = found + fresh
-        sequence.num_computed = len(found) * block_size
-        sequence.num_sealed = len(found)
-        sequence.num_to_prefill = length
-        if sequence.num_cached is None:
-            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
-        return True
+    def _by_tokens(self, request: Request) -> Naming:
+        return TokenNaming(request, self._keys(request))
 
     def _land(self, plan: StepPlan) -> None:
         if plan is not self._in_flight:
@@ -432,24 +306,23 @@ class Scheduler:
     def _seal(self, sequence: Sequence) -> None:
         """Name the blocks that are full and computed since the last time."""
         num_full = sequence.num_computed // self.limits.block_size
-        blocks, names = sequence.blocks, sequence.names
-        names.reach(sequence.tokens, num_full)
-        self.pool.register_run(blocks, names.names, sequence.num_sealed, num_full)
+        sequence.naming.reach(sequence.tokens, num_full)
+        self.pool.register_run(sequence.blocks, sequence.naming.names, sequence.num_sealed, num_full)
         sequence.num_sealed = num_full
 
     def _let_in_siblings(self, first: Sequence) -> None:
         group = self._groups[first.request.request_id]
         for sequence in group.held_back:
-            insort(self._waiting, sequence, key=_order)
+            self._planner.wait(sequence)
         group.held_back.clear()
 
     def _finish(self, sequence: Sequence) -> None:
         request_id = sequence.request.request_id
         group = self._groups[request_id]
-        _remove(self._running, sequence)
+        self._planner.leave(sequence)
         sequence.phase = Phase.DONE
         if group.keeps_blocks and not sequence.index:
-            self._holds.keep(request_id, sequence.blocks, sequence.names.names)
+            self._holds.keep(request_id, sequence.blocks, sequence.naming.names)
         else:
             self.pool.release(reversed(sequence.blocks))
         sequence.blocks = []
@@ -461,7 +334,3 @@ class Scheduler:
     def check_integrity(self) -> None:
         """AssertionError, with the story, where sequences and pool do not agree."""
         check_books(self)
-
-
-def _remove(queue: list[Sequence], sequence: Sequence) -> None:
-    del queue[bisect_left(queue, sequence.order, key=_order)]

@@ -19,21 +19,25 @@ if TYPE_CHECKING:
 def check_books(one: Scheduler) -> None:
     """AssertionError, with the story, where sequences and pool do not agree."""
     one.pool.check_integrity()
-    holders = Counter(chain(*(sequence.blocks for sequence in one._running), *one._deferred, one._holds))
+    holders = Counter(
+        chain(*(sequence.blocks for sequence in one._planner.running), *one._deferred, one._holds)
+    )
     for block in range(one.pool.num_blocks):
         found, counted = holders[BlockId(block)], one.pool.num_holders(BlockId(block))
         assert found == counted, f"block {block} has {found} holders, and {counted} in the pool's books"
     assert one._in_flight or not one._deferred, "blocks wait for a step that is not under way"
-    for queue in (one._running, one._waiting):
+    for queue in (one._planner.running, one._planner.waiting):
         assert queue == sorted(queue, key=lambda sequence: sequence.order), f"out of order: {queue}"
     held_back = [sequence for group in one._groups.values() for sequence in group.held_back]
-    queued = {id(sequence) for sequence in chain(one._running, one._waiting, held_back)}
+    queued = {id(sequence) for sequence in chain(one._planner.running, one._planner.waiting, held_back)}
     live = {id(sequence) for group in one._groups.values() for sequence in group.live}
     assert queued == live, "a sequence is in no queue, or in one after its end"
-    assert len(one._running) + len(one._waiting) + len(held_back) == one._num_live == len(live)
-    for sequence in chain(one._waiting, held_back):
+    assert (
+        len(one._planner.running) + len(one._planner.waiting) + len(held_back) == one._num_live == len(live)
+    )
+    for sequence in chain(one._planner.waiting, held_back):
         assert not sequence.blocks, f"{sequence} waits with blocks"
-    for sequence in one._running:
+    for sequence in one._planner.running:
         _check_running(one, sequence)
 
 
@@ -45,5 +49,5 @@ def _check_running(one: Scheduler, sequence: Sequence) -> None:
     assert sequence.num_sealed == sequence.num_computed // block_size, f"a full block unnamed: {sequence}"
     for position, block in enumerate(sequence.blocks):
         name = one.pool.name_of(block)
-        known = sequence.names.names[position] if position < sequence.num_sealed else None
+        known = sequence.naming.names[position] if position < sequence.num_sealed else None
         assert name is None or name == known, f"block {block} of {sequence} is known as {name}"

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from kvolt.core.block_key import BlockKeyChain, BlockKeyContext
 from kvolt.core.delta import FinishReason
 from kvolt.core.hashing import SequenceHasher, request_seed, token_bytes
-from kvolt.core.ids import BlockKey
 from kvolt.core.request import Request
-from kvolt.kv import BlockId, BlockName
+from kvolt.kv import BlockId, BlockName, Names
 
 
 class End(NamedTuple):
@@ -32,20 +31,19 @@ class Phase(StrEnum):
     """Ended or aborted."""
 
 
-class Names(Protocol):
-    """The names of a growing sequence's full blocks, and their keys: as many as were reached so far."""
+class Naming(Protocol):
+    """How the full blocks of a growing sequence get their names."""
 
     @property
-    def names(self) -> list[BlockName]: ...
-
-    @property
-    def keys(self) -> list[BlockKey]: ...
+    def names(self) -> Names:
+        """As many as were reached so far."""
+        ...
 
     def reach(self, tokens: list[int], num_blocks: int) -> None: ...
 
 
-class BlockNames:
-    """The names of a growing sequence's full blocks, each worked out once."""
+class TokenNaming:
+    """By the tokens, each name worked out once."""
 
     __slots__ = ("_block_size", "_has_media", "_hasher", "_keys", "names")
 
@@ -57,11 +55,7 @@ class BlockNames:
         self._hasher = SequenceHasher(
             context.block_size, request_seed(request.lora, request.salt), request.media
         )
-        self.names: list[BlockName] = []
-
-    @property
-    def keys(self) -> list[BlockKey]:
-        return self._keys.keys
+        self.names = Names()
 
     def reach(self, tokens: list[int], num_blocks: int) -> None:
         """Name the first `num_blocks` blocks of `tokens`, which must be full. InvalidRequest for no token ids."""
@@ -76,10 +70,7 @@ class BlockNames:
             return
         keys = self._keys.extend(fresh)
         hashes = self._hasher.extend(fresh)
-        self.names += [
-            BlockName(key, sequence_hash, local_hash)
-            for key, (local_hash, sequence_hash) in zip(keys, hashes, strict=True)
-        ]
+        self.names.extend(Names(keys, [each for _, each in hashes], [each for each, _ in hashes]))
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +80,7 @@ class Sequence:
     request: Request
     index: int
     """Which of the request's choices."""
-    names: Names
+    naming: Naming
     eos: frozenset[int] = frozenset()
     """Tokens that end it without a reason told: none with `ignore_eos`."""
     order: tuple[int, int] = (0, 0)
@@ -109,6 +100,8 @@ class Sequence:
     """Blocks of it that are full and were given to the pool as such."""
     num_cached: int | None = None
     """Tokens of the prompt that were found in the cache at its first admission; None before that."""
+    num_preemptions: int = 0
+    """How often it lost its blocks to others."""
     stops: frozenset[int] = field(init=False)
     enders: frozenset[int] = field(init=False)
     """Tokens after which it may be over; after any other it is not, but for its length."""
@@ -120,8 +113,9 @@ class Sequence:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.tokens = [*request.token_ids, *(request.resume or self._handed_over())]
-        self.num_prompt = len(request.token_ids)
+        self.num_prompt = request.num_prompt_tokens
+        self.tokens = [*request.token_ids] or [0] * self.num_prompt  # the latter where nobody knows them
+        self.tokens += request.resume or self._handed_over()
         self.num_given = len(self.tokens)
         self.stops = frozenset(request.stop.stop_token_ids)
         self.enders = self.stops | self.eos

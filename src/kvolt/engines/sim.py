@@ -28,17 +28,20 @@ from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel, OccupancyModel
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Handoff, Request
+from kvolt.engines.bell import Bell
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.prefills import Prefills
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.scheduler import Scheduler
-from kvolt.engines.sim_arguments import SimArguments, model_of, step_model_of
+from kvolt.engines.sim_arguments import SimArguments, links_of, model_of, step_model_of
 from kvolt.engines.sim_kv import BLOCK_BYTES, SimMemory, key_context, layout
-from kvolt.engines.sim_paper import PaperNames
+from kvolt.engines.sim_paper import PaperNaming
 from kvolt.engines.sim_runner import SimRunner
 from kvolt.engines.sim_script import Speaker
+from kvolt.engines.sim_transfers import NETWORK_IN, NETWORK_OUT, SimTransfers
 from kvolt.engines.step_plan import Advanced, Limits, PlainBatch, StepPlan
 from kvolt.engines.step_telling import delta_of_run, load_of
+from kvolt.engines.step_watch import StepWatch
 from kvolt.kv import BlockPool
 
 __all__ = ["SimArguments", "SimEngine"]
@@ -51,9 +54,17 @@ _ON_PAPER = ("KvEvents",)
 class SimEngine:
     """See the module. One task reads `steps`; everything else is called from the same loop."""
 
-    def __init__(self, spec: EngineSpec, arguments: SimArguments) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        arguments: SimArguments,
+        watch: StepWatch | None = None,
+        transfers: SimTransfers | None = None,
+    ) -> None:
+        """Engines that are given the same transfers share its links, as those of one machine do."""
         self._spec = spec
         self._arguments = arguments
+        self._watch = watch
         model = model_of(spec.model, arguments)
         self._card = model.card
         self._step_model = step_model_of(arguments)
@@ -70,7 +81,7 @@ class SimEngine:
             self._card.eos_token_ids,
             self._keys_of,
             arguments.scheduling,
-            (lambda request: PaperNames(request, arguments.block_size)) if arguments.paper else None,
+            (lambda request: PaperNaming(request, arguments.block_size)) if arguments.paper else None,
         )
         memory = SimMemory()
         speaker = Speaker(
@@ -82,12 +93,16 @@ class SimEngine:
         )
         self._runner = SimRunner(speaker, None if arguments.paper else memory, arguments.block_size)
         self._exchange = KvExchange(self._scheduler, memory, BLOCK_BYTES, self._keys_of)
+        self._own_transfers = SimTransfers(links_of(arguments), _now)
+        self._transfers = transfers or self._own_transfers
         self._prefills = Prefills(self._scheduler, self._forget, _now, arguments.hold_s)
         self._plain = PlainBatch()
         self._told_load = load_of(self._scheduler)
         self._in_flight: StepPlan | None = None
+        self._ends_at: float | None = None
+        """When the latest step was to end; None where the next one does not follow it at once."""
         self._expiry: asyncio.TimerHandle | None = None
-        self._work = asyncio.Event()
+        self._work = Bell()
         """Something has changed that a step, or the lack of one, has to tell."""
         self._closed = False
 
@@ -138,12 +153,12 @@ class SimEngine:
         except BaseException:
             self._scheduler.abort(request.request_id)
             raise
-        self._work.set()
+        self._work.ring()
 
     def abort(self, request_id: RequestId) -> None:
         self._forget(request_id)
         self._prefills.fail(request_id, to_info(Cancelled("the prompt was aborted")))
-        self._work.set()
+        self._work.ring()
 
     def _forget(self, request_id: RequestId) -> None:
         self._scheduler.abort(request_id)
@@ -157,6 +172,7 @@ class SimEngine:
 
     async def close(self) -> None:
         self._closed = True
+        self._own_transfers.close()
         if self._in_flight is not None:
             self._scheduler.discard(self._in_flight)
             self._in_flight = None
@@ -164,15 +180,16 @@ class SimEngine:
             self._forget(request.request_id)
         self._prefills.close(to_info(EngineFailed("the engine was closed", engine="sim")))
         self._watch_expiry()
-        self._work.set()
+        self._work.ring()
 
     # --- steps
 
     async def steps(self) -> AsyncIterator[StepOutput]:
         while not self._closed:
-            self._work.clear()
+            self._work.silence()
             plan = self._scheduler.plan()
             if plan is None:
+                self._ends_at = None
                 output = self._without_step()
                 if output is not None:
                     yield output
@@ -186,13 +203,16 @@ class SimEngine:
                 if count > 1:
                     count, time_s = await self._run_steps(plan.stats, count)
                 else:
-                    await asyncio.sleep(time_s)
+                    await self._one_step(time_s)
             except BaseException:
                 self._discard(plan)
                 raise
             if self._in_flight is not plan:
                 continue  # closed meanwhile
-            yield self._finish_step(plan, time_s) if count == 1 else self._finish_run(plan, count, time_s)
+            output = self._finish_step(plan, time_s) if count == 1 else self._finish_run(plan, count, time_s)
+            if self._watch is not None:
+                self._watch.on_step(plan, time_s, self._told_load)
+            yield output
 
     def _time_of(self, stats: StepStats, count: int = 1) -> float:
         """Of so many steps, each of which reads a token more of each sequence than the one before."""
@@ -203,14 +223,21 @@ class SimEngine:
         last = self._step_model.step_s(msgspec.structs.replace(stats, context_tokens=more))
         return count * (first + last) / 2 / self._arguments.speed
 
+    async def _one_step(self, time_s: float) -> None:
+        """The time of a step, from when the one before was to end: what timers and our own work took since then is a
+        part of it, or a real clock would see fewer steps than the model tells."""
+        now = _now()
+        late_s = 0.0 if self._ends_at is None else min(max(now - self._ends_at, 0.0), time_s)
+        self._ends_at = now + time_s - late_s
+        await asyncio.sleep(time_s - late_s)
+
     async def _run_steps(self, stats: StepStats, count: int) -> tuple[int, float]:
         """The time of `count` steps, or of fewer if something comes: then the step ends that is under way."""
         began_at = _now()
-        try:
-            async with asyncio.timeout(self._time_of(stats, count)):
-                await self._work.wait()
-        except TimeoutError:
-            return count, self._time_of(stats, count)
+        self._ends_at = None
+        all_s = self._time_of(stats, count)
+        if not await self._work.wait(all_s):
+            return count, all_s
         elapsed_s = _now() - began_at
         done = bisect_left(range(1, count), elapsed_s, key=lambda number: self._time_of(stats, number)) + 1
         time_s = self._time_of(stats, done)
@@ -260,7 +287,7 @@ class SimEngine:
 
     async def clear_kv(self) -> int:
         num_blocks = self._scheduler.clear()
-        self._work.set()
+        self._work.ring()
         return num_blocks
 
     async def match(self, request: Request) -> int:
@@ -276,12 +303,19 @@ class SimEngine:
         return tuple(self._exchange.keys(request))
 
     async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        return self._exchange.export_kv(keys)
+        blocks = self._exchange.export_kv(keys)
+        return blocks if await self._transfers.move(self._size_of(blocks), NETWORK_OUT) else ()
 
     async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
+        if not await self._transfers.move(self._size_of(blocks), NETWORK_IN):
+            return 0
         num_here = self._exchange.import_kv(blocks)
-        self._work.set()
+        self._work.ring()
         return num_here
+
+    def _size_of(self, blocks: Sequence[KvBlock]) -> int:
+        """Of the blocks that these stand for."""
+        return len(blocks) * self._arguments.block_size * self._arguments.kv_bytes_per_token
 
     # --- Prefill
 
@@ -306,7 +340,7 @@ class SimEngine:
     async def release_prefill(self, request_id: RequestId) -> None:
         self._prefills.release(request_id)
         self._watch_expiry()
-        self._work.set()
+        self._work.ring()
 
     def _is_for_others(self, one: Advanced) -> bool:
         """Whether a token belongs to a prompt that is computed for others."""
@@ -327,7 +361,7 @@ class SimEngine:
     def _on_expiry(self) -> None:
         self._prefills.expire()
         self._watch_expiry()
-        self._work.set()
+        self._work.ring()
 
 
 def _now() -> float:

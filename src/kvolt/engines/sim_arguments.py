@@ -9,8 +9,10 @@ from msgspec import Meta
 
 from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel
 from kvolt.engines.prefills import HOLD_S
+from kvolt.engines.sim_links import Link
 from kvolt.engines.sim_model import SimModel, foreign_model, generated_model, read_template, sim_card
 from kvolt.engines.sim_presets import DEFAULT, find_model
+from kvolt.engines.sim_transfers import NETWORK_IN, NETWORK_OUT
 from kvolt.engines.step_plan import Scheduling
 
 _AtLeastOne = Annotated[int, Meta(ge=1)]
@@ -41,6 +43,14 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     paper: bool = False
     """For traces: blocks are named by the hashes that come with a request, its tokens are not looked at, and blocks
     hold nothing that could travel."""
+    link_in_bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
+    """How fast KV of others comes in, all of it together; None: at once. `speed` makes links faster, too."""
+    link_out_bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
+    """How fast KV goes out to others. KV from one worker to another takes the one's time, then the other's."""
+    link_latency_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Of each of these links, besides."""
+    kv_bytes_per_token: _AtLeastOne = 131_072
+    """What links move for each token of a block; the default is an 8B model's in bfloat16. Memory takes none of it."""
     say: str | None = None
     """The text of every answer; None for words."""
     words: _AtLeastOne | None = None
@@ -72,6 +82,8 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.latency is None:
             find_model(self.preset)
+        if self.paper and (self.link_in_bytes_per_s or self.link_out_bytes_per_s):
+            raise ValueError("on paper blocks hold nothing that could travel: leave out paper, or the links")
         if self.model_tokenizer is None and (self.eos_token is not None or self.bos_token is not None):
             raise ValueError("eos_token and bos_token are those of a model_tokenizer: name one")
         if self.model_tokenizer is not None and self.eos_token is None:
@@ -97,6 +109,16 @@ def step_model_of(arguments: SimArguments) -> StepModel:
     if isinstance(model, OccupancyModel):
         model = msgspec.structs.replace(model, kv_tokens=arguments.kv_blocks * arguments.block_size)
     return model
+
+
+def links_of(arguments: SimArguments) -> list[Link]:
+    """The links that there are, in this engine's time."""
+    speeds = {NETWORK_IN: arguments.link_in_bytes_per_s, NETWORK_OUT: arguments.link_out_bytes_per_s}
+    return [
+        Link(name, bytes_per_s * arguments.speed, arguments.link_latency_s / arguments.speed)
+        for name, bytes_per_s in speeds.items()
+        if bytes_per_s is not None
+    ]
 
 
 def _is_unicode(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""PaperNames: the blocks of a request whose tokens nobody knows, as those of a trace.
+"""PaperNaming: the blocks of a request whose tokens nobody knows, as those of a trace.
 
 What is known are the hashes that came with it, one for each full block of the prompt: equal hashes are equal blocks.
 What is generated is nobody else's. Must not be used where bytes are kept: somebody's hash is no identity.
@@ -6,42 +6,43 @@ What is generated is nobody else's. Must not be used where bytes are kept: someb
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Sequence
+from typing import cast
 
 from xxhash import xxh3_64_intdigest as xxh3
 
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.ids import BlockKey, LocalBlockHash, SequenceHash
 from kvolt.core.request import Request
-from kvolt.kv import BlockName
-
-_pack_key = struct.Struct(">QQ").pack
-_PAPER = 0x7061706572
-"""The other half of every key, so that none is taken for one that was worked out from tokens."""
+from kvolt.kv import Names
 
 
-class PaperNames:
-    """As BlockNames; nothing is looked at but how many blocks are asked for."""
+class PaperNaming:
+    """As TokenNaming; nothing is looked at but how many blocks are asked for."""
 
-    __slots__ = ("_seed", "keys", "names")
+    __slots__ = ("_seed", "names")
 
     def __init__(self, request: Request, block_size: int) -> None:
-        num_blocks = len(request.token_ids) // block_size
+        num_blocks = request.num_prompt_tokens // block_size
         if request.block_size != block_size or len(request.sequence_hashes) < num_blocks:
             raise InvalidRequest(
                 f"a request on paper needs the hashes of its {num_blocks} blocks of {block_size} tokens",
                 param="sequence_hashes",
             )
         self._seed = xxh3(request.request_id.encode())
-        hashes = request.sequence_hashes[:num_blocks]
-        self.keys: list[BlockKey] = [BlockKey(_pack_key(_PAPER, each)) for each in hashes]
-        self.names: list[BlockName] = [
-            BlockName(key, each, LocalBlockHash(each)) for key, each in zip(self.keys, hashes, strict=True)
-        ]
+        self.names = _names(request.sequence_hashes[:num_blocks])
 
     def reach(self, tokens: list[int], num_blocks: int) -> None:
-        for position in range(len(self.names), num_blocks):
-            made = xxh3(position.to_bytes(8, "little"), self._seed)
-            key = BlockKey(_pack_key(_PAPER, made))
-            self.keys.append(key)
-            self.names.append(BlockName(key, SequenceHash(made), LocalBlockHash(made)))
+        known = len(self.names)
+        if num_blocks > known:
+            made = [xxh3(position.to_bytes(8, "little"), self._seed) for position in range(known, num_blocks)]
+            self.names.extend(_names(made))
+
+
+def _names(hashes: Sequence[int]) -> Names:
+    """One number is all that is known of a block. It stands for the key, too: on paper nobody asks for one's bytes."""
+    return Names(
+        cast("list[BlockKey]", list(hashes)),
+        cast("list[SequenceHash]", list(hashes)),
+        cast("list[LocalBlockHash]", list(hashes)),
+    )

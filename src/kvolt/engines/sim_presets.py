@@ -56,6 +56,23 @@ PRESETS: dict[str, Preset] = {
             prefill_step_s=0.00677211,
         ),
     ),
+    # kvolt fit benchmarks/engine/results/h200_published_steps.jsonl --name h200-vllm-llama-8b-fp8
+    # 58 points that a client measured (benchmarks/engine/published_points.py). Median error on those held out 6% on
+    # decodes and 3% on prompts; p90 16% and 3%. No point has prompts and answers in one step: what such a step costs
+    # is the sum of what was seen apart.
+    "h200-vllm-llama-8b-fp8": Preset(
+        about="vLLM, Llama-3.1-8B-Instruct-FP8 on one H200",
+        source="fitted to the profile that NVIDIA publishes with Dynamo 1.6, "
+        "benchmarks/engine/results/h200_published_steps.jsonl",
+        model=LatencyModel(
+            base_s=0.00433998,
+            prefill_token_s=1.39355e-05,
+            prefill_context_s=5.08078e-10,
+            batch_s=3.69611e-05,
+            context_token_s=3.04348e-08,
+            prefill_step_s=0.0139407,
+        ),
+    ),
     # kvolt fit benchmarks/engine/results/cpu_steps.jsonl --name cpu-smollm2-135m
     # The machine was not quiet: median error 9% on decodes and 13% on steps with prompts; p90 40% and 31%.
     "cpu-smollm2-135m": Preset(

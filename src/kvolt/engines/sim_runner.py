@@ -89,8 +89,8 @@ class SimRunner:
         if memory is None or sequence.phase is not _RUNNING:
             return  # or aborted during the step: it has no blocks any more
         num_full = (work.start + work.num_tokens) // block_size
-        sequence.names.reach(sequence.tokens, num_full)
-        keys = sequence.names.keys
+        sequence.naming.reach(sequence.tokens, num_full)
+        keys = sequence.naming.names.keys
         for position in range(work.start // block_size, num_full):
             memory.compute(sequence.blocks[position], keys[position])
 
@@ -99,7 +99,7 @@ class SimRunner:
         confusion = 0
         if self._memory is not None:
             num_full = len(sequence.tokens) // self._block_size
-            keys = sequence.names.keys
+            keys = sequence.naming.names.keys
             confusion = self._memory.confusion(sequence.blocks[:num_full], keys[:num_full])
         choice = sequence.voice.choice if sequence.voice is not None else self._take_silent(sequence)
         return _Voice(choice, choice.tokens(sequence.num_output, confusion).__next__)

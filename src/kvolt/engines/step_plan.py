@@ -116,9 +116,9 @@ class PlainBatch:
         return self._told, tokens
 
 
-def check_request(request: Request, limits: Limits, num_blocks: int) -> None:
+def check_request(request: Request, limits: Limits, num_blocks: int, on_paper: bool = False) -> None:
     """InvalidRequest for what could not end here: nothing to start from, nothing left to say, or too long."""
-    prompt, stop = len(request.token_ids), request.stop
+    prompt, stop = request.num_prompt_tokens if on_paper else len(request.token_ids), request.stop
     if not prompt:
         raise InvalidRequest("the prompt is empty", param="token_ids")
     if request.sampling.num_choices < 1:

@@ -232,7 +232,7 @@ class Worker:
         if not self._open:
             self._progress.begin()
         entry = self._open[request_id] = _Open(
-            stream, request.sampling.num_choices, len(request.token_ids), self._clock.monotonic()
+            stream, request.sampling.num_choices, request.num_prompt_tokens, self._clock.monotonic()
         )
         stream.on_cancel = lambda error: self._drop(request_id)
         if deadline_s is not None:

@@ -70,7 +70,7 @@ class KvJournal:
         for change in changes:
             match change:
                 case Stored():
-                    self.counts["stored"] += len(change.blocks)
+                    self.counts["stored"] += len(change.sequence_hashes)
                 case Removed():
                     self.counts["removed"] += len(change.sequence_hashes)
                 case Cleared():

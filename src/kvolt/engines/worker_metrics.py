@@ -30,6 +30,13 @@ _FIRST_BOUNDS_S = (
 _FORGET = 0.99
 """Weight of the past in the hit rate, per request: about the last hundred count."""
 
+_SUMS = (
+    *("_num_steps", "_prefill_tokens", "_decode_tokens", "_prompt_tokens", "_cached_tokens"),
+    *("_recent_prompt", "_recent_cached", "_generated_tokens"),
+)
+_COUNTERS = ("kv_event_counts", "finish_counts", "_outcomes")
+_HISTOGRAMS = ("_step_s", "_request_s", "_first_s", "_between_s")
+
 FINISHED, CANCELLED, DEADLINE, FAILED, REFUSED = "finished", "cancelled", "deadline", "failed", "refused"
 
 
@@ -54,6 +61,11 @@ class Histogram:
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
+
+    def add(self, other: Histogram) -> None:
+        assert other.bounds == self.bounds
+        self.counts = [one + another for one, another in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
 
     def buckets(self) -> list[tuple[str, float]]:
         running, out = 0, []
@@ -142,6 +154,36 @@ class WorkerMetrics(Collector):
     def hit_rate(self) -> float:
         """Share of recent prompts that was cached, by tokens."""
         return self._recent_cached / self._recent_prompt if self._recent_prompt else 0.0
+
+    def absorb(self, other: WorkerMetrics) -> None:
+        """Add another worker's figures to these: what the two would tell as one. Ages are those of the older."""
+        own_open, own_age, own_uptime, own_history = (
+            self.num_open(),
+            self.step_age_s(),
+            self.uptime_s(),
+            self.kv_history_bytes(),
+        )
+        num_open, age_s = own_open + other.num_open(), max(own_age, other.step_age_s())
+        uptime_s = max(own_uptime, other.uptime_s())
+        history = own_history + other.kv_history_bytes()
+        self.num_open, self.step_age_s = lambda: num_open, lambda: age_s
+        self.uptime_s, self.kv_history_bytes = lambda: uptime_s, lambda: history
+        self.load_time_s = max(self.load_time_s, other.load_time_s)
+        for dp_rank, load in other._loads.items():
+            before = self._loads.get(dp_rank, WorkerLoad(dp_rank=dp_rank))
+            self._loads[dp_rank] = WorkerLoad(
+                running=before.running + load.running,
+                waiting=before.waiting + load.waiting,
+                kv_used_blocks=before.kv_used_blocks + load.kv_used_blocks,
+                kv_total_blocks=before.kv_total_blocks + load.kv_total_blocks,
+                dp_rank=dp_rank,
+            )
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in _COUNTERS:
+            getattr(self, name).update(getattr(other, name))
+        for name in _HISTOGRAMS:
+            getattr(self, name).add(getattr(other, name))
 
     # --- for the registry
 

@@ -11,6 +11,7 @@ from kvolt.frontend.models_metrics import ModelsCollector
 from kvolt.frontend.openai_api.errors import openai_error
 from kvolt.frontend.openai_api.headers import REQUEST_ID
 from kvolt.frontend.siblings import Siblings
+from kvolt.frontend.trace_recorder import TraceRecorder
 from kvolt.runtime.http import HttpLimits, HttpServer
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import Network
@@ -28,12 +29,14 @@ def edge_server(
     limits: HttpLimits | None = None,
     network: Network | None = None,
     siblings: Siblings | None = None,
+    recorder: TraceRecorder | None = None,
 ) -> HttpServer:
-    """A server of the public interface, not started. What it measures is registered with `metrics`."""
+    """A server of the public interface, not started. What it measures is registered with `metrics`; who wants traces
+    of it recorded gives the recorder."""
     own = FrontendMetrics(metrics_prefix)
     own.add(ModelsCollector(models, metrics_prefix).collect)
     metrics.registry.register(own)
-    generation = Generation(runtime, models, admission, own, options)
+    generation = Generation(runtime, models, admission, own, options, recorder)
     clock = runtime.ports.clock
     app = FrontendApp(models, generation, admission, metrics, int(clock.wall()), siblings)
     server = HttpServer(

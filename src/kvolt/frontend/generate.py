@@ -46,6 +46,7 @@ from kvolt.frontend.parsers.guided import NamedToolParser, RequiredToolParser
 from kvolt.frontend.parsers.port import TextParser
 from kvolt.frontend.parsers.registry import tool_parser
 from kvolt.frontend.record import RequestRecord
+from kvolt.frontend.trace_recorder import TraceRecorder
 from kvolt.frontend.whole import WholeAnswer
 from kvolt.frontend.worker_request import build_request, check_prompt_logprobs, too_long
 from kvolt.journey.journey import Journey, Receiver
@@ -114,11 +115,13 @@ class Generation:
         admission: Admission,
         metrics: FrontendMetrics,
         options: GenerateOptions,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self._models = models
         self._admission = admission
         self._metrics = metrics
         self._options = options
+        self._recorder = recorder
         self._clock: Clock = runtime.ports.clock
         self._rng = runtime.ports.rng
         self._loop = asyncio.get_running_loop()
@@ -291,6 +294,8 @@ class Generation:
         ]
         for journey in journeys:
             answer.add_journey(journey)
+        recorder = self._recorder
+        recorded = recorder.arrived(asked.record.started_at, requests) if recorder is not None else None
         try:
             with bind(request_id=asked.http.id, traceparent=asked.hints.traceparent):
                 if len(journeys) == 1:
@@ -303,6 +308,8 @@ class Generation:
             raise in_clients_words(error, asked.body, asked.options) from error
         finally:
             answer.cancel()
+            if recorded is not None:
+                recorded.ended([state.choice.num_tokens for state in answer.states])
 
     def _time_left(self, asked: _Asked) -> Deadlines:
         """The request's time runs since it came, not since it was ready to be sent."""

@@ -117,6 +117,10 @@ class RequestRecord:
         return self._model, self._endpoint, "stream" if self.streams else "unary"
 
     @property
+    def started_at(self) -> float:
+        return self._started_at
+
+    @property
     def elapsed_s(self) -> float:
         return self._now() - self._started_at
 

@@ -86,6 +86,7 @@ class Journey:
     """One request. `begin`, then the receiver gets everything; `cancel` at any time."""
 
     __slots__ = (
+        "_booked",
         "_call",
         "_deadlines",
         "_held",
@@ -108,6 +109,8 @@ class Journey:
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
         self._call: Call | None = None
+        self._booked: Decision | None = None
+        """What the router counts as under way for us."""
         self._retry: asyncio.Task[Any] | None = None
         self._held = False
         self.request = request
@@ -133,6 +136,7 @@ class Journey:
         if self._machine.state is State.DONE:
             return
         self._machine.on(Stopped())
+        self._free()
         if self._retry is not None:
             self._retry.cancel()
         call, self._call = self._call, None
@@ -155,6 +159,7 @@ class Journey:
         machine = self._machine
         if machine.state is State.DONE:
             return
+        self._free()
         if machine.state is State.WAITING and self.sink.has_begun:
             machine.on(Delivered())
         action = machine.on(Finished() if error is None else Failed(error))
@@ -199,6 +204,9 @@ class Journey:
             )
         except KvoltError as error:
             return Failed(error)
+        self._booked = decision
+        if self._machine.state is State.DONE:  # cancelled meanwhile
+            self._free()
         failure = self._machine.failure
         if failure is not None:
             self._road.stats.retries[failure.code] += 1
@@ -214,13 +222,21 @@ class Journey:
             self._call = await self._road.client.call(
                 request, self, instance=decision.instance, deadlines=self._time_left(), decode=_decode_delta
             )
-        except KvoltError as error:
-            return Failed(error)
+        except BaseException as error:
+            self._free()
+            if isinstance(error, KvoltError):
+                return Failed(error)
+            raise
         if self._machine.state is State.DONE:
             self._call.cancel()  # nobody could while it was being opened
         elif self._held and self._call.stream is not None:
             self._call.stream.hold()
         return Opened()
+
+    def _free(self) -> None:
+        booked, self._booked = self._booked, None
+        if booked is not None:
+            self._road.router.free(booked)
 
     def _time_left(self) -> Deadlines:
         total_s = max(self._started + self._deadlines.total_s - self._loop.time(), 0.0)

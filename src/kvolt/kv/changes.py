@@ -6,11 +6,12 @@ one after the other one Removed. Knows no pool and no event ids.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from kvolt.core.ids import SequenceHash
-from kvolt.core.kv_events import Cleared, Removed, Stored, StoredBlock, Tier
-from kvolt.kv.lifecycle import BlockName
+from kvolt.core.ids import LocalBlockHash, SequenceHash
+from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
+from kvolt.kv.names import Names
 
 Change = Stored | Removed | Cleared
 
@@ -26,6 +27,7 @@ class ChangeLog:
         "_position",
         "_removed",
         "_stored",
+        "_stored_local",
         "is_lost",
     )
 
@@ -35,17 +37,15 @@ class ChangeLog:
         self._position = 0
         self._reset()
 
-    def store(self, name: BlockName, parent: SequenceHash | None, position: int) -> None:
-        self.store_run((name,), parent, position)
-
-    def store_run(self, names: Sequence[BlockName], parent: SequenceHash | None, position: int) -> None:
+    def store_run(self, names: Names, parent: SequenceHash | None, position: int) -> None:
         """Blocks one below the other; `parent` and `position` are of the first."""
         if self._is_full(len(names)):
             return
-        if not (self._stored and parent == self._stored[-1].sequence_hash):
+        if not (self._stored and parent == self._stored[-1]):
             self._close()
             self._parent, self._position = parent, position
-        self._stored += [StoredBlock(name.sequence_hash, name.local_hash) for name in names]
+        self._stored += names.sequence_hashes
+        self._stored_local += names.local_hashes
 
     def remove_run(self, hashes: Sequence[SequenceHash]) -> None:
         if not hashes or self._is_full(len(hashes)):
@@ -69,7 +69,8 @@ class ChangeLog:
     def _reset(self) -> None:
         self._changes: list[Change] = []
         self._num_blocks = 0
-        self._stored: list[StoredBlock] = []  # the open run; it or the next is empty
+        self._stored: list[SequenceHash] = []  # the open run; it or the next is empty
+        self._stored_local: list[LocalBlockHash] = []
         self._removed: list[SequenceHash] = []
         self.is_lost = False
 
@@ -82,8 +83,58 @@ class ChangeLog:
 
     def _close(self) -> None:
         if self._stored:
-            self._changes.append(Stored(tuple(self._stored), self._parent, self._position))
-            self._stored = []
+            hashes = tuple(self._stored), tuple(self._stored_local)
+            self._changes.append(Stored(*hashes, self._parent, self._position))
+            self._stored, self._stored_local = [], []
         if self._removed:
             self._changes.append(Removed(tuple(self._removed)))
             self._removed = []
+
+
+class ToldHashes:
+    """The hashes that were told of, each as often as a name has it.
+
+    Events know blocks by 64 bits: two names that share them are one block there, gone with the second. Few ever do.
+    """
+
+    __slots__ = ("_known", "_num_more")
+
+    def __init__(self) -> None:
+        self._known: set[SequenceHash] = set()
+        self._num_more: Counter[SequenceHash] = Counter()
+
+    def add_all(self, hashes: Sequence[SequenceHash]) -> None:
+        known = self._known
+        if known.isdisjoint(hashes):
+            num_all = len(known) + len(hashes)
+            known.update(hashes)
+            if len(known) == num_all:
+                return
+            known.difference_update(hashes)  # one of them is there twice
+        for each in hashes:
+            if each in known:
+                self._num_more[each] += 1
+            known.add(each)
+
+    def remove_all(self, hashes: Sequence[SequenceHash]) -> Sequence[SequenceHash]:
+        """Those of them that no name has any more."""
+        if not self._num_more:
+            self._known.difference_update(hashes)
+            return hashes
+        gone: list[SequenceHash] = []
+        for each in hashes:
+            if each not in self._num_more:
+                self._known.remove(each)
+                gone.append(each)
+                continue
+            self._num_more[each] -= 1
+            if not self._num_more[each]:
+                del self._num_more[each]
+        return gone
+
+    def clear(self) -> None:
+        self._known.clear()
+        self._num_more.clear()
+
+    def counts(self) -> Counter[SequenceHash]:
+        return Counter(self._known) + self._num_more

@@ -22,24 +22,10 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NewType
 
-import msgspec
-
 from kvolt.core.errors import KvoltError
-from kvolt.core.ids import BlockKey, LocalBlockHash, SequenceHash
 
 BlockId = NewType("BlockId", int)
 """Which piece of the memory: from 0 to the size of the pool, less one."""
-
-
-class BlockName(msgspec.Struct, frozen=True, gc=False):
-    """What a full block holds: its identity for stored bytes, and those for routing and events.
-
-    There is one for each block of each sequence; the collector has nothing to find in them.
-    """
-
-    key: BlockKey
-    sequence_hash: SequenceHash
-    local_hash: LocalBlockHash
 
 
 class BlockState(StrEnum):

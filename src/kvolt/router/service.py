@@ -123,6 +123,8 @@ class RouterService:
             yield RouteAnswer(refused=to_info(error))
             return
         component.num_decisions += 1
+        # Nobody tells us how it ends: over here nothing stays booked.
+        component.router.free(decision)
         yield RouteAnswer(
             decision.instance.id, decision.overlap_blocks, decision.predicted_ms, decision.kv_sources
         )
@@ -221,7 +223,7 @@ class RemoteRouter:
         self._link = link
         self._client = client
         self._endpoint = str(client.endpoint)
-        self._local = RoundRobinRouter(client)
+        self._local = RoundRobinRouter(client)  # which books nothing, and neither does who is asked
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         asked = _without_content(request)
@@ -242,6 +244,9 @@ class RemoteRouter:
             self._link.stats.fallbacks["unusable_instance"] += 1
             left_out = left_out | self._unusable() | {answer.instance or InstanceId("")}
         return await self._local.route(request, excluded)
+
+    def free(self, decision: Decision) -> None:
+        """Nothing is booked."""
 
     def _find(self, instance_id: InstanceId | None) -> Instance | None:
         return next((found for found in self._client.candidates() if found.id == instance_id), None)

@@ -62,6 +62,9 @@ class _Job:
             result = self.call()
         except BaseException as error:  # whatever it is, it belongs to whoever waits
             self.outcome.set_exception(error)
+            # The error holds this frame, which would hold it: all that the call had at hand would stay in that
+            # circle until a collection.
+            del self
         else:
             self.outcome.set_result(result)
 
@@ -94,19 +97,20 @@ class ThreadBlocking:
 
     async def run(self, call: Callable[[], T], timeout_s: float) -> T:
         # Not wait_for(): until 3.12 it swallows a cancellation that meets the result.
-        job = _Job(call, Future())
-        self._submit(job)
+        outcome: Future[T] = Future()
+        self._submit(_Job(call, outcome))
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
-                result: T = await asyncio.wrap_future(job.outcome)
-                return result
+                return await asyncio.wrap_future(outcome)
         except TimeoutError:
             if not deadline.expired():
                 raise  # the call's own
             raise DeadlineExceeded(
                 "blocking call took too long", stage="blocking", after_s=timeout_s
             ) from None
+        finally:
+            del outcome, call  # an error that goes on from here holds this frame
 
     def close(self) -> None:
         """Refuse what waits and what comes; running calls end by themselves, or with the process."""

@@ -66,6 +66,8 @@ class MemBus:
     def __init__(self, delay_s: LinkDelay | None = None) -> None:
         self._delay_s = delay_s
         self._members: dict[str, Subscriptions] = {}
+        self._readers: dict[str, dict[str, Subscriptions]] = {}
+        """By topic: of many members few read any, and an event should cost nothing at the others."""
         self._links: dict[tuple[str, str], _Link] = {}
         self._to_lose: dict[str, int] = {}
 
@@ -77,10 +79,27 @@ class MemBus:
         if publisher in self._members:
             raise ConfigError(f"publisher {publisher} is on the bus already", key="publisher")
         self._members[publisher] = subscriptions
+        for topic in subscriptions.topics:
+            self.read(publisher, topic)
+
+    def read(self, publisher: str, topic: str) -> None:
+        """From now on the member has a subscription to the topic."""
+        subscriptions = self._members.get(publisher)
+        if subscriptions is not None:
+            self._readers.setdefault(topic, {})[publisher] = subscriptions
+
+    def ignore(self, publisher: str, topic: str) -> None:
+        """It has none any more."""
+        readers = self._readers.get(topic, {})
+        readers.pop(publisher, None)
+        if not readers:
+            self._readers.pop(topic, None)
 
     def leave(self, publisher: str) -> None:
         """What this member had sent still arrives; what was on its way to it does not."""
-        self._members.pop(publisher, None)
+        subscriptions = self._members.pop(publisher, None)
+        for topic in subscriptions.topics if subscriptions is not None else ():
+            self.ignore(publisher, topic)
         for ends in [ends for ends in self._links if ends[1] == publisher]:
             self._links.pop(ends).cut()
 
@@ -88,10 +107,11 @@ class MemBus:
         if self._to_lose.get(event.publisher, 0) > 0:
             self._to_lose[event.publisher] -= 1
             return
-        for subscriber, subscriptions in self._members.items():
-            if self._delay_s is None:
+        if self._delay_s is None:
+            for subscriptions in tuple(self._readers.get(event.topic, {}).values()):
                 subscriptions.deliver(event)
-                continue
+            return
+        for subscriber, subscriptions in self._members.items():  # who reads is known when it arrives
             delay_s = self._delay_s(event.publisher, subscriber)
             if delay_s is not None:
                 ends = (event.publisher, subscriber)
@@ -110,7 +130,9 @@ class MemEvents:
         self._publisher = publisher
         self._counters = counters
         self._numbering = Numbering()
-        self._subscriptions = Subscriptions(counters)
+        self._subscriptions = Subscriptions(
+            counters, partial(bus.read, publisher), partial(bus.ignore, publisher)
+        )
         self._open = False
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from kvolt.runtime.network import Network
 from kvolt.runtime.plane import PlaneFactory, RequestPlane
 from kvolt.runtime.server import EndpointServer, Handler, StreamHandler, decoder
 from kvolt.runtime.stop import graceful_stop
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import Crew, Scope
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +113,8 @@ class Runtime:
         self.admin_address: str | None = None
         self.commands: dict[str, Command] = {}
         """What `command` can do, by name: set by who has KV or adapters, or knows who has."""
+        self.parts: list[Runtime] = []
+        """Others in the same process that share this one's fate: what an operator does to it is done to them."""
         self._lease: LeaseId | None = None
         self._served: dict[str, _Served] = {}
         self._clients: list[EndpointClient] = []
@@ -156,6 +158,7 @@ class Runtime:
         """Stop accepting, finish what runs up to the deadline, cancel the rest, leave discovery. Safe to repeat."""
         if self._crew.closed:
             return
+        await self._in_parts(lambda part: part.close(drain_s))
         if not self._served and not self.server.num_active:
             await self.abort()
             return
@@ -170,6 +173,7 @@ class Runtime:
 
     async def abort(self) -> None:
         """Stop at once: whatever runs is cancelled. Safe to repeat."""
+        await self._in_parts(lambda part: part.abort())
         await self.plane.stop_listening()
         self.plane.go_away()
         await self.server.close()
@@ -256,10 +260,12 @@ class Runtime:
 
     async def cordon(self) -> None:
         """Take no new streams; what runs goes on."""
+        await self._in_parts(lambda part: part.cordon())
         await self._set_state(InstanceState.CORDONED)
 
     async def drain(self, timeout_s: float) -> None:
         """Cordon, then wait until nothing runs or the time is over."""
+        await self._in_parts(lambda part: part.drain(timeout_s))
         await self._set_state(InstanceState.DRAINING)
         try:
             async with asyncio.timeout(timeout_s):
@@ -268,6 +274,7 @@ class Runtime:
             pass
 
     async def resume(self) -> None:
+        await self._in_parts(lambda part: part.resume())
         await self._set_state(InstanceState.READY)
 
     async def command(self, name: str, body: bytes) -> Any:
@@ -296,6 +303,14 @@ class Runtime:
         )
 
     # ---
+
+    async def _in_parts(self, work: Callable[[Runtime], Coroutine[Any, Any, None]]) -> None:
+        """The same in all parts at once: hundreds that drain one after the other would take minutes."""
+        if not self.parts:
+            return
+        async with Scope("parts") as scope:
+            for number, part in enumerate(self.parts):
+                scope.start(work(part), str(number))
 
     async def _set_state(self, state: InstanceState) -> None:
         """Tell first, then act: who has not heard yet must not be refused. The last call wins."""

@@ -148,6 +148,13 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             description="HTTP processes that share the port; more than one get a router process besides.",
         ),
     ] = 1
+    router: Annotated[
+        Literal["round-robin", "least-loaded"],
+        Meta(
+            description="Who gets a request: each worker in turn, or the one with the fewest of this process's "
+            "requests under way."
+        ),
+    ] = "round-robin"
     max_body_bytes: Annotated[Bytes, Meta(description="Largest request body.")] = 16 * MIB
     request_timeout_s: Annotated[Seconds, Meta(description="Limit for one request, queueing included.")] = (
         600.0
@@ -211,6 +218,9 @@ class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     )
 
 
+MAX_PER_PROCESS = 1024
+
+
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One `[[workers]]` entry: `count` equal processes."""
 
@@ -223,6 +233,14 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         "smollm2-135m"
     )
     count: Annotated[int, Meta(ge=0, le=4096, description="How many processes.")] = 1
+    per_process: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_PER_PROCESS,
+            description="Workers in each process, for engines that can have several (sim).",
+        ),
+    ] = 1
     devices: Annotated[list[str], Meta(description="Devices that each process may use, by index or id.")] = []
     stuck_after_s: Annotated[
         Seconds,

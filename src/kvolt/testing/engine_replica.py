@@ -41,12 +41,12 @@ class Replica:
                     self._tiers.pop(tier, None)
 
     def _store(self, change: Stored) -> None:
-        assert change.blocks, "stored nothing"
+        assert change.sequence_hashes, "stored nothing"
         assert change.parent is None or change.parent in self.blocks, f"stored before its parent: {change}"
         held = self._tiers.setdefault(change.tier, set())
-        for block in change.blocks:
-            assert block.sequence_hash not in held, f"block {block.sequence_hash:x} was stored twice"
-            held.add(block.sequence_hash)
+        for block in change.sequence_hashes:
+            assert block not in held, f"block {block:x} was stored twice"
+            held.add(block)
 
     def num_leading(self, blocks: Sequence[SequenceHash]) -> int:
         """How many of them are held, from the first on."""

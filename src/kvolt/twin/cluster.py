@@ -20,10 +20,11 @@ from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.worker import Worker
 from kvolt.journey.journey import Road
-from kvolt.router.port import RoundRobinRouter
+from kvolt.router.policies import ROUTERS
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.clock import new_id
+from kvolt.runtime.connection import ConnectionOptions
 from kvolt.runtime.connections import tcp_plane
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.runtime.events_mem import MemBus, MemEvents
@@ -32,16 +33,22 @@ from kvolt.runtime.tasks import Crew
 from kvolt.testing.link import LinkProfile
 from kvolt.testing.network import VirtualNetwork
 from kvolt.testing.ports import VirtualProcess
+from kvolt.twin.watching import ClusterWatch
 
 MODEL = "sim-tiny"
 NAMESPACE = "twin"
 _START_S = 30.0
+_CONNECTIONS = ConnectionOptions(heartbeat_s=3600.0, dead_after_s=3 * 3600.0)
+"""No process of a twin falls silent, so that nobody has to ask every second."""
 
 
 class TwinSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What is modelled."""
 
     num_workers: Annotated[int, Meta(ge=1)] = 1
+    gpus_per_worker: Annotated[int, Meta(ge=1)] = 1
+    """For GPU-seconds; how fast so many are is in the engine's preset."""
+    router: str = next(iter(ROUTERS))
     engine: SimArguments = SimArguments()
     link_s: Annotated[float, Meta(ge=0)] = 0.0001
     """One way between two processes."""
@@ -49,12 +56,17 @@ class TwinSettings(msgspec.Struct, frozen=True, kw_only=True):
     merge_steps: bool = True
     """So that the cost of a run follows what happens in it, and not how many tokens come of it; the figures stay."""
 
+    def __post_init__(self) -> None:
+        if self.router not in ROUTERS:
+            raise ValueError(f"unknown router {self.router!r}; known: {', '.join(ROUTERS)}")
+
 
 class TwinCluster:
     """Use `start`, and `close` at the end; on a virtual loop."""
 
-    def __init__(self, settings: TwinSettings) -> None:
+    def __init__(self, settings: TwinSettings, watch: ClusterWatch) -> None:
         self._settings = settings
+        self._watch = watch
         self._network = VirtualNetwork(
             random.Random(f"{settings.seed}/network"), profile=LinkProfile(latency_s=settings.link_s)
         )
@@ -65,9 +77,9 @@ class TwinCluster:
         self.engines: list[SimEngine] = []
 
     @classmethod
-    async def start(cls, settings: TwinSettings) -> tuple[Self, Road]:
-        """All workers registered, and the way to them."""
-        cluster = cls(settings)
+    async def start(cls, settings: TwinSettings, watch: ClusterWatch) -> tuple[Self, Road]:
+        """All workers registered and reached, and the way to them."""
+        cluster = cls(settings, watch)
         try:
             return cluster, await cluster._start()
         except BaseException:
@@ -82,10 +94,12 @@ class TwinCluster:
         component = component_name(MODEL, Role.AGGREGATED, card_hash(card))
         client = await frontend.client(EndpointAddress(NAMESPACE, component, GENERATE))
         await client.wait_synced(_START_S)
+        for instance in client.candidates():  # or the first requests would wait for connections
+            await frontend.plane.reach(instance.address, _START_S)
         return self._road(client)
 
     def _road(self, client: EndpointClient) -> Road:
-        return Road(RoundRobinRouter(client), client, self._crew)
+        return Road(ROUTERS[self._settings.router](client), client, self._crew)
 
     async def close(self) -> None:
         for runtime in reversed(self._runtimes):
@@ -99,7 +113,9 @@ class TwinCluster:
         runtime = await self._add_process(name)
         settings = self._settings
         arguments = replace(settings.engine, merge_steps=settings.merge_steps, paper=True)
-        engine = SimEngine(EngineSpec(model=MODEL, role=Role.AGGREGATED), arguments)
+        engine = SimEngine(
+            EngineSpec(model=MODEL, role=Role.AGGREGATED), arguments, self._watch.add_worker(name)
+        )
         worker = Worker(runtime, engine, NAMESPACE)
         self.engines.append(engine)
         self._workers.append(worker)
@@ -114,7 +130,7 @@ class TwinCluster:
             rng,
             process.network,
             process.blocking,
-            tcp_plane(process.network),
+            tcp_plane(process.network, _CONNECTIONS),
             lambda plane: MemDiscovery(self._store, process.clock, rng),
             lambda discovery: MemEvents(self._bus, new_id(rng)),
         )

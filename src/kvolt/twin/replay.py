@@ -7,11 +7,15 @@ report is that of a real run, so that the two can be compared.
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
-from kvolt.bench.load.sample import Sample
+from xxhash import xxh3_64_intdigest as xxh3
+
+from kvolt.bench.load.sample import Failure, Sample
 from kvolt.bench.load.sla import Sla
 from kvolt.bench.load.tally import Tally
 from kvolt.bench.traces import reblock
@@ -23,16 +27,18 @@ from kvolt.core.trace import TraceRecord
 from kvolt.journey.journey import Journey, Road
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.streams import StepSink
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import Crew, Scope
 from kvolt.testing.loop import run_virtual
 from kvolt.twin.cluster import MODEL, TwinCluster, TwinSettings
+from kvolt.twin.misses import Misses
+from kvolt.twin.watching import ClusterWatch
 
 _PATIENCE_S = 10 * 86_400.0
 _DEADLINES = Deadlines(connect_s=60.0, first_s=_PATIENCE_S, between_s=_PATIENCE_S, total_s=_PATIENCE_S)
 """A request of a trace waits as long as it takes: how long is what the twin is asked for."""
 
-_OWN = 1 << 62
-"""Where the hashes of prompts begin of which the trace says nothing: they share nothing."""
+_OWN = b"a prompt of its own"
+"""Hashed where the trace says nothing of a prompt: it shares nothing with others."""
 
 OnSample = Callable[[Sample], None]
 
@@ -47,43 +53,93 @@ def run_twin(
     tally: Tally,
     on_sample: OnSample = lambda sample: None,
 ) -> None:
-    """All of the trace, on virtual time, into `tally`; the same for the same arguments, on any machine.
+    """All of the trace, on virtual time, into `tally`; the same for the same arguments, on any machine."""
+    TwinRun(settings, tally).run(records, on_sample)
 
-    What was counted before an interrupt stays counted.
-    """
 
-    async def main() -> None:
-        cluster, road = await TwinCluster.start(settings)
-        try:
-            await Replay(road, tally, on_sample).run(reblock(records, settings.engine.block_size))
-        finally:
-            await cluster.close()
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """The collector looks at everything that lives again and again, and a run leaves next to nothing for it."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 10, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
-    run_virtual(main, until_s=_PATIENCE_S, max_iterations=10**10)
+
+class TwinRun:
+    """One run and all that is counted in it; `run` it once. What was counted before an interrupt stays counted."""
+
+    def __init__(self, settings: TwinSettings, tally: Tally) -> None:
+        self.settings = settings
+        self.tally = tally
+        self.watch = ClusterWatch(settings.engine)
+        self.misses = Misses(tally.sla, self.watch.prompt_alone_s)
+        self.was_cut = False
+        self._replay: Replay | None = None
+
+    def run(self, records: Iterable[TraceRecord], on_sample: OnSample = lambda sample: None) -> None:
+        """To the end, or until `end`."""
+        settings = self.settings
+
+        async def main() -> None:
+            cluster, road = await TwinCluster.start(settings, self.watch)
+            try:
+                self._replay = Replay(road, self, on_sample)
+                if not self.was_cut:
+                    await self._replay.run(reblock(records, settings.engine.block_size))
+            finally:
+                self._replay = None
+                await cluster.close()
+
+        with _rare_collections():
+            run_virtual(main, until_s=_PATIENCE_S, max_iterations=10**10)
+
+    def end(self) -> None:
+        """End the run before its time: what is under way counts as cut. From its own thread, a signal's handler too."""
+        self.was_cut = True
+        if self._replay is not None:
+            self._replay.end()
 
 
 class Replay:
     """One trace on one road."""
 
-    def __init__(self, road: Road, tally: Tally, on_sample: OnSample) -> None:
+    def __init__(self, road: Road, run: TwinRun, on_sample: OnSample) -> None:
         self._road = road
-        self._tally = tally
+        self._tally = run.tally
+        self._watch = run.watch
+        self._misses = run.misses
         self._on_sample = on_sample
         self._loop = asyncio.get_running_loop()
-        self._origin_s = self._loop.time()
+        self._origin_s = self._watch.origin_s = self._loop.time()
+        self._scope = Scope("replay")
         self._turns: dict[str, tuple[int, asyncio.Future[None]]] = {}
         """Of each session: how many there were, and the end of the last."""
 
     async def run(self, records: Iterable[TraceRecord]) -> None:
         requests = Crew("requests")
         try:
-            for number, record in enumerate(records):
-                due = self._origin_s + record.timestamp / 1000.0
-                await asyncio.sleep(due - self._loop.time())
-                requests.start(self._ask(number, record), f"request {number}")
-            await requests.drain()
+            async with self._scope:
+                self._scope.start(self._arrive(records, requests), "arrivals")
         finally:
+            self._watch.ended_s = self._loop.time() - self._origin_s
             await requests.close()
+
+    def end(self) -> None:
+        """Nobody comes any more, and nobody is waited for."""
+        self._loop.call_soon(self._scope.cancel)
+
+    async def _arrive(self, records: Iterable[TraceRecord], requests: Crew) -> None:
+        for number, record in enumerate(records):
+            due = self._origin_s + record.timestamp / 1000.0
+            await asyncio.sleep(due - self._loop.time())
+            requests.start(self._ask(number, record), f"request {number}")
+        await requests.drain()
 
     async def _ask(self, number: int, record: TraceRecord) -> None:
         turn = 0
@@ -97,27 +153,36 @@ class Replay:
                 await asyncio.sleep(record.delay / 1000.0)
         watch = Watch(number, turn, record, self._origin_s, self._tally.latencies["itl"].record)
         self._tally.started(watch.due_s)
-        journey = Journey(self._road, self._request(number, record), watch, _DEADLINES)
+        request = self._request(number, record)
+        journey = Journey(self._road, request, watch, _DEADLINES)
         try:
             await journey.begin()
+            sample = await watch.done
         except KvoltError as error:
-            watch.on_end(error)
-        sample = await watch.done
-        self._tally.add(sample)
-        self._on_sample(sample)
+            sample = watch.sample(error.code, error.message)
+        except asyncio.CancelledError:  # the run was ended
+            journey.cancel()
+            self._count(request, watch.sample(Failure.CUT, "the run was ended"))
+            raise
+        self._count(request, sample)
         over.set_result(None)
+
+    def _count(self, request: Request, sample: Sample) -> None:
+        self._tally.add(sample)
+        self._misses.add(sample, self._watch.take(request.request_id))
+        self._on_sample(sample)
 
     def _request(self, number: int, record: TraceRecord) -> Request:
         num_full = record.input_length // record.block_size
-        own = number << 32 | _OWN
+        own = xxh3(_OWN, seed=number) >> 2
         hashes = record.hash_ids[:num_full] or range(own, own + num_full)
         return Request(
             request_id=RequestId(f"r{number}"),
             model=MODEL,
-            token_ids=(0,)
-            * record.input_length,  # nobody looks at them: the blocks are known by their hashes
+            token_ids=(),
+            paper_length=record.input_length,  # nobody knows its tokens: the blocks are known by their hashes
             block_size=record.block_size,
-            sequence_hashes=tuple([SequenceHash(each) for each in hashes]),
+            sequence_hashes=cast("tuple[SequenceHash, ...]", tuple(hashes)),
             stop=StopConditions(max_tokens=max(1, record.output_length), ignore_eos=True),
             sampling=Sampling(seed=number),
         )
@@ -174,24 +239,27 @@ class Watch:
         self._num_tokens += count
 
     def on_end(self, error: KvoltError | None) -> None:
-        self.done.set_result(
-            Sample(
-                number=self._number,
-                session=self._number,
-                turn=self._turn,
-                due_s=self.due_s,
-                started_s=self.due_s,
-                sent_s=self.due_s,
-                first_s=self._first_s,
-                second_s=self._second_s,
-                last_s=self._last_s if self._num_tokens else None,
-                end_s=self._loop.time() - self._origin_s,
-                max_gap_s=self._max_gap_s,
-                num_events=self._num_tokens,
-                input_tokens=self._record.input_length,
-                output_tokens=self._num_tokens,
-                cached_tokens=self._cached,
-                error=error.code if error is not None else None,
-                message=error.message if error is not None else None,
-            )
+        if not self.done.done():
+            self.done.set_result(self.sample() if error is None else self.sample(error.code, error.message))
+
+    def sample(self, error: str | None = None, message: str | None = None) -> Sample:
+        """All that was seen of it, now that it is over."""
+        return Sample(
+            number=self._number,
+            session=self._number,
+            turn=self._turn,
+            due_s=self.due_s,
+            started_s=self.due_s,
+            sent_s=self.due_s,
+            first_s=self._first_s,
+            second_s=self._second_s,
+            last_s=self._last_s if self._num_tokens else None,
+            end_s=self._loop.time() - self._origin_s,
+            max_gap_s=self._max_gap_s,
+            num_events=self._num_tokens,
+            input_tokens=self._record.input_length,
+            output_tokens=self._num_tokens,
+            cached_tokens=self._cached,
+            error=error,
+            message=message,
         )

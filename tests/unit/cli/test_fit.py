@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from kvolt.cli.main import main
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepLogHeader, StepStats, encode_step_log
+from kvolt.engines.aiconfigurator import AicTarget
 from kvolt.engines.registry import check_arguments
 from kvolt.engines.sim import SimArguments
 from kvolt.engines.sim_arguments import step_model_of
@@ -111,3 +112,52 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert all(name in told for name in LatencyModel.__struct_fields__)
     assert "--arg step_log=" in told
+
+
+class _Predictor:
+    def predict_prefill_latency(self, bs: int, isl: int, prefix: int = 0) -> float:
+        return 1e3 * TRUE.prefill_s(isl, prefix)
+
+    def predict_decode_latency(self, bs: int, isl: int, osl: int = 2) -> float:
+        return 1e3 * TRUE.decode_s(bs, bs * (isl + 1))
+
+    def mixed_step_latency(self, ctx_tokens: int, gen_tokens: int, isl: int, osl: int) -> float:
+        return 1e3 * TRUE.step_s(StepStats(gen_tokens, ctx_tokens, ctx_tokens * isl, gen_tokens * (isl + 1)))
+
+
+def test_a_preset_without_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def load(target: AicTarget) -> _Predictor:
+        asked.append(target)
+        return _Predictor()
+
+    monkeypatch.setattr("kvolt.cli.fit.load_predictor", load)
+    monkeypatch.setattr("kvolt.engines.aiconfigurator.version", lambda name: "9.9")
+    out = tmp_path / "h200.json"
+    flags = ["--backend-version", "0.24.0", "--tensor-parallel", "2", "--out", str(out)]
+    assert main(["fit", "--aiconfigurator", "a/b", "h200_sxm", "vllm", *flags]) == 0
+    assert asked == [
+        AicTarget(model="a/b", system="h200_sxm", backend="vllm", backend_version="0.24.0", tensor_parallel=2)
+    ]
+    told = capsys.readouterr().out
+    assert "vllm engine, a/b on 2 x h200_sxm, predicted by aiconfigurator-core 9.9; 127 steps" in told
+    preset = json.loads(out.read_bytes())
+    assert preset["name"] == "vllm-a-b-2-x-h200-sxm"
+    assert preset["latency"]["base_s"] == pytest.approx(0.004, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "no step log is named"),
+        (["log", "--aiconfigurator", "a", "b", "c"], "--aiconfigurator takes the place of log"),
+        (["--aiconfigurator", "a", "b", "c", "--tensor-parallel", "0"], "--tensor-parallel is 0"),
+        (["--aiconfigurator", "a", "b"], "expected 3 arguments"),
+    ],
+)
+def test_one_source_of_steps(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", *argv]) == 2
+    assert told in capsys.readouterr().err

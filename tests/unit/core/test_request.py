@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvolt.core.ids import InstanceId, LocalBlockHash, RequestId, SequenceHash
-from kvolt.core.kv_events import Cleared, KvEvent, KvEventBatch, Removed, Stored, StoredBlock, Tier
+from kvolt.core.kv_events import Cleared, KvEvent, KvEventBatch, Removed, Stored, Tier
 from kvolt.core.request import (
     Grammar,
     GrammarKind,
@@ -90,8 +90,8 @@ def test_shared_defaults_are_not_shared_state() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        Stored((StoredBlock(SequenceHash(1), LocalBlockHash(2**64 - 1)),), SequenceHash(3), 4, Tier.HOST),
-        Stored(()),
+        Stored((SequenceHash(1),), (LocalBlockHash(2**64 - 1),), SequenceHash(3), 4, Tier.HOST),
+        Stored((), ()),
         Removed((SequenceHash(1), SequenceHash(2)), Tier.OBJECT),
         Cleared(),
         Cleared(Tier.PEER),

@@ -29,6 +29,7 @@ from kvolt.frontend.admission import Admission, WorkerLoads
 from kvolt.frontend.edge import edge_server
 from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.models import ModelOptions, Models
+from kvolt.frontend.trace_recorder import TraceRecorder
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.call import Deadlines, ResponseStream
 from kvolt.runtime.client import EndpointClient
@@ -199,12 +200,20 @@ class Lab:
         self._crew.start(loads.follow(runtime.events), f"loads of {name}")
         admission = Admission(loads, max_requests)
         registry = CollectorRegistry()
+        recorder = TraceRecorder(runtime.ports.clock.monotonic)
+        recorder.add_to(runtime.server)
         server = edge_server(
-            runtime, models, admission, Metrics(registry), options or GenerateOptions(), limits=limits
+            runtime,
+            models,
+            admission,
+            Metrics(registry),
+            options or GenerateOptions(),
+            limits=limits,
+            recorder=recorder,
         )
         self._closing.append(server.close)
         address = await server.start(f"{name}:0")
-        return Frontend(self, runtime, models, address, admission, registry)
+        return Frontend(self, runtime, models, address, admission, registry, recorder)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
@@ -283,8 +292,10 @@ class Frontend:
         address: str,
         admission: Admission,
         registry: CollectorRegistry,
+        recorder: TraceRecorder,
     ) -> None:
         self.runtime = runtime
+        self.recorder = recorder
         self.models = models
         self.address = address
         self.admission = admission

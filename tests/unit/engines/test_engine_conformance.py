@@ -54,6 +54,8 @@ SMALL = SimArguments(
 SCARCE = replace(SMALL, kv_blocks=20)
 """Room for little more than one request of the longest: the others wait, or are preempted."""
 PROMPTS_FIRST = replace(SCARCE, scheduling=Scheduling.SGLANG)
+LINKED = replace(SMALL, link_in_bytes_per_s=1e9, link_out_bytes_per_s=2e9, link_latency_s=0.0001)
+"""Two milliseconds for a block of two megabytes, and half of that on its way out."""
 FAST = SimArguments(
     context_length=256,
     kv_blocks=200,
@@ -89,7 +91,9 @@ async def test_it_offers_every_tier() -> None:
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.__name__)
 @pytest.mark.parametrize(
-    "arguments", [SMALL, SCARCE, PROMPTS_FIRST], ids=["small", "scarce", "prompts-first"]
+    "arguments",
+    [SMALL, SCARCE, PROMPTS_FIRST, LINKED],
+    ids=["small", "scarce", "prompts-first", "linked"],
 )
 def test_on_virtual_time(case, arguments: SimArguments) -> None:
     run_virtual(lambda: case(SimHarness(arguments)))
@@ -133,7 +137,7 @@ class _LosesAToken(_Changed):
 class _KeepsBlocks(SimEngine):
     def abort(self, request_id: RequestId) -> None:
         scheduler = self._scheduler
-        for sequence in scheduler._running:
+        for sequence in scheduler._planner.running:
             if sequence.request.request_id == request_id:
                 scheduler.pool.retain(sequence.blocks)
         super().abort(request_id)

@@ -56,7 +56,7 @@ def test_what_is_here_is_found_and_leaves_with_all_its_names() -> None:
     assert [block.key for block in blocks] == engine.exchange.keys(ASKED)
     assert engine.exchange.export_kv(engine.exchange.keys(ASKED)[1:]) == blocks[1:]
     (told,) = engine.exchange.contents()
-    assert [block.sequence_hash for block in told.blocks] == [block.sequence_hash for block in blocks]
+    assert list(told.sequence_hashes) == [block.sequence_hash for block in blocks]
 
 
 def test_chains_come_in_one_after_the_other() -> None:

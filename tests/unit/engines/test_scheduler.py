@@ -415,7 +415,7 @@ def test_events_tell_a_prompt_as_one_run() -> None:
     lab.run()
     changes = lab.scheduler.take_changes()
     assert changes == tuple(lab.scheduler.pool.contents())
-    assert [len(change.blocks) for change in lab.scheduler.pool.contents()] == [2]
+    assert [len(change.sequence_hashes) for change in lab.scheduler.pool.contents()] == [2]
 
 
 def test_eos_of_the_card_ends_a_request_unless_it_is_ignored() -> None:

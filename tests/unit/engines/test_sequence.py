@@ -14,7 +14,7 @@ from kvolt.core.delta import FinishReason
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import MediaExtent, SequenceHasher, request_seed
 from kvolt.core.request import MediaSpan, Request
-from kvolt.engines.sequence import BlockNames, End, Sequence
+from kvolt.engines.sequence import End, Sequence, TokenNaming
 from kvolt.kv import BlockName
 
 CONTEXT = BlockKeyContext(weights_hash="w", dtype="f4", block_size=4, layout="l")
@@ -22,7 +22,7 @@ CONTEXT = BlockKeyContext(weights_hash="w", dtype="f4", block_size=4, layout="l"
 
 def sequence(request: Request, index: int = 0) -> Sequence:
     eos = frozenset() if request.stop.ignore_eos else frozenset((EOS, 6))
-    return Sequence(request, index, BlockNames(request, CONTEXT), eos)
+    return Sequence(request, index, TokenNaming(request, CONTEXT), eos)
 
 
 def pushed(one: Sequence, tokens: tuple[int, ...]) -> list[End | None]:
@@ -136,13 +136,12 @@ def test_names_are_both_identities_of_each_full_block_however_they_are_reached(
     hashes = SequenceHasher(4, request_seed("tuned", "tenant"), extents).extend(tokens)
     expected = [BlockName(key, chained, local) for key, (local, chained) in zip(keys, hashes, strict=True)]
     for ways in ((1, 1, 3, 2), (3,), (1, 2, 3), (2, 3)):
-        names = BlockNames(answer, context)
+        naming = TokenNaming(answer, context)
         for num_blocks in ways:
-            names.reach(tokens, num_blocks)
-        assert names.names == expected
-        assert names.keys == keys
+            naming.reach(tokens, num_blocks)
+        assert list(naming.names) == expected
 
 
 def test_what_is_no_token_is_refused() -> None:
     with pytest.raises(InvalidRequest):
-        BlockNames(request("a"), CONTEXT).reach([1, 2, 3, -1], 1)
+        TokenNaming(request("a"), CONTEXT).reach([1, 2, 3, -1], 1)

@@ -53,8 +53,8 @@ class Steps(list[tuple[float, StepOutput]]):
 Body = Callable[[SimEngine, Steps], Coroutine[Any, Any, None]]
 
 
-def run_engine(arguments: SimArguments, body: Body) -> None:
-    """Run `body` beside a reader that notes each step with its time."""
+def run_engine(arguments: SimArguments, body: Body, reading_s: float = 0.0) -> None:
+    """Run `body` beside a reader that notes each step with its time, and takes a time of its own over each."""
 
     async def main() -> None:
         engine = sim(arguments)
@@ -63,6 +63,8 @@ def run_engine(arguments: SimArguments, body: Body) -> None:
         async def read() -> None:
             async for step in engine.steps():
                 steps.append((asyncio.get_running_loop().time(), step))
+                if reading_s:
+                    await asyncio.sleep(reading_s)
 
         async with Scope("engine") as scope:
             scope.start(read(), "read")
@@ -94,6 +96,27 @@ def test_steps_take_what_the_latency_model_says() -> None:
             assert step.load.step.time_s == pytest.approx(time - before)
 
     run_engine(SimArguments(latency=model), body)
+
+
+def test_what_is_done_between_steps_is_a_part_of_the_next() -> None:
+    async def body(engine: SimEngine, steps: Steps) -> None:
+        engine.submit(make_request(tokens=3))
+        await asyncio.sleep(60)
+        assert [time for time, _ in steps] == pytest.approx([1.0, 2.0, 3.0])
+        engine.submit(make_request(tokens=2))  # begins now, not where the last one ended
+        await asyncio.sleep(60)
+        assert [time for time, _ in steps[3:]] == pytest.approx([61.0, 62.0])
+
+    run_engine(SimArguments(latency=STEP), body, reading_s=0.3)
+
+
+def test_a_reader_who_is_slower_than_the_steps_is_never_caught_up_with() -> None:
+    async def body(engine: SimEngine, steps: Steps) -> None:
+        engine.submit(make_request(tokens=4))
+        await asyncio.sleep(60)
+        assert [time for time, _ in steps] == pytest.approx([1.0, 2.5, 4.0, 5.5])
+
+    run_engine(SimArguments(latency=STEP), body, reading_s=1.5)
 
 
 def test_speed_divides_the_time_of_a_step() -> None:

@@ -24,7 +24,11 @@ LOGS = Path(__file__).parents[3] / "benchmarks" / "engine" / "results"
 
 @pytest.mark.parametrize(
     ("name", "log", "median"),
-    [("h200-llama-8b", "gpu_steps.jsonl", 0.03), ("cpu-smollm2-135m", "cpu_steps.jsonl", 0.1)],
+    [
+        ("h200-llama-8b", "gpu_steps.jsonl", 0.03),
+        ("h200-vllm-llama-8b-fp8", "h200_published_steps.jsonl", 0.04),
+        ("cpu-smollm2-135m", "cpu_steps.jsonl", 0.1),
+    ],
 )
 def test_a_fitted_preset_is_what_the_fit_gives_today(name: str, log: str, median: float) -> None:
     with (LOGS / log).open("rb") as lines:
@@ -38,6 +42,20 @@ def test_a_fitted_preset_is_what_the_fit_gives_today(name: str, log: str, median
     held_out = fit.errors[0].held_out
     assert held_out.median is not None
     assert held_out.median < median, "else the comment above the preset is no longer true"
+
+
+def test_the_published_points_are_those_that_were_published() -> None:
+    """Spot checks against the profile itself, in its units: milliseconds, share of the cache, tokens per second."""
+    with (LOGS / "h200_published_steps.jsonl").open("rb") as lines:
+        header, steps = decode_step_log(lines)
+    assert header.model == "nvidia/Llama-3.1-8B-Instruct-FP8"
+    assert len(steps) == 17 + 41
+    assert steps[0] == StepStats(prefill_tokens=100, prefill_context=10_000, time_s=0.019525209)
+    assert steps[16] == StepStats(prefill_tokens=16_372, prefill_context=16_372**2, time_s=0.375482618)
+    at_350 = steps[18]  # 9.7% of a cache of 945,029 tokens, 19.11 ms between tokens, 13,424 tokens a second
+    assert at_350.time_s == pytest.approx(0.0191112, rel=1e-4)
+    assert at_350.batch == round(13_423.7485 * 0.01911118)
+    assert at_350.context_tokens == at_350.batch * 350 == pytest.approx(0.0974044 * 945_029, rel=0.03)
 
 
 def step_times(arguments: SimArguments, prompt: int, tokens: int) -> list[tuple[StepStats, float]]:

@@ -67,6 +67,27 @@ class Fixed:
             raise decision
         return decision
 
+    def free(self, decision: Decision) -> None: ...
+
+
+class Booking:
+    """A router that asks another and knows which of its decisions are not over."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self.num_booked = 0
+        self.open: list[Decision] = []
+
+    async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
+        decision = await self._router.route(request, excluded)
+        self.num_booked += 1
+        self.open.append(decision)
+        return decision
+
+    def free(self, decision: Decision) -> None:
+        self.open.remove(decision)  # a second time raises
+        self._router.free(decision)
+
 
 class Inbox:
     """A receiver that remembers."""
@@ -119,9 +140,12 @@ class Stage:
         self.workers = workers
         self.client = client
         self.crew = crew
+        self.bookings: list[Booking] = []
 
     def road(self, router: Router | None = None, max_attempts: int = 3) -> Road:
-        return Road(router or RoundRobinRouter(self.client), self.client, self.crew, max_attempts)
+        booking = Booking(router or RoundRobinRouter(self.client))
+        self.bookings.append(booking)
+        return Road(booking, self.client, self.crew, max_attempts)
 
     def decision(self, number: int) -> Decision:
         return Decision(self.client.instance(InstanceId(self.workers[number].worker._instance)))
@@ -140,7 +164,10 @@ def staged(body: Callable[[Stage], Coroutine[Any, Any, None]], engines: Callable
             await until(lambda: len(client.candidates()) == len(workers))
             crew = Crew("retries", on_error=lab.errors.append)
             try:
-                await body(Stage(lab, workers, client, crew))
+                stage = Stage(lab, workers, client, crew)
+                await body(stage)
+                # Whatever became of its requests: what was booked for them was freed, once each.
+                assert [booking.open for booking in stage.bookings] == [[]] * len(stage.bookings)
             finally:
                 await crew.close()
             assert lab.errors == []
@@ -446,6 +473,41 @@ def test_a_task_that_is_cancelled_within_begin_opens_nothing() -> None:
     staged(body, lambda: [ScriptedEngine()])
 
 
+def test_a_task_that_is_cancelled_while_it_connects_books_nothing() -> None:
+    async def body(stage: Stage) -> None:
+        stage.lab.network.crash("w0", silent=False)
+        await asyncio.sleep(0.1)
+        stage.lab.network.restart("w0")  # known, not connected
+        road = stage.road(Fixed(stage.decision(0)))
+        journey = Journey(road, make_request(), Inbox(), LIMITS)
+        crew = Crew("ask")
+        task = crew.start(journey.begin(), "ask")
+        while journey._machine.state is not State.OPENING:
+            await asyncio.sleep(0)
+        [booking] = stage.bookings
+        assert len(booking.open) == 1
+        task.cancel()
+        await asyncio.sleep(0.1)
+        assert task.cancelled()
+        assert (booking.num_booked, booking.open) == (1, [])
+        await crew.close()
+
+    staged(body, lambda: [ScriptedEngine()])
+
+
+def test_what_is_under_way_stays_booked() -> None:
+    async def body(stage: Stage) -> None:
+        inbox = Inbox()
+        await Journey(stage.road(), make_request(tokens=5), inbox, LIMITS).begin()
+        await until(lambda: bool(inbox.items))
+        [booking] = stage.bookings
+        assert len(booking.open) == 1
+        await until(lambda: bool(inbox.ends))
+        assert (booking.num_booked, booking.open) == (1, [])
+
+    staged(body, lambda: [None])
+
+
 def test_cancelling_tells_the_receiver_nothing_and_counts_nothing() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
@@ -529,6 +591,8 @@ class Dozing:
             raise self._fault
         await asyncio.sleep(10_000)
         raise AssertionError
+
+    def free(self, decision: Decision) -> None: ...
 
 
 def test_a_router_has_no_more_time_than_the_request() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvolt.core.ids import BlockKey, LocalBlockHash, SequenceHash
 from kvolt.core.kv_events import Removed, Stored
-from kvolt.kv import BlockId, BlockName, BlockPool, Change
+from kvolt.kv import BlockId, BlockName, BlockPool, Change, Names
 
 
 def name_of(path: Sequence[int]) -> BlockName:
@@ -18,19 +18,19 @@ def name_of(path: Sequence[int]) -> BlockName:
     return BlockName(BlockKey(bytes(path)), SequenceHash(routed), LocalBlockHash(path[-1] % 8))
 
 
-def names_of(path: Sequence[int]) -> list[BlockName]:
+def names_of(path: Sequence[int]) -> Names:
     """Those of a block and all before it."""
-    return [name_of(path[:end]) for end in range(1, len(path) + 1)]
+    return Names.of(name_of(path[:end]) for end in range(1, len(path) + 1))
 
 
 def keys_of(path: Sequence[int]) -> list[BlockKey]:
-    return [name.key for name in names_of(path)]
+    return names_of(path).keys
 
 
 def put(pool: BlockPool, path: Sequence[int]) -> list[BlockId]:
     """Hold the blocks of a path: what is there, and the rest allocated and registered."""
     names = names_of(path)
-    blocks = pool.acquire([name.key for name in names])
+    blocks = pool.acquire(names.keys)
     num_found = len(blocks)
     fresh = pool.allocate(len(names) - num_found)
     assert fresh is not None
@@ -49,12 +49,12 @@ class Mirror:
     def apply(self, changes: Iterable[Change]) -> None:
         for change in changes:
             if isinstance(change, Stored):
-                assert change.blocks
+                assert change.sequence_hashes
                 assert change.parent is None or change.parent in self.positions, f"no parent for {change}"
                 assert change.start_position is not None
                 assert (change.parent is None) == (change.start_position == 0)
-                for index, block in enumerate(change.blocks, change.start_position):
-                    self.positions[block.sequence_hash] = index
+                for index, block in enumerate(change.sequence_hashes, change.start_position):
+                    self.positions[block] = index
             elif isinstance(change, Removed):
                 for sequence_hash in change.sequence_hashes:
                     del self.positions[sequence_hash]  # a router must not be told twice

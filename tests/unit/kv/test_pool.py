@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.unit.kv.names import Mirror, keys_of, name_of, put, seen
+from tests.unit.kv.names import Mirror, keys_of, name_of, names_of, put, seen
 
 from kvolt.core.errors import ConfigError
 from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
-from kvolt.kv import BlockId, BlockPool, IllegalMove
+from kvolt.kv import BlockId, BlockPool, IllegalMove, Names
 
 
 def idle(pool: BlockPool, *paths: tuple[int, ...]) -> None:
@@ -220,7 +220,7 @@ def test_contents_are_runs_with_parents_first() -> None:
     pool = BlockPool(16)
     idle(pool, (1, 2, 3), (1, 2, 4, 5), (1, 6), (7,))
     contents = pool.contents()
-    assert sorted(len(run.blocks) for run in contents) == [1, 1, 2, 3]
+    assert sorted(len(run.sequence_hashes) for run in contents) == [1, 1, 2, 3]
     mirror = Mirror()
     mirror.apply(contents)  # which insists on parents
     paths = [(1,), (1, 2), (1, 2, 3), (1, 2, 4), (1, 2, 4, 5), (1, 6), (7,)]
@@ -235,7 +235,7 @@ def test_a_long_chain_needs_no_stack() -> None:
         path = (1, *position.to_bytes(2, "big"))
         pool.register(block, name_of(path), parent, position)
         parent = block
-    assert [len(run.blocks) for run in pool.contents()] == [3000]
+    assert [len(run.sequence_hashes) for run in pool.contents()] == [3000]
 
 
 def test_changes_that_nobody_takes_stay_few_and_end_in_the_contents() -> None:
@@ -301,3 +301,50 @@ def test_integrity_sees_a_block_held_without_its_parent() -> None:
     pool.release(blocks[:1])
     with pytest.raises(AssertionError, match="held below a block that is not"):
         pool.check_integrity()
+
+
+def test_a_run_is_cut_where_somebody_asks_for_a_part_of_it() -> None:
+    pool = BlockPool(8)
+    blocks = put(pool, (1, 2, 3, 4))
+    assert [run.ids for run in pool.runs()] == [blocks], "one holder, one run"
+    held = pool.acquire(keys_of((1, 2)))
+    assert sorted(run.num_holders for run in pool.runs()) == [1, 2]
+    pool.release(reversed(blocks))
+    pool.release(reversed(held))
+    pool.check_integrity()
+    pool.take_changes()
+    allocated(pool, 8)
+    gone = [name_of(path).sequence_hash for path in ((1, 2, 3, 4), (1, 2, 3), (1, 2), (1,))]
+    assert removed(pool) == gone
+
+
+def test_a_block_in_the_middle_of_an_inactive_run_passes_its_name_on() -> None:
+    pool = BlockPool(8)
+    idle(pool, (1, 2, 3))
+    blocks = allocated(pool, 2)
+    assert pool.register(blocks[0], name_of((1,)), None, 0)
+    assert pool.register(blocks[1], name_of((1, 2)), blocks[0], 1)
+    pool.check_integrity()
+    assert pool.match(keys_of((1, 2, 3))) == 3
+    assert pool.acquire(keys_of((1, 2, 3)))[:2] == blocks
+    pool.check_integrity()
+
+
+def test_a_name_twice_in_one_sequence_is_a_duplicate() -> None:
+    """No chain of hashes has one, but a trace may say anything."""
+    pool = BlockPool(8)
+    blocks = allocated(pool, 3)
+    names = Names.of([name_of((1,)), name_of((2,)), name_of((1,))])
+    pool.register_run(blocks, names, 0, 3)
+    pool.check_integrity()
+    assert pool.num_registered == 2
+    pool.release(reversed(blocks))
+    pool.check_integrity()
+
+
+def test_a_lineage_runs_over_cuts() -> None:
+    pool = BlockPool(8)
+    put(pool, (1, 2, 3))
+    pool.acquire(keys_of((1, 2)))
+    assert list(pool.lineage(keys_of((1, 2, 3))[-1])) == list(names_of((1, 2, 3)))
+    assert len(pool.lineage(keys_of((5,))[0])) == 0

@@ -219,6 +219,8 @@ class FullRouter:
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         raise Overloaded("100 requests wait", queue="router", limit=100)
 
+    def free(self, decision: Decision) -> None: ...
+
 
 def test_what_the_router_refuses_for_load_is_refused() -> None:
     async def scenario() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -65,6 +67,29 @@ async def test_results_and_errors_come_back(blocking: ThreadBlocking) -> None:
     assert await blocking.run(threading.get_ident, LONG_S) != main
     with pytest.raises(ZeroDivisionError):
         await blocking.run(lambda: 1 // 0, LONG_S)
+
+
+class Large:
+    """Something that a call has at hand."""
+
+
+async def test_an_error_keeps_nothing_once_it_was_dealt_with(blocking: ThreadBlocking) -> None:
+    """No collection is needed: a refused text of a megabyte is gone with its answer."""
+    held: list[weakref.ref[Large]] = []
+
+    def refuse() -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+        raise ValueError("too large")
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            with pytest.raises(ValueError, match="too large"):
+                await blocking.run(refuse, timeout_s=5)
+        await until(lambda: not any(each() for each in held))  # a thread lets go just after it has answered
+    finally:
+        gc.enable()
 
 
 async def test_a_timeout_of_the_call_itself_is_not_the_deadline(blocking: ThreadBlocking) -> None:

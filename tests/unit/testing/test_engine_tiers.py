@@ -111,8 +111,8 @@ class _OwnHashes(_Telling):
     def tell(self, change: KvChange) -> Sequence[KvChange]:
         if not isinstance(change, Stored):
             return (change,)
-        blocks = tuple(replace(block, sequence_hash=block.sequence_hash ^ 1) for block in change.blocks)
-        return (replace(change, blocks=blocks, parent=change.parent and change.parent ^ 1),)
+        hashes = tuple(each ^ 1 for each in change.sequence_hashes)
+        return (replace(change, sequence_hashes=hashes, parent=change.parent and change.parent ^ 1),)
 
 
 class _SharesLastToken(ToyEngine):

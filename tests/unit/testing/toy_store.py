@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvolt.core.ids import BlockKey, LocalBlockHash, SequenceHash
 from kvolt.core.kv_block import KvBlock
-from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, StoredBlock
+from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class Entry:
 
     def told(self) -> Stored:
         parent = self.parent.sequence_hash if self.parent else None
-        return Stored((StoredBlock(self.sequence_hash, self.local_hash),), parent, self.position)
+        return Stored((self.sequence_hash,), (self.local_hash,), parent, self.position)
 
 
 class Store:

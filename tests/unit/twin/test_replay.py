@@ -35,12 +35,14 @@ def replay(
 
 
 def test_one_request_takes_what_the_step_model_says() -> None:
-    _, [_, sample] = replay(ONE, [record(0), record(500)])  # the first one also waits for the connection
-    assert sample.error is None
-    assert (sample.due_s, sample.output_tokens, sample.cached_tokens) == (0.5, 5, 0)
-    assert sample.ttft_s == pytest.approx(2 * LINK_S + 0.01 + 0.1)
-    assert sample.tpot_s == pytest.approx(0.01)
-    assert sample.e2e_s == pytest.approx(2 * LINK_S + 0.01 + 0.1 + 4 * 0.01)
+    _, samples = replay(ONE, [record(0), record(500)])
+    assert [sample.due_s for sample in samples] == [0.0, 0.5]
+    for sample in samples:  # the first one too: connections are there before it comes
+        assert sample.error is None
+        assert (sample.output_tokens, sample.cached_tokens) == (5, 0)
+        assert sample.ttft_s == pytest.approx(2 * LINK_S + 0.01 + 0.1)
+        assert sample.tpot_s == pytest.approx(0.01)
+        assert sample.e2e_s == pytest.approx(2 * LINK_S + 0.01 + 0.1 + 4 * 0.01)
 
 
 def test_a_busy_worker_makes_others_wait_and_a_second_one_does_not() -> None:

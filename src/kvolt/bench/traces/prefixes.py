@@ -37,16 +37,17 @@ def link(chain: int, key: int) -> int:
 def block_ids(segments: Iterable[Segment], block_size: int) -> tuple[int, ...]:
     """One id per block of `block_size` tokens, the last one partial where the lengths do not divide."""
     ids: list[int] = []
-    chain, end = ROOT, 0
+    chain, end, count = ROOT, 0, 0
     for key, length in segments:
-        chain = link(chain, key)
+        chain = xxh3(_pack_link(chain, key))
         end += length
-        if end // block_size > len(ids):
+        if end // block_size > count:
             # One hash for all blocks that end in this segment: their places tell them apart.
-            ids.extend(range(_base(chain) + len(ids), _base(chain) + end // block_size))
-    rest = end - len(ids) * block_size
+            base, first, count = _base(chain), count, end // block_size
+            ids.extend(range(base + first, base + count))
+    rest = end - count * block_size
     if rest:
-        ids.append(_base(xxh3(_pack_link(chain, rest), seed=_PARTIAL_SEED)) + len(ids))
+        ids.append(_base(xxh3(_pack_link(chain, rest), seed=_PARTIAL_SEED)) + count)
     return tuple(ids)
 
 

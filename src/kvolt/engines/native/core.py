@@ -76,6 +76,8 @@ class EngineCore:
         """What the keys of a request's blocks have in common."""
         self.capabilities = Capabilities(self, clock.monotonic)
         self._now = clock.monotonic
+        self._ended_at: float | None = None
+        """When the step before ended, if work was left then."""
         self.closing = ExitStack()
         """What goes when this goes."""
         self.on_step: Callable[[StepStats], None] = lambda stats: None
@@ -146,7 +148,13 @@ class EngineCore:
     # --- steps
 
     def step(self) -> StepOutput | None:
-        """One pass through the model; None when there was nothing to say."""
+        """One pass through the model; None when there was nothing to say.
+
+        Its time begins where the step before ended, if work was left then: what lies between (telling what came of
+        it, commands, planning) holds up the tokens as the model does, and whoever predicts a run adds up steps.
+        """
+        started = self._now() if self._ended_at is None else self._ended_at
+        self._ended_at = None
         self.capabilities.expire()
         self._admit_compiled()
         plan = self.scheduler.plan()
@@ -154,7 +162,6 @@ class EngineCore:
             if self._compiling:
                 self._wait_for_grammar()
             return self._without_step()
-        started = self._now()
         try:
             computed = self.runner.run(plan)
             samplers = [work for work in chain(plan.decodes, plan.prefills) if work.samples]
@@ -169,13 +176,16 @@ class EngineCore:
             self._accept(work, voice, one)
         advanced = self.scheduler.commit(plan, [one.token or 0 for one in sampled], self._plain)
         by_sequence = {id(work.sequence): one for work, one in zip(samplers, sampled, strict=True)}
+        ended = self._now()
         stats = StepStats(
             plan.stats.batch,
             plan.stats.prefill_tokens,
             plan.stats.prefill_context,
             plan.stats.context_tokens,
-            self._now() - started,
+            ended - started,
         )
+        if self.has_work:
+            self._ended_at = ended
         self.on_step(stats)
         return self._told(advanced, by_sequence, stats)
 

@@ -33,9 +33,9 @@ from kvolt.core.request import Handoff, Request
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.scheduler import Advanced, Limits, Scheduler, Work
-from kvolt.engines.sequence import BlockNames
+from kvolt.engines.sequence import TokenNaming
 from kvolt.engines.sim_model import sim_card
-from kvolt.kv import BlockId, BlockName, BlockPool
+from kvolt.kv import BlockId, BlockName, BlockPool, Names
 
 VOCABULARY = 1000
 NUM_SAID = 48
@@ -275,12 +275,12 @@ class FakeCapabilities:
         core, scheduler = self._core, self._core.scheduler
         num_taken = 0
         for block in blocks:
-            before = scheduler.pool.lineage(block.parent) if block.parent is not None else []
+            before = scheduler.pool.lineage(block.parent) if block.parent is not None else Names()
             if not block.intact or len(block.data) != core.block_bytes or len(before) != block.position:
                 break
             if scheduler.pool.block_of(block.key) is None:
                 name = BlockName(block.key, block.sequence_hash, block.local_hash)
-                adopted = scheduler.adopt([*before, name])
+                adopted = scheduler.adopt(Names.of([*before, name]))
                 if not adopted:
                     break
                 place = adopted[0][1] * core.block_bytes
@@ -289,11 +289,11 @@ class FakeCapabilities:
             num_taken += 1
         return num_taken
 
-    def _names(self, request: Request) -> BlockNames:
-        names = BlockNames(request, self._core.keys_of(request))
+    def _names(self, request: Request) -> Names:
+        naming = TokenNaming(request, self._core.keys_of(request))
         tokens = list(request.token_ids)
-        names.reach(tokens, len(tokens) // self._core.card.block_size)
-        return names
+        naming.reach(tokens, len(tokens) // self._core.card.block_size)
+        return naming.names
 
     # --- prompts for others
 

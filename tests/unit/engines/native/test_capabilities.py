@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from tests.unit.engines.native.equality_lab import (
     Drive,
     Reference,
+    Watch,
     answer,
     answers,
     ask,
@@ -31,7 +32,7 @@ from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, build_core
 from kvolt.engines.prefills import HOLD_S
 from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sequence import BlockNames
+from kvolt.engines.sequence import TokenNaming
 from kvolt.engines.sim_model import EOS
 from kvolt.testing.tiny_models import tiny_checkpoint
 
@@ -99,7 +100,7 @@ def test_what_is_held_can_be_seen_and_cleared(core: EngineCore) -> None:
     assert core.capabilities.match(request) == full
     assert core.capabilities.match(ask("b", PROMPT, 4, request={"salt": "other"})) == 0
     stored = core.capabilities.kv_contents()
-    num_blocks = sum(len(run.blocks) for run in stored)
+    num_blocks = sum(len(run.sequence_hashes) for run in stored)
     assert num_blocks == (len(PROMPT) + 3) // BLOCK
     assert core.capabilities.clear_kv() == num_blocks
     assert core.capabilities.match(request) == 0
@@ -117,7 +118,7 @@ def test_changes_told_step_by_step_add_up_to_the_contents(folder: Path) -> None:
             match change:
                 case Stored():
                     assert change.parent is None or change.parent in seen
-                    fresh = {block.sequence_hash for block in change.blocks}
+                    fresh = set(change.sequence_hashes)
                     assert not fresh & seen
                     seen |= fresh
                 case Removed():
@@ -133,9 +134,9 @@ def test_changes_told_step_by_step_add_up_to_the_contents(folder: Path) -> None:
 
 
 def exported(core: EngineCore, request: Request) -> tuple[KvBlock, ...]:
-    names = BlockNames(request, core.keys_of(request))
-    names.reach(list(request.token_ids), len(request.token_ids) // BLOCK)
-    return core.capabilities.export_kv(names.keys)
+    naming = TokenNaming(request, core.keys_of(request))
+    naming.reach(list(request.token_ids), len(request.token_ids) // BLOCK)
+    return core.capabilities.export_kv(naming.names.keys)
 
 
 def test_blocks_travel_to_another_core_and_mean_the_same_there(folder: Path, core: EngineCore) -> None:
@@ -250,19 +251,6 @@ def test_a_token_that_decode_has_to_tell_is_left_to_it(
     assert answer(other, replace(request, handoff=handoff)).tokens == answer(other, request).tokens
     core.capabilities.release_prefill(request.request_id)
     assert_at_rest(core)
-
-
-class Watch:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def monotonic(self) -> float:
-        return self.time
-
-    def wall(self) -> float:
-        return self.time
 
 
 def test_a_hold_ends_when_its_time_is_over(folder: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from tests.unit.engines.native.equality_lab import (
     Drive,
     Reference,
+    Watch,
     answer,
     answers,
     ask,
@@ -22,11 +23,15 @@ from tests.unit.engines.native.equality_lab import (
 from kvolt.core.delta import FinishReason
 from kvolt.core.errors import EngineFailed, InvalidRequest, NotFound, Unsupported
 from kvolt.core.ids import RequestId
-from kvolt.core.load import decode_step_log
-from kvolt.core.request import MediaSpan
+from kvolt.core.load import StepStats, decode_step_log
+from kvolt.core.request import MediaSpan, Role
+from kvolt.engines.models.checkpoint import open_checkpoint
 from kvolt.engines.native import core as core_module
+from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
+from kvolt.engines.native.loading import CoreHooks, build_core
 from kvolt.engines.native.sampling import processors
+from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim_model import EOS
 from kvolt.testing.tiny_models import tiny_checkpoint
 
@@ -316,3 +321,31 @@ def test_steps_are_logged(folder: Path, tmp_path: Path) -> None:
     assert [step.prefill_tokens for step in steps] == [len(PROMPT), 0, 0, 0, 0] * 2
     assert [step.context_tokens for step in steps[1:5]] == [len(PROMPT) + at for at in range(1, 5)]
     assert all(step.time_s > 0 for step in steps)
+
+
+def test_what_lies_between_steps_is_in_the_time_of_the_next(folder: Path) -> None:
+    watch = Watch()
+    arguments = NativeArguments(dtype="float32", kv_blocks=64, context_length=256)
+    spec = EngineSpec(model=str(folder), role=Role.AGGREGATED)
+    core = build_core(spec, "m", open_checkpoint(folder, 256), arguments, CoreHooks(clock=watch))
+    steps: list[StepStats] = []
+    core.on_step = steps.append
+    for name in ("a", "b"):
+        core.submit(ask(name, PROMPT, 3))
+        while core.has_work:
+            core.step()
+            watch.time += (
+                0.25  # as long as telling what came of it takes, in a clock in which a step takes no time
+            )
+        watch.time += 60.0  # nothing to do: that is no step's time
+    assert [step.time_s for step in steps] == [0.0, 0.25, 0.25] * 2
+
+    core.submit(ask("gone", PROMPT, 3))
+    core.step()
+    core.abort(RequestId("gone"))
+    core.step()
+    watch.time += 60.0
+    core.submit(ask("c", PROMPT, 1))
+    core.step()
+    assert steps[-1].time_s == 0.0
+    core.close()

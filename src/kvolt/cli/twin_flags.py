@@ -1,0 +1,82 @@
+"""The flags that `kvolt twin` and `kvolt twin sweep` share, and what they mean: the cluster, the trace, the limits."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kvolt.bench.load.report import Setting
+from kvolt.bench.traces import limit, read_trace, scale_time, small_trace, start_at_zero
+from kvolt.core.errors import ConfigError
+from kvolt.core.trace import TraceRecord
+from kvolt.engines.registry import check_arguments, parse_argument
+from kvolt.engines.sim import SimArguments
+from kvolt.router.policies import ROUTERS
+from kvolt.twin.cluster import TwinSettings
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", nargs="?", metavar="TRACE", help="any format that `kvolt trace` reads")
+    group = parser.add_argument_group("the cluster")
+    group.add_argument("--workers", type=int, default=1, metavar="N", help="simulated workers (default: 1)")
+    group.add_argument("--gpus", type=int, default=1, metavar="N", help="of each worker, for GPU-seconds")
+    group.add_argument(
+        "--router", choices=list(ROUTERS), default=next(iter(ROUTERS)), help="who gets a request"
+    )
+    group.add_argument("--preset", help="how long steps take: a name or a file (`kvolt engine list sim`)")
+    group.add_argument(
+        "--arg",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="argument of the sim engine, as `kvolt engine list sim` tells them (repeat for more)",
+    )
+    group.add_argument("--seed", type=int, default=0)
+    group = parser.add_argument_group("what is asked")
+    group.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals X times as fast")
+    group.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    group.add_argument("--sla", help="as `kvolt bench --sla`, for example ttft=500ms,itl=50ms")
+
+
+def settings_of(args: argparse.Namespace) -> TwinSettings:
+    """ConfigError says what is wrong, before anything runs."""
+    if args.workers < 1:
+        raise ConfigError("a twin needs a worker", key="workers", remedy="give --workers 1 or more")
+    if args.gpus < 1:
+        raise ConfigError("a worker has a GPU", key="gpus", remedy="give --gpus 1 or more")
+    given: dict[str, Any] = dict(parse_argument(text) for text in args.arg)
+    if args.preset is not None:
+        given["preset"] = args.preset
+    engine = check_arguments("sim", given)
+    assert isinstance(engine, SimArguments)
+    return TwinSettings(
+        num_workers=args.workers,
+        gpus_per_worker=args.gpus,
+        router=args.router,
+        engine=engine,
+        seed=args.seed,
+    )
+
+
+def records_of(args: argparse.Namespace) -> list[TraceRecord]:
+    if args.speed <= 0:
+        raise ConfigError("a speed is above 0", key="speed", remedy="give for example --speed 2")
+    records = small_trace() if args.trace is None else read_trace(args.trace)
+    if args.limit is not None:
+        records = limit(records, args.limit)
+    return list(scale_time(start_at_zero(records), args.speed))
+
+
+def told_settings(args: argparse.Namespace, settings: TwinSettings) -> dict[str, Setting]:
+    """What decides the figures, for reports."""
+    return {
+        "trace": args.trace or "small",
+        "workers": settings.num_workers,
+        "gpus": settings.gpus_per_worker,
+        "router": settings.router,
+        "preset": settings.engine.preset,
+        "speed": args.speed,
+        "limit": args.limit,
+        "seed": args.seed,
+        "arguments": " ".join(args.arg),
+    }

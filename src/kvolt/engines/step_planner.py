@@ -1,0 +1,173 @@
+"""StepPlanner: who runs, who waits, and what of them the next step computes, in which blocks.
+
+Owns the two lists, and gives and takes the blocks of who runs. Knows no requests and nothing of what comes out of a
+step: that is `scheduler`'s, whose rules these are.
+
+- Decodes always run, one token each. What is left of `max_batch_tokens` goes to prefills, in chunks, and then to
+  new sequences. A sequence computes all its tokens but the one sampled last, so that a decode is nothing but the
+  last chunk of a prefill. (With `Scheduling.SGLANG` prefills and new sequences get all of the step, and decodes run
+  in steps that have neither. `max_num_seqs` and the blocks bound how long they wait.)
+- Sequences go by priority, then by arrival, wherever one has to go before the other: waiting and running lists
+  are sorted by it. The first that waits is admitted or none is: a large request does not starve behind small ones.
+- A sequence is admitted when all its tokens have room, and a block is left for each that runs already: what was
+  just admitted is then not thrown out again at the next block boundary. It starts behind the longest prefix of
+  it that the pool holds, but its last token is always computed: that is where the next one comes from.
+- When a decode finds no block, the last of the running ones is preempted. It lets go of its blocks and waits at
+  its old place; later all its tokens are prefilled again, behind what the pool still holds of them. The first
+  one never has to yield, and one alone fits the pool (who adds it sees to that), so everything ends, unless others
+  hold the blocks (see `holds`): then there is nothing to plan until they are released.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from itertools import chain
+from operator import attrgetter
+
+from kvolt.core.load import StepStats
+from kvolt.engines.sequence import Phase, Sequence
+from kvolt.engines.step_plan import Limits, Scheduling, StepPlan, Work
+from kvolt.kv import BlockPool
+
+_order = attrgetter("order")
+
+
+class StepPlanner:
+    """See the module."""
+
+    def __init__(self, pool: BlockPool, limits: Limits, scheduling: Scheduling) -> None:
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._pool = pool
+        self._limits = limits
+        self._prompts_first = scheduling is Scheduling.SGLANG
+
+    def plan(self) -> StepPlan:
+        """The next step, its blocks allocated; with no work when nothing can run."""
+        return self._plan_apart() if self._prompts_first else self._plan_mixed()
+
+    def wait(self, sequence: Sequence) -> None:
+        """At its place in the queue."""
+        insort(self.waiting, sequence, key=_order)
+
+    def leave(self, sequence: Sequence) -> None:
+        """One that runs or waits does neither any more; its blocks are the caller's."""
+        queue = self.running if sequence.phase is Phase.RUNNING else self.waiting
+        del queue[bisect_left(queue, sequence.order, key=_order)]
+
+    def grow(self, sequence: Sequence, num_more: int = 1) -> bool:
+        """Blocks more, at the cost of others if need be; False when it had to yield itself."""
+        while (blocks := self._pool.allocate(num_more)) is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks += blocks
+        return True
+
+    def _plan_mixed(self) -> StepPlan:
+        decodes, prefilling, context_tokens = self._plan_decodes()
+        budget = self._limits.max_batch_tokens - len(decodes)
+        prefills, num_tokens, prefill_context = self._plan_prefills(prefilling, budget)
+        stats = StepStats(len(decodes), num_tokens, prefill_context, context_tokens)
+        return StepPlan(decodes, prefills, stats)
+
+    def _plan_apart(self) -> StepPlan:
+        plan = self._plan_prompts()
+        if plan.prefills:
+            return plan
+        decodes, _, context_tokens = self._plan_decodes()
+        if decodes:
+            return StepPlan(decodes, [], StepStats(len(decodes), 0, 0, context_tokens))
+        return self._plan_prompts()  # nobody, or one that yielded: what it let go may be room for another
+
+    def _plan_prompts(self) -> StepPlan:
+        prefilling = [one for one in self.running if one.num_computed < one.num_to_prefill]
+        prefills, num_tokens, prefill_context = self._plan_prefills(prefilling, self._limits.max_batch_tokens)
+        return StepPlan([], prefills, StepStats(0, num_tokens, prefill_context))
+
+    def _plan_decodes(self) -> tuple[list[Work], list[Sequence], int]:
+        """The decodes, each with a block for its token; who prefills; how much KV the decodes read.
+
+        A victim is the last of the running ones, so it was not looked at yet or is the one in need itself.
+        """
+        decodes: list[Work] = []
+        prefilling: list[Sequence] = []
+        context_tokens = 0
+        block_size = self._limits.block_size
+        for sequence in self.running:  # which may lose its end meanwhile: that ends the loop earlier
+            start = sequence.num_computed
+            if start < sequence.num_to_prefill:
+                prefilling.append(sequence)
+                continue
+            if start >= len(sequence.blocks) * block_size and not self.grow(sequence):
+                break
+            decodes.append(Work(sequence, start, 1))
+            context_tokens += start + 1
+        return decodes, prefilling, context_tokens
+
+    def _plan_prefills(self, prefilling: list[Sequence], budget: int) -> tuple[list[Work], int, int]:
+        """Chunks of those that prefill, then of new ones; their tokens, and their part in StepStats.prefill_context."""
+        prefills: list[Work] = []
+        num_tokens = prefill_context = 0
+        for sequence in chain(prefilling, self._admissions()):
+            start = sequence.num_computed
+            chunk = min(sequence.num_to_prefill - start, budget - num_tokens)
+            num_tokens += chunk
+            prefill_context += chunk * (start + chunk)
+            prefills.append(Work(sequence, start, chunk))
+            if num_tokens == budget:
+                break
+        return prefills, num_tokens, prefill_context
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.leave(sequence)
+        self._pool.release(reversed(sequence.blocks))
+        sequence.blocks = []
+        sequence.num_computed = sequence.num_sealed = sequence.num_to_prefill = 0
+        sequence.phase = Phase.WAITING
+        self.wait(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _admissions(self) -> Iterator[Sequence]:
+        """Sequences as they are admitted, for as long as there is a place, room and someone who asks for more."""
+        while self.waiting and len(self.running) < self._limits.max_num_seqs:
+            sequence = self.waiting[0]
+            if not self._find_blocks(sequence):
+                return
+            del self.waiting[0]
+            insort(self.running, sequence, key=_order)
+            sequence.phase = Phase.RUNNING
+            yield sequence
+
+    def _find_blocks(self, sequence: Sequence) -> bool:
+        """Cached and fresh blocks for all tokens of a sequence, or none."""
+        block_size = self._limits.block_size
+        length = len(sequence.tokens)
+        num_blocks = -(-length // block_size)
+        num_wanted = num_blocks + len(self.running)
+        keys = []
+        if not sequence.needs_prompt_logits:
+            num_reusable = (length - 1) // block_size
+            sequence.naming.reach(sequence.tokens, num_reusable)
+            keys = sequence.naming.names.keys[:num_reusable]
+        if num_wanted - self._pool.match(keys) > self._pool.num_free:
+            return False  # at a long queue's head this is the usual end: nothing was touched for it
+        found = self._pool.acquire(keys)
+        fresh = None
+        # Again, since fewer are free than before: some of those found were inactive.
+        if num_wanted - len(found) <= self._pool.num_free:
+            fresh = self._pool.allocate(num_blocks - len(found))
+        if fresh is None:
+            self._pool.release(reversed(found))
+            return False
+        sequence.blocks = found + fresh
+        sequence.num_computed = len(found) * block_size
+        sequence.num_sealed = len(found)
+        sequence.num_to_prefill = length
+        if sequence.num_cached is None:
+            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+        return True

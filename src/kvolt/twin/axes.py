@@ -1,0 +1,147 @@
+"""What a sweep varies: axes by name, each with its values; the points of their grid; the cluster of each point. Pure.
+
+An axis is data: a name of `_OF_CLUSTER`, or any argument of the sim engine. What will be a setting of the twin one day
+is an axis by having a line there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from kvolt.core.errors import ConfigError
+from kvolt.engines.registry import check_arguments
+from kvolt.engines.sim_arguments import SimArguments
+from kvolt.twin.cluster import TwinSettings
+
+Axes = Mapping[str, Sequence[Any]]
+Point = dict[str, Any]
+"""A value for each axis."""
+
+ARRIVALS = "arrivals"
+_OF_CLUSTER = {
+    "workers": "num_workers",
+    "gpus": "gpus_per_worker",
+    "router": "router",
+    "link_s": "link_s",
+    "seed": "seed",
+}
+"""Axis and field of TwinSettings."""
+
+MAX_POINTS = 10_000
+_EXAMPLE = "for example --axis workers=2,4,8 --axis kv_blocks=4096,16384"
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a point comes to: a cluster, and how much faster than in the trace requests arrive."""
+
+    settings: TwinSettings
+    arrivals: float = 1.0
+
+
+def axis_names() -> list[str]:
+    own = set(_OF_CLUSTER.values())
+    engine = [field.name for field in msgspec.structs.fields(SimArguments) if field.name not in own]
+    return [*_OF_CLUSTER, ARRIVALS, *engine]
+
+
+def parse_axis(text: str) -> tuple[str, list[Any]]:
+    """`NAME=V1,V2,...` as it is typed; each value is JSON or a word."""
+    name, equals, values = text.partition("=")
+    name = name.strip()
+    if not equals or not name:
+        raise ConfigError(f"--axis {text!r} is not NAME=V1,V2,...", key="axis", remedy=_EXAMPLE)
+    try:
+        return name, list(json.loads(f"[{values}]"))
+    except ValueError:
+        return name, [_value(word.strip()) for word in values.split(",")]
+
+
+def _value(word: str) -> Any:
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
+
+
+def check_axes(axes: Axes, sample: int | None = None) -> None:
+    """ConfigError for a name that nothing has, an axis without values, or too many points if none are drawn."""
+    if not axes:
+        raise ConfigError("a sweep needs something to vary", key="axis", remedy=_EXAMPLE)
+    known = axis_names()
+    for name, values in axes.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"there is no axis {name!r}", key="axis", remedy=hint)
+        if not values or "" in values:
+            raise ConfigError(f"the axis {name!r} lacks a value", key="axis", remedy=_EXAMPLE)
+    if min(num_points(axes), sample or MAX_POINTS + 1) > MAX_POINTS:
+        raise ConfigError(
+            f"these axes make {num_points(axes)} points, and {MAX_POINTS} are the most",
+            key="axis",
+            remedy="leave out values, or draw fewer with --sample N",
+        )
+
+
+def num_points(axes: Axes) -> int:
+    return math.prod(len(values) for values in axes.values())
+
+
+def points_of(axes: Axes, sample: int | None = None, seed: int = 0) -> list[Point]:
+    """Every combination, the last axis fastest; or so many of them, drawn by chance, in the same order."""
+    total = num_points(axes)
+    if sample is None or sample >= total:
+        return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    places = sorted(random.Random(f"{seed}/axes").sample(range(total), sample))
+    return [_point_at(axes, place) for place in places]
+
+
+def _point_at(axes: Axes, place: int) -> Point:
+    """The point at a place of the grid, without making all of it."""
+    point: Point = {}
+    left = place
+    for name in reversed(list(axes)):
+        left, at = divmod(left, len(axes[name]))
+        point[name] = axes[name][at]
+    return {name: point[name] for name in axes}
+
+
+def setup_of(base: Setup, point: Point) -> Setup:
+    """The base with the point's values in it; ConfigError names the axis whose value cannot be."""
+    settings = msgspec.to_builtins(base.settings)
+    engine = settings.pop("engine")
+    arrivals = base.arrivals
+    for name, value in point.items():
+        if name == ARRIVALS:
+            arrivals *= _factor(value)
+        elif name in _OF_CLUSTER:
+            settings[_OF_CLUSTER[name]] = value
+        else:
+            engine[name] = value
+    arguments = check_arguments("sim", {name: value for name, value in engine.items() if value is not None})
+    assert isinstance(arguments, SimArguments)
+    try:
+        made = msgspec.convert(settings, TwinSettings)
+    except msgspec.ValidationError as error:
+        told = ", ".join(f"{name}={value}" for name, value in point.items() if name in _OF_CLUSTER)
+        raise ConfigError(
+            f"no cluster has {told}: {error}", key="axis", remedy="correct the value"
+        ) from error
+    return Setup(settings=replace(made, engine=arguments), arrivals=arrivals)
+
+
+def _factor(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(
+            f"arrivals={value} is no factor", key="axis", remedy="give numbers above 0: 2 is twice as fast"
+        )
+    return float(value)

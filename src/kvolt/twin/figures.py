@@ -1,0 +1,102 @@
+"""The figures by which clusters are chosen: each a number of a report, and whether more of it is better. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvolt.core.errors import ConfigError
+from kvolt.twin.report import TwinReport
+
+Figures = dict[str, float | None]
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """How to read it off. Times are in seconds."""
+
+    read: Callable[[TwinReport], float | None]
+    more_is_better: bool = False
+
+
+def _percentile(latency: str, percentile: str) -> Callable[[TwinReport], float | None]:
+    def read(report: TwinReport) -> float | None:
+        summary = report.latencies[latency]
+        return float(getattr(summary, percentile)) if summary.count else None
+
+    return read
+
+
+def _good_per_gpu_second(report: TwinReport) -> float | None:
+    good = report.throughput.good_requests_per_s
+    if good is None or not report.twin.gpu_seconds:
+        return None
+    return good * report.throughput.window_s / report.twin.gpu_seconds
+
+
+FIGURES: dict[str, Figure] = {
+    "goodput": Figure(lambda report: report.throughput.good_requests_per_s, more_is_better=True),
+    "good_share": Figure(lambda report: report.throughput.good_share, more_is_better=True),
+    "good_per_gpu_second": Figure(_good_per_gpu_second, more_is_better=True),
+    "gpu_seconds": Figure(lambda report: report.twin.gpu_seconds),
+    "gpus": Figure(lambda report: report.twin.gpus_per_worker * len(report.twin.workers)),
+    **{
+        f"{latency}_{percentile}": Figure(_percentile(latency, percentile))
+        for latency in ("ttft", "itl", "tpot", "e2e")
+        for percentile in ("p50", "p90", "p99")
+    },
+    "requests_per_s": Figure(lambda report: report.throughput.requests_per_s, more_is_better=True),
+    "output_tokens_per_s": Figure(lambda report: report.throughput.output_tokens_per_s, more_is_better=True),
+    "hit_rate": Figure(
+        lambda report: sum(hits.share for hits in report.twin.hits.values()), more_is_better=True
+    ),
+    "busy_share": Figure(lambda report: report.twin.busy_share, more_is_better=True),
+    "preemptions": Figure(lambda report: report.twin.preemptions),
+    "failed": Figure(lambda report: report.counts.failed),
+}
+
+
+def figures_of(report: TwinReport) -> Figures:
+    return {name: figure.read(report) for name, figure in FIGURES.items()}
+
+
+def default_objectives(has_sla: bool) -> list[str]:
+    """The share and not the rate of what was good: as many come in all clusters, but some take longer to end."""
+    return ["good_share", "gpu_seconds"] if has_sla else ["ttft_p90", "itl_p90", "gpu_seconds"]
+
+
+def check_objectives(names: Sequence[str], has_sla: bool) -> None:
+    for name in names:
+        if name not in FIGURES:
+            raise ConfigError(
+                f"{name!r} is no figure", key="objective", remedy=f"known: {', '.join(FIGURES)}"
+            )
+        if name.startswith("good") and not has_sla:
+            raise ConfigError(
+                f"{name} needs to know what is good",
+                key="objective",
+                remedy="give --sla, for example --sla ttft=2s,itl=50ms",
+            )
+
+
+def pareto(points: Sequence[Figures], objectives: Sequence[str]) -> list[int]:
+    """The places of those than which none is better in one objective and at least as good in all others.
+
+    A point that lacks an objective is not among them. Those with equal figures all are.
+    """
+    costs: list[tuple[tuple[float, ...], int]] = []
+    for place, figures in enumerate(points):
+        values = [figures.get(name) for name in objectives]
+        known = [value for value in values if value is not None]
+        if len(known) == len(objectives):
+            signs = [-1.0 if FIGURES[name].more_is_better else 1.0 for name in objectives]
+            costs.append((tuple(sign * value for sign, value in zip(signs, known, strict=True)), place))
+    front: list[tuple[tuple[float, ...], int]] = []
+    for cost, place in sorted(costs):  # whoever is better than it in this order comes before it
+        if not any(other != cost and _is_within(other, cost) for other, _ in front):
+            front.append((cost, place))
+    return sorted(place for _, place in front)
+
+
+def _is_within(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return all(mine <= theirs for mine, theirs in zip(one, other, strict=True))

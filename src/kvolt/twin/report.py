@@ -1,0 +1,97 @@
+"""What a twin says of a run: the report of `kvolt bench`, and what only the twin can see. Pure.
+
+The JSON file is this struct. Whoever reads reports of `kvolt bench` reads it too, and passes over the rest.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvolt.bench.load.report import Report, RunFacts, make_report
+from kvolt.core.kv_events import Tier
+from kvolt.twin.activity import ActivityData
+from kvolt.twin.misses import MissesData
+from kvolt.twin.replay import TwinRun
+from kvolt.twin.watching import EngineWatch
+
+
+class TierHits(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompt tokens that one tier had."""
+
+    tokens: int
+    share: float
+    """Of all prompt tokens of whole answers."""
+
+
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    requests: int
+    prompt_tokens: int
+    """That it computed: what was cached is not in it."""
+    busy_s: float
+    busy_share: float
+
+
+class TwinFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is seen inside a cluster."""
+
+    router: str
+    gpus_per_worker: int
+    gpu_seconds: float
+    """All workers for as long as they were there, busy or not."""
+    busy_gpu_seconds: float
+    hits: dict[str, TierHits]
+    """By tier, the nearest first."""
+    preemptions: int
+    activity: ActivityData
+    workers: list[WorkerFacts]
+    misses: MissesData
+
+    @property
+    def busy_share(self) -> float:
+        return self.busy_gpu_seconds / self.gpu_seconds if self.gpu_seconds else 0.0
+
+
+class TwinReport(Report, frozen=True, kw_only=True):
+    """One run of a twin."""
+
+    twin: TwinFacts
+
+
+def make_twin_report(facts: RunFacts, run: TwinRun) -> TwinReport:
+    report = make_report(facts, run.tally)
+    fields = {name: getattr(report, name) for name in report.__struct_fields__}
+    return TwinReport(**fields, twin=_twin_facts(run))
+
+
+def _twin_facts(run: TwinRun) -> TwinFacts:
+    settings, watch, tally = run.settings, run.watch, run.tally
+    # Whoever is there at the start is there to the end: nobody comes or goes yet.
+    lifetime_s = watch.ended_s or 0.0
+    gpus = settings.gpus_per_worker
+    return TwinFacts(
+        router=settings.router,
+        gpus_per_worker=gpus,
+        gpu_seconds=gpus * lifetime_s * len(watch.workers),
+        busy_gpu_seconds=gpus * sum(worker.busy_s for worker in watch.workers),
+        hits={
+            Tier.DEVICE: TierHits(
+                tokens=tally.cached_tokens,
+                share=tally.cached_tokens / tally.input_tokens if tally.input_tokens else 0.0,
+            )
+        },
+        preemptions=watch.num_preemptions,
+        activity=watch.activity.data(lifetime_s, len(watch.workers), settings.engine.kv_blocks),
+        workers=[_worker_facts(worker, lifetime_s) for worker in watch.workers],
+        misses=run.misses.data(),
+    )
+
+
+def _worker_facts(worker: EngineWatch, lifetime_s: float) -> WorkerFacts:
+    return WorkerFacts(
+        name=worker.name,
+        requests=worker.num_requests,
+        prompt_tokens=worker.prompt_tokens,
+        busy_s=worker.busy_s,
+        busy_share=worker.busy_s / lifetime_s if lifetime_s else 0.0,
+    )

@@ -1,0 +1,135 @@
+"""What a sweep found, as one value, as rows of text, as CSV and as one HTML file. Pure."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import msgspec
+
+from kvolt.bench.load.page import html_file, table
+from kvolt.bench.load.report import Setting
+from kvolt.bench.load.svg import Series, plot
+from kvolt.bench.load.wording import milliseconds
+from kvolt.twin.figures import FIGURES, pareto
+from kvolt.twin.points import FORMAT, PointResult
+
+_BESIDE = ("goodput", "ttft_p90", "itl_p90", "hit_rate", "busy_share", "failed")
+"""Shown with the objectives, where they are none."""
+
+
+class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON file is this struct."""
+
+    format: str = FORMAT
+    settings: dict[str, Setting]
+    """What all points share."""
+    axes: dict[str, list[Any]]
+    objectives: list[str]
+    num_points: int
+    """Wanted; `points` are those that were run."""
+    points: list[PointResult]
+    pareto: list[str]
+    """Digests of those that no other point is better than."""
+    sla: dict[str, float] | None
+
+
+def pareto_digests(points: Sequence[PointResult], objectives: Sequence[str]) -> list[str]:
+    return [points[place].digest for place in pareto([point.figures for point in points], objectives)]
+
+
+def point_rows(report: SweepReport, only_best: bool) -> list[list[str]]:
+    """A header, then the points by objectives, the best of the first one first."""
+    axes = list(report.axes)
+    names = [*report.objectives, *(name for name in _BESIDE if name not in report.objectives)]
+    names = [
+        name
+        for name in names
+        if name in report.objectives or any(point.figures.get(name) for point in report.points)
+    ]
+    best = set(report.pareto)
+    rows = [["", *axes, *names]]
+    for point in sorted(report.points, key=lambda point: _order(point, report.objectives)):
+        if point.digest in best or not only_best:
+            mark = "*" if point.digest in best and not only_best else ""
+            values = [_word(point.point.get(name)) for name in axes]
+            rows.append([mark, *values, *(_number(name, point.figures.get(name)) for name in names)])
+    return rows
+
+
+def csv_text(report: SweepReport) -> str:
+    """All points with all figures, in the order of the grid."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["pareto", *report.axes, *FIGURES, "digest"])
+    best = set(report.pareto)
+    for point in report.points:
+        values = [_word(point.point.get(name)) for name in report.axes]
+        figures = [point.figures.get(name) for name in FIGURES]
+        writer.writerow([int(point.digest in best), *values, *figures, point.digest])
+    return text.getvalue()
+
+
+def sweep_page(report: SweepReport) -> str:
+    title = f"sweep of {len(report.points)} clusters"
+    missing = report.num_points - len(report.points)
+    warning = f'<p class="warning">{missing} points were not run</p>' if missing else ""
+    header, *best = point_rows(report, only_best=True)
+    every_header, *every = point_rows(report, only_best=False)
+    settings = [(name, str(value)) for name, value in report.settings.items() if value is not None]
+    return html_file(
+        title,
+        [
+            f"<h1>{escape(title)}</h1>{warning}",
+            f"<h2>No other is better: {len(best)}</h2>{table(header, best)}",
+            f'<div class="plots">{"".join(_plots(report))}</div>',
+            f"<h2>All points</h2>{table(every_header, every)}",
+            f"<h2>Settings</h2>{table(None, settings)}",
+        ],
+    )
+
+
+def _plots(report: SweepReport) -> list[str]:
+    """Every other objective over the last one, which is what it costs by default."""
+    *others, cost = report.objectives
+    best = set(report.pareto)
+    plots = []
+    for name in others:
+        dots = [
+            (x, y, point.digest in best)
+            for point in report.points
+            if (x := point.figures.get(cost)) is not None and (y := point.figures.get(name)) is not None
+        ]
+        series = [
+            Series("all", [(x, y) for x, y, _ in dots], as_line=False),
+            Series("pareto", sorted((x, y) for x, y, is_best in dots if is_best)),
+        ]
+        plots.append(plot(f"{name} over {cost}", cost, name, series))
+    return plots
+
+
+def _order(point: PointResult, objectives: Sequence[str]) -> tuple[tuple[bool, float], ...]:
+    """What is not known comes last."""
+
+    def key(name: str) -> tuple[bool, float]:
+        value = point.figures.get(name)
+        return value is None, 0.0 if value is None else -value if FIGURES[name].more_is_better else value
+
+    return tuple(key(name) for name in objectives)
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _number(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name.endswith(("share", "rate")):
+        return f"{100.0 * value:.1f} %"
+    if name.endswith(("_p50", "_p90", "_p99")):
+        return f"{milliseconds(value)} ms"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"

@@ -1,0 +1,117 @@
+"""The least-loaded router: who has the fewest under way, each in turn among equals; what is over leaves nothing."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.engines.lab import Lab, RunningWorker, make_request, until
+
+from kvolt.core.errors import Unavailable
+from kvolt.core.ids import InstanceId
+from kvolt.core.request import Role, RoutingHints
+from kvolt.router.least_loaded import LeastLoadedRouter
+from kvolt.router.policies import ROUTERS
+from kvolt.router.port import RoundRobinRouter
+from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.settings import FrontendSettings, leaves
+from kvolt.testing import run_virtual
+
+
+async def three(lab: Lab) -> tuple[list[RunningWorker], EndpointClient, list[InstanceId]]:
+    workers = [await lab.worker(f"w{number}") for number in range(3)]
+    client = await lab.client(workers[0])
+    await until(lambda: len(client.candidates()) == 3)
+    return workers, client, [instance.id for instance in client.candidates()]
+
+
+def test_the_one_with_the_fewest_gets_the_next() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            _, client, ids = await three(lab)
+            router = LeastLoadedRouter(client)
+            first = [await router.route(make_request()) for _ in range(3)]
+            assert sorted(decision.instance.id for decision in first) == ids
+            more = [await router.route(make_request()) for _ in range(3)]
+            assert router.num_under_way == dict.fromkeys(router.num_under_way, 2)
+            router.free(more[1])
+            again = await router.route(make_request())
+            assert again.instance == more[1].instance
+            for decision in (*first, more[0], again, more[2]):
+                router.free(decision)
+            assert router.num_under_way == {}
+
+    run_virtual(scenario)
+
+
+def test_the_idle_take_turns() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            _, client, ids = await three(lab)
+            router = LeastLoadedRouter(client)
+            turns = []
+            for _ in range(6):
+                decision = await router.route(make_request())
+                turns.append(decision.instance.id)
+                router.free(decision)
+            assert sorted(turns[:3]) == ids
+            assert turns[:3] == turns[3:]
+
+    run_virtual(scenario)
+
+
+def test_pins_and_those_that_failed() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            _, client, (first, second, third) = await three(lab)
+            router = LeastLoadedRouter(client)
+            pinned = replace(make_request(), routing=RoutingHints(pins={Role.AGGREGATED: first}))
+            for _ in range(4):
+                assert (await router.route(pinned)).instance.id == first
+            assert router.num_under_way == {first: 4}
+            only = await router.route(make_request(), frozenset({second, third}))
+            assert only.instance.id == first
+            with pytest.raises(Unavailable) as caught:
+                await router.route(make_request(), frozenset({first, second, third}))
+            assert caught.value.fields["reason"] == "none_left"
+            assert router.num_under_way == {first: 5}
+
+    run_virtual(scenario)
+
+
+def test_who_is_gone_is_not_chosen_and_leaves_no_count() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            workers, client, ids = await three(lab)
+            router = LeastLoadedRouter(client)
+            decisions = [await router.route(make_request()) for _ in range(3)]
+            gone = workers[0].worker._instance
+            await workers[0].runtime.close()
+            await until(lambda: len(client.candidates()) == 2)
+            more = [await router.route(make_request()) for _ in range(2)]
+            assert sorted(decision.instance.id for decision in more) == sorted(set(ids) - {gone})
+            for decision in (*decisions, *more):
+                router.free(decision)
+            assert router.num_under_way == {}
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize("new_router", ROUTERS.values())
+def test_nobody_there_is_unavailable(new_router: type[LeastLoadedRouter] | type[RoundRobinRouter]) -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0")
+            client = await lab.client(running)
+            await running.runtime.close()
+            await until(lambda: not client.instances())
+            with pytest.raises(Unavailable) as caught:
+                await new_router(client).route(make_request())
+            assert caught.value.retryable
+            assert caught.value.fields["reason"] == "no_instances"
+
+    run_virtual(scenario)
+
+
+def test_the_setting_names_the_routers_there_are() -> None:
+    assert set(leaves()["frontend.router"].choices) == set(ROUTERS)
+    assert FrontendSettings().router == next(iter(ROUTERS))
