@@ -32,10 +32,10 @@ from kvolt.cli.cluster import ProcessView, visit
 from kvolt.cli.process import running
 from kvolt.core.card import card_hash
 from kvolt.core.delta import Delta
+from kvolt.core.endpoints import component_name
 from kvolt.core.errors import DiscoveryLost
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
-from kvolt.engines.endpoints import component_name
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.sim_model import WORDS, next_token, word_token_ids

@@ -93,3 +93,10 @@ def decode_step_log(lines: Iterable[bytes]) -> tuple[StepLogHeader, list[StepSta
             f"step log version {header.version} is not {STEP_LOG_VERSION}", param="step_log", line=1
         )
     return header, steps
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a worker publishes under LOAD_TOPIC."""
+
+    instance: str
+    load: WorkerLoad

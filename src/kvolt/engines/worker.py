@@ -17,6 +17,7 @@ import msgspec
 
 from kvolt.core.card import EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import StepOutput
+from kvolt.core.endpoints import CARD, CONTROL, GENERATE, KV_TOPIC, LOAD_TOPIC, component_name
 from kvolt.core.errors import (
     DeadlineExceeded,
     EngineDied,
@@ -28,10 +29,9 @@ from kvolt.core.errors import (
     from_info,
 )
 from kvolt.core.ids import InstanceId, RequestId
-from kvolt.core.load import WorkerLoad
+from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Request
 from kvolt.engines.contract import Engine, features_of
-from kvolt.engines.endpoints import CARD, CONTROL, GENERATE, KV_TOPIC, LOAD_TOPIC, component_name
 from kvolt.engines.worker_control import ClearKv, WorkerAnswer, WorkerCommand, loras_of, perform
 from kvolt.engines.worker_kv import HISTORY_BYTES, KvJournal
 from kvolt.engines.worker_metrics import (
@@ -58,13 +58,6 @@ _LOAD_INTERVAL_S = 0.1
 
 _decode_request = msgspec.msgpack.Decoder(Request).decode
 _encode = msgspec.msgpack.Encoder().encode
-
-
-class LoadReport(msgspec.Struct, frozen=True):
-    """What a worker publishes under LOAD_TOPIC."""
-
-    instance: str
-    load: WorkerLoad
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):

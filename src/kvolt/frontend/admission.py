@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvolt.core.endpoints import LOAD_TOPIC
 from kvolt.core.errors import Overloaded
-from kvolt.core.load import WorkerLoad
-from kvolt.engines.endpoints import LOAD_TOPIC
-from kvolt.engines.worker import LoadReport
+from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.frontend.openai_api.responses import BusyThreshold
 from kvolt.frontend.shared_count import SharedSlot
 from kvolt.runtime.address import Instance

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from kvolt.core.card import HASH_SCHEME, Capacity, EngineInfo, ModelCard, card_hash
+from kvolt.core.endpoints import CARD, GENERATE
 from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, Unavailable
 from kvolt.core.ids import CardHash
 from kvolt.core.request import Role, Sampling
-from kvolt.engines.endpoints import CARD, GENERATE
 from kvolt.frontend.openai_api.generation import sampling_defaults
 from kvolt.frontend.preprocess import CardProcessor, ParserNames, Processor
 from kvolt.journey.journey import Road

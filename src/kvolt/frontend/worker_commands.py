@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvolt.core.endpoints import CONTROL
 from kvolt.core.errors import KvoltError
-from kvolt.engines.endpoints import CONTROL
 from kvolt.engines.worker_control import WorkerAnswer, WorkerCommand
 from kvolt.frontend.models import Model
 from kvolt.runtime.address import EndpointAddress, Instance

@@ -19,11 +19,11 @@ import msgspec
 
 from kvolt.core.card import card_hash
 from kvolt.core.delta import Delta
+from kvolt.core.endpoints import GENERATE, component_name
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, Sampling, StopConditions
-from kvolt.engines.endpoints import GENERATE, component_name
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.sim_model import next_token

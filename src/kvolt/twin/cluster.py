@@ -14,8 +14,8 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from kvolt.core.card import card_hash
+from kvolt.core.endpoints import GENERATE, component_name
 from kvolt.core.request import Role
-from kvolt.engines.endpoints import GENERATE, component_name
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.worker import Worker

@@ -18,10 +18,11 @@ from kvolt.cli.process import Process, running
 from kvolt.cli.worker import check_engine
 from kvolt.cli.worker_fleet import WorkerFleet
 from kvolt.core.delta import Delta
+from kvolt.core.endpoints import KV_TOPIC, LOAD_TOPIC
 from kvolt.core.errors import ConfigError, DiscoveryLost, EngineDied
 from kvolt.core.kv_events import KvEventBatch
-from kvolt.engines.endpoints import KV_TOPIC, LOAD_TOPIC
-from kvolt.engines.worker import LoadReport, WorkerOptions
+from kvolt.core.load import LoadReport
+from kvolt.engines.worker import WorkerOptions
 from kvolt.runtime.address import Instance, InstanceState, decode_instance
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.client import open_stream

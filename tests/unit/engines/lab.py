@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry
 
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import Delta, StepOutput
+from kvolt.core.endpoints import GENERATE, component_name
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, Sampling, StopConditions
-from kvolt.engines.endpoints import GENERATE, component_name
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.worker import Worker, WorkerOptions

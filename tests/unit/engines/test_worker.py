@@ -21,6 +21,7 @@ from tests.unit.engines.lab import (
 
 from kvolt.core.card import ModelCard, card_hash
 from kvolt.core.delta import Delta, FinishReason, StepOutput
+from kvolt.core.endpoints import CARD, LOAD_TOPIC
 from kvolt.core.errors import (
     DeadlineExceeded,
     EngineDied,
@@ -32,11 +33,9 @@ from kvolt.core.errors import (
     Unsupported,
 )
 from kvolt.core.ids import RequestId
-from kvolt.core.load import WorkerLoad
+from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Grammar, GrammarKind
-from kvolt.engines.endpoints import CARD, LOAD_TOPIC
 from kvolt.engines.sim_model import next_token
-from kvolt.engines.worker import LoadReport
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.call import Deadlines, ResponseStream
 from kvolt.runtime.client import open_stream

@@ -20,8 +20,8 @@ from tests.unit.engines.lab import (
 )
 
 from kvolt.core.card import EngineInfo
+from kvolt.core.endpoints import CONTROL
 from kvolt.core.errors import InvalidRequest, NotFound, Unavailable, Unsupported
-from kvolt.engines.endpoints import CONTROL
 from kvolt.engines.worker_control import ClearKv, ListFeatures, LoadLora, UnloadLora, WorkerAnswer
 from kvolt.frontend.clear_kv import clear_kv_blocks
 from kvolt.runtime.address import EndpointAddress, InstanceState

@@ -9,10 +9,10 @@ import pytest
 from tests.unit.engines.lab import Lab, ScriptedEngine
 
 from kvolt.core.delta import StepOutput
+from kvolt.core.endpoints import KV_TOPIC
 from kvolt.core.ids import InstanceId, LocalBlockHash, SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, KvEventBatch, Removed, Stored
 from kvolt.core.load import WorkerLoad
-from kvolt.engines.endpoints import KV_TOPIC
 from kvolt.engines.worker_kv import KvJournal
 from kvolt.testing import run_virtual
 

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from tests.unit.engines.lab import ARGUMENTS, MODEL, NAMESPACE, Frontend, Lab, ScriptedEngine, sim, until
 
 from kvolt.core.card import EngineInfo, ModelCard, card_hash
+from kvolt.core.endpoints import CARD, GENERATE, component_name
 from kvolt.core.errors import InvalidRequest, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Role
-from kvolt.engines.endpoints import CARD, GENERATE, component_name
 from kvolt.engines.sim import SimArguments
 from kvolt.frontend.models import ModelOptions, Models
 from kvolt.frontend.preprocess import ParserNames

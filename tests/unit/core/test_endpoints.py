@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvolt.core.endpoints import CARD, GENERATE, component_name
 from kvolt.core.ids import CardHash
 from kvolt.core.request import Role
-from kvolt.engines.endpoints import CARD, GENERATE, component_name
 from kvolt.runtime.address import EndpointAddress
 
 MODELS = st.text(st.characters(codec="utf-8"), max_size=80)
