@@ -16,8 +16,6 @@ from benchmarks.runtime.workload import Arrivals, Job, StepClock, Tally, Work, s
 from kvolt.core.delta import Delta
 from kvolt.runtime.tasks import Crew
 
-GRPC = "grpc.aio"
-
 _SERVICE, _METHOD = "bench.Worker", "Generate"
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -1,9 +1,10 @@
-"""What a streamed answer says, from its events and the times at which they came. Pure.
+"""What a streamed answer says, from its bytes and the times at which they came. Pure.
 
 Almost all events of an answer differ in their text only. So one that has text is decoded and its bytes before and
 after the text are kept; while events look the same around it, they are tokens and nothing is decoded. Whatever looks
 different (a role, a finish reason, usage, an error) is decoded, and the next one with text is learned anew. Where
-a server makes every event different, this is right all the same, only slower.
+a server makes every event different, this is right all the same, only slower. A piece of the body that is exactly one
+event, as servers write a token, is recognised as it is; others are taken apart first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from kvolt.bench.load.sse import EventScanner
 from kvolt.core.errors import ProtocolError
 
 DONE = b"[DONE]"
@@ -21,6 +23,10 @@ _MAX_MESSAGE_CHARS = 300
 _TEXT = re.compile(rb'"(?:content|text|reasoning_content|reasoning)"\s*:\s*"(?:[^"\\]|\\.)+"')
 _TEXT_HEAD = re.compile(rb'"\w+"\s*:\s*"')
 _QUOTE = ord('"')
+_LEAD, _BLANK_LINE = b"data: ", b"\n\n"
+
+OnGap = Callable[[float, int], None]
+"""Is told a gap, and how many times it was."""
 
 
 class _Delta(msgspec.Struct):
@@ -66,17 +72,20 @@ class AnswerReader:
     """One answer as it comes. Gaps between events with text go to `on_gap`, in seconds."""
 
     __slots__ = (
-        "_after", "_before", "_keep_text", "_least", "_on_gap", "_texts", "done", "error", "finish_reason", "first_s",
-        "last_s", "max_gap_s", "num_events", "second_s", "usage",
+        "_after", "_before", "_keep_text", "_least", "_on_gap", "_scanner", "_texts", "done", "error",
+        "finish_reason", "first_s", "last_s", "max_gap_s", "num_events", "second_s", "usage",
     )  # fmt: skip
 
-    def __init__(self, on_gap: Callable[[float], None], keep_text: bool = False) -> None:
+    def __init__(self, on_gap: OnGap, keep_text: bool = False) -> None:
         self._on_gap = on_gap
         self._keep_text = keep_text
+        self._scanner = EventScanner()
         self._texts: list[str] = []
         self._before: bytes | None = None
+        """Of an event with text, up to the text; and what is after it."""
         self._after = b""
         self._least = 0
+        """How long it is with no text at all."""
         self.num_events = 0
         """With text, or with anything else that was generated."""
         self.first_s = self.second_s = self.last_s = 0.0
@@ -87,25 +96,26 @@ class AnswerReader:
         self.error: str | None = None
         self.done = False
 
-    def event(self, data: bytes, now: float) -> None:
-        before = self._before
-        if (
-            before is not None
-            and data.startswith(before)
-            and data.endswith(self._after)
-            and len(data) > self._least
-            and data[len(before)] != _QUOTE
-        ):
-            gap = now - self.last_s
-            self.last_s = now
-            self.num_events += 1
-            if gap > self.max_gap_s:  # noqa: PLR1730 - max() costs three times this, for every token
-                self.max_gap_s = gap
-            if self.num_events == 2:
-                self.second_s = now
-            self._on_gap(gap)
-            return
-        self._decoded(data, now)
+    def feed(self, pieces: list[bytes], now: float) -> None:
+        """Parts of the body that came at one time. ProtocolError: they are no answer."""
+        scanner = self._scanner
+        num_tokens = 0
+        for piece in pieces:
+            if not scanner.tail and self._is_token(piece):
+                num_tokens += 1
+                continue
+            if num_tokens:
+                self._count(num_tokens, now)
+                num_tokens = 0
+            for data in scanner.feed(piece):
+                self._event(data, now)
+        if num_tokens:
+            self._count(num_tokens, now)
+
+    def end(self, now: float) -> None:
+        """There is no more: what came of a last event is all of it."""
+        for data in self._scanner.end():
+            self._event(data, now)
 
     @property
     def text(self) -> str:
@@ -117,10 +127,27 @@ class AnswerReader:
         """Whether the stream said that this is all."""
         return self.done or self.finish_reason is not None
 
-    def _decoded(self, data: bytes, now: float) -> None:
-        if data == DONE:
+    def _is_token(self, event: bytes) -> bool:
+        """Whether it is one event, like the one that was learned but for the text, which is not empty."""
+        before = self._before
+        return (
+            before is not None
+            and event.startswith(before)
+            and event.endswith(self._after)
+            and len(event) > self._least
+            and event[len(before)] != _QUOTE
+            and event.find(b"\n", len(before)) == len(event) - 2
+        )
+
+    def _event(self, data: bytes, now: float) -> None:
+        if self._is_token(_LEAD + data + _BLANK_LINE):
+            self._count(1, now)
+        elif data == DONE:
             self.done = True
-            return
+        else:
+            self._decoded(data, now)
+
+    def _decoded(self, data: bytes, now: float) -> None:
         try:
             chunk = _decode(data)
         except msgspec.MsgspecError as error:
@@ -132,22 +159,27 @@ class AnswerReader:
         for choice in chunk.choices:
             self.finish_reason = choice.finish_reason or self.finish_reason
         if any(_says_something(choice) for choice in chunk.choices):
-            self._count(now)
+            self._count(1, now)
             if self._keep_text:
                 self._texts += [_text(choice) for choice in chunk.choices]
             elif self.finish_reason is None:
                 self._learn(data)
 
-    def _count(self, now: float) -> None:
-        self.num_events += 1
-        if self.num_events == 1:
-            self.first_s = now
-        else:
+    def _count(self, number: int, now: float) -> None:
+        """So many events came together."""
+        before = self.num_events
+        self.num_events = before + number
+        if before:
             gap = now - self.last_s
-            self.max_gap_s = max(self.max_gap_s, gap)
-            self._on_gap(gap)
-            if self.num_events == 2:
-                self.second_s = now
+            if gap > self.max_gap_s:  # noqa: PLR1730 - max() costs three times this, for every token
+                self.max_gap_s = gap
+            self._on_gap(gap, 1)
+        else:
+            self.first_s = now
+        if number > 1:
+            self._on_gap(0.0, number - 1)
+        if before < 2 <= self.num_events:
+            self.second_s = now
         self.last_s = now
 
     def _learn(self, data: bytes) -> None:
@@ -157,7 +189,8 @@ class AnswerReader:
             return
         head = _TEXT_HEAD.match(data, found.start())
         assert head is not None
-        self._before, self._after = data[: head.end()], data[found.end() - 1 :]
+        self._before = _LEAD + data[: head.end()]
+        self._after = data[found.end() - 1 :] + _BLANK_LINE
         self._least = len(self._before) + len(self._after)
 
 

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from kvolt.bench.load.http_reader import ResponseReader
+from kvolt.bench.load.http_reader import BodyReader, ResponseReader
 from kvolt.bench.load.sample import Failure
 from kvolt.core.errors import ConnectFailed, ProtocolError
 from kvolt.runtime.clock import Clock
@@ -40,10 +40,8 @@ class Handler(Protocol):
 
     def sent(self, now: float) -> None: ...
 
-    def head(self, status: int, headers: Mapping[bytes, bytes]) -> None: ...
-
-    def piece(self, data: bytes, now: float) -> None:
-        """A part of the body. ProtocolError ends the call."""
+    def head(self, status: int, headers: Mapping[bytes, bytes]) -> BodyReader:
+        """Who is to have the body. A ProtocolError of theirs ends the call."""
         ...
 
     def end(self, now: float) -> None: ...
@@ -222,13 +220,15 @@ class HttpClient:
 class _Connection(asyncio.Protocol):
     """One connection, one call at a time."""
 
-    __slots__ = ("_client", "_has_head", "_num_calls", "_reader", "_transport", "call")
+    __slots__ = ("_body", "_client", "_now", "_num_calls", "_reader", "_transport", "call")
 
     def __init__(self, client: HttpClient) -> None:
         self._client = client
+        self._now = client.now
         self._reader = ResponseReader()
         self._transport: asyncio.Transport | None = None
-        self._has_head = False
+        self._body: BodyReader | None = None
+        """None until the head is there."""
         self._num_calls = 0
         self.call: Call | None = None
 
@@ -241,7 +241,7 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         self.call, call.connection = call, self
         self._num_calls += 1
-        self._has_head = False
+        self._body = None
         self._reader.begin()
         self._transport.write(call.request)
         call.handler.sent(self._client.now())
@@ -251,17 +251,15 @@ class _Connection(asyncio.Protocol):
         if call is None:
             self.drop()  # a server that speaks unasked is about to hang up
             return
-        now = self._client.now()
-        reader, handler = self._reader, call.handler
+        now = self._now()
+        reader, body = self._reader, self._body
         try:
             pieces = reader.feed(data)
-            if not self._has_head:
+            if body is None:
                 if reader.status is None:
                     return
-                self._has_head = True
-                handler.head(reader.status, reader.headers)
-            for piece in pieces:
-                handler.piece(piece, now)
+                body = self._body = call.handler.head(reader.status, reader.headers)
+            body(pieces, now)
         except ProtocolError as error:
             self.drop()
             self._client.failed(call, error)
@@ -275,7 +273,7 @@ class _Connection(asyncio.Protocol):
         self._client.forget(self)
         if call is None:
             return
-        if self._has_head:
+        if self._body is not None:
             try:
                 self._reader.end()  # an answer may end with its connection
             except ProtocolError as broken:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from kvolt.bench.load.answer import AnswerReader, error_message
+from kvolt.bench.load.answer import AnswerReader, OnGap, error_message
+from kvolt.bench.load.http_reader import BodyReader
 from kvolt.bench.load.sample import Failure, Sample
-from kvolt.bench.load.sse import EventScanner
 
 _MAX_REFUSAL_BYTES = 64 << 10
 
@@ -35,14 +35,13 @@ class Exchange:
         self,
         asked: Asked,
         origin_s: float,
-        on_gap: Callable[[float], None],
+        on_gap: OnGap,
         on_end: Callable[[Exchange, Sample], None],
     ) -> None:
         self.asked = asked
         self.answer = AnswerReader(on_gap, asked.keep_text)
         self._origin_s = origin_s
         self._on_end = on_end
-        self._scanner = EventScanner()
         self._status = 0
         self._is_stream = False
         self._body = b""
@@ -55,17 +54,14 @@ class Exchange:
     def sent(self, now: float) -> None:
         self._sent_at = now
 
-    def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+    def head(self, status: int, headers: Mapping[bytes, bytes]) -> BodyReader:
         self._status = status
         self._is_stream = status == 200 and headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        return self.answer.feed if self._is_stream else self._keep
 
-    def piece(self, data: bytes, now: float) -> None:
-        if self._is_stream:
-            answer = self.answer
-            for event in self._scanner.feed(data):
-                answer.event(event, now)
-        elif len(self._body) < _MAX_REFUSAL_BYTES:
-            self._body += data
+    def _keep(self, pieces: list[bytes], now: float) -> None:
+        if len(self._body) < _MAX_REFUSAL_BYTES:
+            self._body += b"".join(pieces)
 
     def end(self, now: float) -> None:
         answer = self.answer
@@ -74,8 +70,7 @@ class Exchange:
         elif not self._is_stream:
             self._over(now, Failure.NO_STREAM, "the server answered in one piece and not as a stream")
         else:
-            for event in self._scanner.end():
-                answer.event(event, now)
+            answer.end(now)
             if answer.error is not None:
                 self._over(now, Failure.STREAM_ERROR, answer.error)
             elif not answer.whole:

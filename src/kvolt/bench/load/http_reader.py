@@ -1,19 +1,27 @@
 """HTTP/1.1 responses out of bytes, in whatever pieces they come. Pure.
 
 Owns framing: heads, chunks, lengths, and whether the connection can be used again. It must not know what a body
-means. Written for streams of small chunks: a read that is exactly one chunk costs two searches and a slice.
+means. Written for streams of small chunks: one that is all there, alone in a read or among others, costs a search, a
+look-up and two slices.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum, auto
 
 from kvolt.core.errors import ProtocolError
 
 MAX_HEAD_BYTES = 64 << 10
 _MAX_CHUNK_LINE_BYTES = 4 << 10
-_MAX_CHUNK_DIGITS = 12
+_MAX_SIZE_CHARS = 5
 _BODILESS = (204, 304)
+_SIZES = {spelled: size for size in range(1, 1 << 12) for spelled in (b"%x" % size, b"%X" % size)}
+"""Of chunks as small as tokens, as servers write them; any other spelling is read with more care."""
+
+
+BodyReader = Callable[[list[bytes], float], None]
+"""Takes the pieces of a body that came in one read, and when that was."""
 
 
 class _Awaiting(Enum):
@@ -53,17 +61,17 @@ class ResponseReader:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The pieces of the body that were in it. ProtocolError: this is no HTTP, or more than one answer."""
-        if self._awaiting is _CHUNK_LINE and not self._tail:
-            start = data.find(b"\r\n", 0, _MAX_CHUNK_DIGITS) + 2
-            # Exactly one chunk, as a server writes a token.
-            if start > 2 and len(data) - start > 2 and data.endswith(b"\r\n"):
-                try:
-                    size = int(data[: start - 2], 16)
-                except ValueError:
-                    size = 0
-                if size == len(data) - start - 2:
-                    return [data[start:-2]]
-        return self._read(data)
+        if self._tail:
+            data = self._tail + data
+            self._tail = b""
+        pieces: list[bytes] = []
+        at = 0
+        if self._awaiting is _CHUNK_LINE:
+            at = _take_whole_chunks(data, at, pieces)
+            if at == len(data):
+                return pieces
+        self._read(data, at, pieces)
+        return pieces
 
     def end(self) -> None:
         """The peer closed the connection. ProtocolError when the response was not whole."""
@@ -73,11 +81,7 @@ class ResponseReader:
         elif not self.done:
             raise ProtocolError("the connection was closed in the middle of the answer", rule="http end")
 
-    def _read(self, data: bytes) -> list[bytes]:
-        data = self._tail + data if self._tail else data
-        self._tail = b""
-        pieces: list[bytes] = []
-        at = 0
+    def _read(self, data: bytes, at: int, pieces: list[bytes]) -> None:
         while at < len(data):
             match self._awaiting:
                 case _Awaiting.CHUNK | _Awaiting.LENGTH:
@@ -88,7 +92,7 @@ class ResponseReader:
                     continue
                 case _Awaiting.CLOSE:
                     pieces.append(data[at:])
-                    return pieces
+                    return
                 case _Awaiting.NOTHING:
                     raise ProtocolError("bytes come after the end of the answer", rule="http end")
                 case _Awaiting.HEAD:
@@ -99,10 +103,11 @@ class ResponseReader:
                 raise ProtocolError(f"a head or chunk line is over {limit} bytes", rule="http head")
             if end < 0:
                 self._tail = data[at:]
-                return pieces
+                return
             part, at = data[at:end], end + mark
             self._line(part)
-        return pieces
+            if self._awaiting is _CHUNK_LINE:
+                at = _take_whole_chunks(data, at, pieces)
 
     def _line(self, part: bytes) -> None:
         match self._awaiting:
@@ -162,6 +167,21 @@ class ResponseReader:
     def _finish(self) -> None:
         self._awaiting = _Awaiting.NOTHING
         self.done = True
+
+
+def _take_whole_chunks(data: bytes, at: int, pieces: list[bytes]) -> int:
+    """Append the small chunks that are all there; where the rest begins."""
+    while at < len(data):
+        end = data.find(b"\r\n", at, at + _MAX_SIZE_CHARS)
+        if end < 0:
+            return at
+        start = end + 2
+        size = _SIZES.get(data[at:end])
+        if size is None or not data.startswith(b"\r\n", start + size):
+            return at
+        pieces.append(data[start : start + size])
+        at = start + size + 2
+    return at
 
 
 def _number(digits: bytes, base: int) -> int:

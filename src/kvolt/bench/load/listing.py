@@ -10,6 +10,7 @@ import msgspec
 from kvolt.bench.load.answer import error_message
 from kvolt.bench.load.bodies import Target
 from kvolt.bench.load.client import HttpClient
+from kvolt.bench.load.http_reader import BodyReader
 from kvolt.bench.load.sample import Failure
 from kvolt.core.errors import ConfigError
 
@@ -37,13 +38,14 @@ class _WholeAnswer:
 
     def sent(self, now: float) -> None: ...
 
-    def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+    def head(self, status: int, headers: Mapping[bytes, bytes]) -> BodyReader:
         self.begun = True
         self.status = status
+        return self._keep
 
-    def piece(self, data: bytes, now: float) -> None:
+    def _keep(self, pieces: list[bytes], now: float) -> None:
         if len(self.body) < _MAX_LISTING_BYTES:
-            self.body += data
+            self.body += b"".join(pieces)
 
     def end(self, now: float) -> None:
         self._over()

@@ -269,5 +269,5 @@ class LoadRun:
             self._over.set()
 
 
-def _ignore(gap_s: float) -> None:
+def _ignore(gap_s: float, times: int = 1) -> None:
     """Of a request that does not count."""

@@ -8,9 +8,10 @@ from html import escape
 
 import msgspec
 
-_WIDTH, _HEIGHT = 640, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 28, 40
-_COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed")
+_WIDTH, _HEIGHT = 460, 250
+"""About as wide as a plot is shown, so that its letters are as large as they say."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 34, 38
+_COLOURS = ("#3b82f6", "#dc2626", "#059669", "#d97706", "#7c3aed")
 _NUM_TICKS = 5
 
 Point = tuple[float, float]
@@ -27,7 +28,7 @@ class Series(msgspec.Struct, frozen=True):
 def plot(
     title: str, x_label: str, y_label: str, series: Sequence[Series], y_limit: float | None = None
 ) -> str:
-    """One chart from zero on both axes. `y_limit` is drawn as a line: a limit that should be kept."""
+    """One chart from zero on both axes, its unit behind the title. `y_limit` is drawn as a line that should be kept."""
     points = [point for each in series for point in each.points]
     x_max = max((x for x, _ in points), default=0.0)
     y_max = max((y for _, y in points), default=0.0)
@@ -38,10 +39,11 @@ def plot(
     def place(point: Point) -> tuple[float, float]:
         return _LEFT + point[0] * x_scale, _HEIGHT - _BOTTOM - point[1] * y_scale
 
+    unit = "" if y_label.casefold() in title.casefold() else escape(y_label)
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" xmlns="http://www.w3.org/2000/svg">',
         f"<title>{escape(title)}</title>",
-        f'<text x="{_LEFT}" y="16" class="title">{escape(title)}</text>',
+        f'<text x="4" y="16" class="title">{escape(title)} <tspan class="unit">{unit}</tspan></text>',
     ]
     for tick in y_ticks:
         x, y = place((0.0, tick))
@@ -51,10 +53,11 @@ def plot(
         x, y = place((tick, 0.0))
         parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{short(tick)}</text>')
     parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escape(x_label)}</text>')
-    parts.append(f'<text x="4" y="{_HEIGHT - 6}">{escape(y_label)}</text>')
     if y_limit is not None:
         _, y = place((0.0, y_limit))
         parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" class="limit"/>')
+        beside = y - 4 if y > _TOP + 12 else y + 12  # above the line, but not in the title
+        parts.append(f'<text x="{_LEFT + 4}" y="{beside:.1f}" class="limit">limit {short(y_limit)}</text>')
     legend_x = _WIDTH - _RIGHT
     for number, each in reversed(list(enumerate(series))):
         colour = _COLOURS[number % len(_COLOURS)]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.bench.load.test_http_reader import in_pieces
 
 from kvolt.bench.load import answer as answer_module
 from kvolt.bench.load.answer import AnswerReader, error_message
@@ -28,11 +29,26 @@ def encode(chunk: dict[str, Any], spaced: bool = False, ascii_only: bool = False
     return json.dumps(chunk, separators=None if spaced else (",", ":"), ensure_ascii=ascii_only).encode()
 
 
-def read(events: list[bytes], keep_text: bool = False) -> tuple[AnswerReader, list[float]]:
+def sse(event: bytes, line_end: bytes = b"\n") -> bytes:
+    return b"data: " + event + 2 * line_end
+
+
+def new_reader(keep_text: bool = False) -> tuple[AnswerReader, list[float]]:
     gaps: list[float] = []
-    reader = AnswerReader(gaps.append, keep_text)
+
+    def on_gap(gap: float, times: int) -> None:
+        gaps.extend([gap] * times)
+
+    return AnswerReader(on_gap, keep_text), gaps
+
+
+def read(
+    events: list[bytes], keep_text: bool = False, line_end: bytes = b"\n"
+) -> tuple[AnswerReader, list[float]]:
+    """An event each second, each a piece of its own."""
+    reader, gaps = new_reader(keep_text)
     for number, event in enumerate(events):
-        reader.event(event, float(number))
+        reader.feed([sse(event, line_end)], float(number))
     return reader, gaps
 
 
@@ -59,10 +75,17 @@ def test_events_with_text_are_counted_whatever_the_text(
     assert kept.text == "".join(texts)
 
 
-def test_most_events_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[bytes] = []
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What was decoded."""
+    found: list[bytes] = []
     real = answer_module._decode
-    monkeypatch.setattr(answer_module, "_decode", lambda data: decoded.append(data) or real(data))
+    monkeypatch.setattr(answer_module, "_decode", lambda data: found.append(data) or real(data))
+    return found
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_most_events_are_not_decoded(decoded: list[bytes], line_end: bytes) -> None:
     role = {
         "id": "x",
         "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}],
@@ -70,11 +93,48 @@ def test_most_events_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     last = chat("", "stop")
     usage = {"id": "x", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 100}}
     events = [role, *(chat(f' "w{number}\n') for number in range(100)), last, usage]
-    reader, _ = read([*(encode(event) for event in events), b"[DONE]"])
+    reader, _ = read([*(encode(event) for event in events), b"[DONE]"], line_end=line_end)
     assert reader.num_events == 100
     assert len(decoded) == 4  # the role, the first token, the finish, the usage
     assert reader.usage is not None
     assert (reader.usage.completion_tokens, reader.finish_reason, reader.done) == (100, "stop", True)
+
+
+def test_events_that_come_together_have_no_time_between_them(decoded: list[bytes]) -> None:
+    reader, gaps = new_reader()
+    tokens = [sse(encode(chat(f"w{number}"))) for number in range(6)]
+    reader.feed(tokens[:1], 1.0)
+    reader.feed(tokens[1:4], 3.0)
+    reader.feed(tokens[4:], 4.0)
+    assert gaps == [2.0, 0.0, 0.0, 1.0, 0.0]
+    assert (reader.num_events, reader.first_s, reader.second_s, reader.last_s) == (6, 1.0, 3.0, 4.0)
+    assert (reader.max_gap_s, len(decoded)) == (2.0, 1)
+
+
+def test_the_first_and_the_second_may_come_together() -> None:
+    reader, gaps = new_reader()
+    token = sse(encode(chat("a")))
+    reader.feed([token, token, token], 2.0)
+    assert (gaps, reader.first_s, reader.second_s) == ([0.0, 0.0], 2.0, 2.0)
+
+
+def test_several_events_in_one_piece_are_several(decoded: list[bytes]) -> None:
+    reader, gaps = new_reader()
+    token = sse(encode(chat("a")))
+    reader.feed([token], 0.0)
+    reader.feed([token + token], 1.0)
+    assert (reader.num_events, gaps, len(decoded)) == (3, [1.0, 0.0], 1)
+
+
+@given(st.lists(st.integers(0, 2000), max_size=8))
+def test_events_in_any_pieces(cuts: list[int]) -> None:
+    events = [chat("a"), chat("b c"), chat(""), chat('"'), chat("d", "stop")]
+    body = b"".join(sse(encode(event)) for event in events) + b"data: [DONE]"
+    reader, _ = new_reader()
+    for piece in in_pieces(body, cuts):
+        reader.feed([piece], 1.0)
+    reader.end(2.0)
+    assert (reader.num_events, reader.finish_reason, reader.done) == (4, "stop", True)
 
 
 def test_a_server_that_changes_its_events_is_still_understood() -> None:

@@ -56,6 +56,29 @@ def test_one_read_per_chunk_as_servers_write_them(parts: list[bytes]) -> None:
     assert reader.done
 
 
+@given(
+    st.lists(st.binary(min_size=1, max_size=40) | st.just(b"x" * 5000), max_size=8),
+    st.booleans(),
+    st.lists(st.integers(0, 50_000), max_size=6),
+)
+def test_many_chunks_in_one_read(parts: list[bytes], capitals: bool, cuts: list[int]) -> None:
+    line = b"%X\r\n%s\r\n" if capitals else b"%x\r\n%s\r\n"
+    data = CHUNKED + b"".join(line % (len(part), part) for part in parts) + b"0\r\n\r\n"
+    reader = ResponseReader()
+    assert reader.feed(data) == parts
+    assert reader.done
+    in_any_cut, body = read(in_pieces(data, cuts))
+    assert (body, in_any_cut.done) == (b"".join(parts), True)
+
+
+def test_after_a_chunk_that_was_cut_the_others_are_whole() -> None:
+    reader = ResponseReader()
+    assert reader.feed(CHUNKED + b"3\r\nab") == [b"ab"]
+    assert reader.feed(b"c\r\n2\r\nde\r\n2\r\nfg\r\n1") == [b"c", b"de", b"fg"]
+    assert reader.feed(b"\r\nh\r\n0\r\n\r\n") == [b"h"]
+    assert reader.done
+
+
 def test_a_chunk_whose_text_looks_like_the_end() -> None:
     text = b"a\r\n0\r\n\r\n"
     reader, body = read([CHUNKED, b"8\r\n" + text + b"\r\n", b"0\r\n\r\n"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvolt.bench.load import page
 from kvolt.bench.load import tally as tally_module
 from kvolt.bench.load.page import html_page
 from kvolt.bench.load.report import Report, RunFacts, decode_report, encode_report, make_report
@@ -149,14 +151,14 @@ def test_rows_are_one_line_a_request() -> None:
     "samples", [[], [sample(0)], [sample(number, ttft_s=0.01 * number) for number in range(300)]]
 )
 def test_the_page_is_whole_and_needs_nothing_else(samples: list[Sample]) -> None:
-    page = html_page(reported([*samples, sample(9, error="http_500", message="<b>")], Sla({"ttft": 0.5})))
-    assert "<m>" not in page
-    assert "<b>" not in page
-    assert not re.search(r"(src|href)=|@import|url\(", page)
-    for drawing in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+    text = html_page(reported([*samples, sample(9, error="http_500", message="<b>")], Sla({"ttft": 0.5})))
+    assert "<m>" not in text
+    assert "<b>" not in text
+    assert not re.search(r"(src|href)=|@import|url\(", text)
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ElementTree.fromstring(drawing)
-    assert page.count("<svg") >= 4
-    assert page.rstrip().endswith("</html>")
+    assert text.count("<svg") >= 4
+    assert text.rstrip().endswith("</html>")
 
 
 def test_rows_of_text() -> None:
@@ -188,6 +190,34 @@ def test_ticks_are_few_and_reach_the_largest(largest: float) -> None:
     assert found[0] == 0.0
     assert found[-1] >= largest * (1 - 1e-6)
     assert 2 <= len(found) <= 12
+
+
+def test_a_limit_is_drawn_and_named() -> None:
+    drawing = plot("Time to first token", "s", "ms", [Series("a", [(0.0, 10.0), (1.0, 20.0)])], 60.0)
+    assert "limit 60" in drawing
+    assert ElementTree.fromstring(drawing).tag.endswith("svg")
+    assert "limit" not in plot("Time to first token", "s", "ms", [Series("a", [(0.0, 10.0)])])
+
+
+def test_a_unit_is_told_once() -> None:
+    assert ">ms<" in plot("Time to first token", "s", "ms", [])
+    assert ">requests<" not in plot("Requests under way", "s", "requests", [])
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=MAX_INTERVALS), st.sampled_from([0.25, 0.5, 1.0, 4.0])
+)
+def test_rates_over_longer_times_are_of_the_same_requests(counts: list[int], width_s: float) -> None:
+    rates = page._rates(counts, width_s)
+    assert len(rates) <= page._MAX_RATES
+    edges = [0.0]
+    for at_s, _ in rates:
+        edges.append(2 * at_s - edges[-1])  # each is told of its middle
+    assert edges[-1] == pytest.approx(len(counts) * width_s)
+    total = sum(rate * (end - begin) for (_, rate), (begin, end) in zip(rates, pairwise(edges), strict=True))
+    assert total == pytest.approx(sum(counts))
+    if edges[-1] > page._LONG_S:
+        assert all(end - begin >= 1.0 for begin, end in list(pairwise(edges))[:-1])
 
 
 def test_a_plot_of_nothing() -> None:

@@ -1,0 +1,142 @@
+"""What a twin told beside what real runs showed: figures, spreads, verdicts. Pure.
+
+A figure holds if it is within 10 % of the median of the real runs, or not outside of what they showed; the hit rate
+if it is within a point.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from kvolt.bench.load.report import Report
+
+GOAL_SHARE = 0.10
+GOAL_POINTS = 0.01
+
+
+class Verdict(StrEnum):
+    NEAR = "within the goal"
+    IN_SPREAD = "within the spread"
+    MISSED = "missed"
+    NOT_JUDGED = ""
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """A number that a report tells."""
+
+    name: str
+    of: Callable[[Report], float]
+    is_share: bool = False
+    """Told and judged in points; all others are times."""
+    is_judged: bool = True
+
+
+def _latency(name: str, percentile: str, *, is_judged: bool = True) -> Figure:
+    return Figure(
+        name=f"{name} {percentile}",
+        of=lambda report: float(getattr(report.latencies[name], percentile)),
+        is_judged=is_judged,
+    )
+
+
+def hit_rate(report: Report) -> float:
+    """Share of the prompts' tokens that were found in a cache; ValueError where the server did not tell."""
+    if report.counts.cached_tokens is None:
+        raise ValueError("the report has no cached tokens: the server does not tell them")
+    return report.counts.cached_tokens / max(1, report.counts.input_tokens)
+
+
+FIGURES = (
+    _latency("ttft", "p50"),
+    _latency("ttft", "p90"),
+    _latency("itl", "p50"),
+    _latency("itl", "p90"),
+    Figure(name="hit rate", of=hit_rate, is_share=True),
+    _latency("ttft", "mean", is_judged=False),
+    _latency("itl", "mean", is_judged=False),
+    _latency("tpot", "p50", is_judged=False),
+    _latency("e2e", "p50", is_judged=False),
+    _latency("e2e", "p90", is_judged=False),
+)
+"""The issue's goals first; the others are told beside them and judged by nobody."""
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure of the twin beside the real runs."""
+
+    figure: str
+    is_share: bool
+    twin: float
+    real: tuple[float, ...]
+    median: float
+    difference: float
+    """Of the twin from the median: as a share of it, or in points for what is a share itself."""
+    verdict: Verdict
+
+
+def judge(twin: Report, real: Sequence[Report]) -> list[Line]:
+    """A line for each figure. ValueError for runs that did not do the same work, which have nothing to compare."""
+    if not real:
+        raise ValueError("there is no real run to compare with")
+    for report in real:
+        _check_same_work(twin, report)
+    return [_line(figure, figure.of(twin), [figure.of(report) for report in real]) for figure in FIGURES]
+
+
+def _check_same_work(twin: Report, real: Report) -> None:
+    counts = (real.counts.whole, real.counts.input_tokens, real.counts.output_tokens)
+    told = (twin.counts.whole, twin.counts.input_tokens, twin.counts.output_tokens)
+    if real.was_cut or counts != told:
+        raise ValueError(
+            "requests, prompt and output tokens were "
+            f"{counts[0]:,}, {counts[1]:,}, {counts[2]:,}{' (cut)' if real.was_cut else ''} in a real run and "
+            f"{told[0]:,}, {told[1]:,}, {told[2]:,} in the twin"
+        )
+
+
+def _line(figure: Figure, twin: float, real: Sequence[float]) -> Line:
+    median = statistics.median(real)
+    difference = twin - median if figure.is_share else (twin - median) / median
+    return Line(
+        figure=figure.name,
+        is_share=figure.is_share,
+        twin=twin,
+        real=tuple(real),
+        median=median,
+        difference=difference,
+        verdict=_verdict(figure, twin, real, difference),
+    )
+
+
+def _verdict(figure: Figure, twin: float, real: Sequence[float], difference: float) -> Verdict:
+    if not figure.is_judged:
+        return Verdict.NOT_JUDGED
+    if abs(difference) <= (GOAL_POINTS if figure.is_share else GOAL_SHARE):
+        return Verdict.NEAR
+    if not figure.is_share and min(real) <= twin <= max(real):
+        return Verdict.IN_SPREAD
+    return Verdict.MISSED
+
+
+# --- as text
+
+HEAD = ("figure", "twin", "real: median (lowest..highest)", "twin over median", "verdict")
+
+
+def row_of(line: Line) -> tuple[str, str, str, str, str]:
+    form = _percent if line.is_share else _ms
+    spread = f"{form(line.median)} ({form(min(line.real))}..{form(max(line.real))})"
+    difference = f"{100 * line.difference:+.1f} {'points' if line.is_share else '%'}"
+    return line.figure, form(line.twin), spread, difference, line.verdict
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"

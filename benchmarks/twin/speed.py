@@ -1,0 +1,163 @@
+"""The twin beside Dynamo's offline replay: the same trace, the same engine, how long, how much memory, what answers.
+
+    python -m benchmarks.twin.speed               three rounds; kept in results/speed.{json,txt}; about three minutes
+    python -m benchmarks.twin.speed --quick       one round with few requests, not kept
+
+Run from the repository's root, on a machine that does nothing else. The trace is Mooncake's conversation trace from the
+folder that KVOLT_TRACES names (`kvolt trace sources`), else the project's own small one, where start is all there is to
+see. The peer is installed at the first run (`benchmarks/twin/peers/install`). Each run is a process on one core, all
+with the same one; the two take turns. Wall time is that of the process, from start to end, reading the trace included;
+`replay alone` is what Dynamo says of itself. Memory is the highest resident set.
+
+Both simulate one engine (`replays`), so that their latencies can be held against each other. What is left between them:
+
+- First tokens. Dynamo's pass in which a prompt is completed costs a decode pass on top, even if nobody else decodes:
+  a request of 100 tokens alone has its first token after 23.77 ms, 18.02 of prefill and 5.75 of decode. The twin's
+  comes after the prefill, from whose last position engines sample it. Where others decode in the same step, as most
+  of the time in this trace, a decode is in it anyway: ttft is 1.5 % lower in the mean, and equal in the median.
+- Occupancy. Dynamo counts whole blocks in what a decode pass reads, the twin tokens: below 0.1 %.
+- Network. The twin's requests cross one of 0.1 ms each way; Dynamo's replay has none.
+- Percentiles. Those of the twin come from histograms with buckets of 0.4 %, Dynamo's from exact values (gaps: 0.1 %).
+
+Growth: what a request costs with 256 workers over what it costs with 8, at the same load per worker (`scaling`). The
+latencies of the two must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from benchmarks.frontend.peer import default_folder
+from benchmarks.runtime.pair import BrokenRun
+from benchmarks.runtime.report import machine
+from benchmarks.twin import speed_report
+from benchmarks.twin.replays import Replayed, on_one_core, peer_python, replay_dynamo, replay_kvolt
+from benchmarks.twin.scaling import Scaled
+
+from kvolt.bench.traces import find_public, limit, read_trace, small_trace, write_trace
+
+_RESULTS = Path(__file__).parent / "results" / "speed"
+_TRACE = "mooncake-conversation"
+_COPIES = 32
+
+
+class Plan(msgspec.Struct, frozen=True):
+    rounds: int
+    num_workers: int
+    num_requests: int | None
+    """Of the trace; None for all."""
+    scaled_requests: int
+    """On 8 workers; as many times the copies on the others."""
+
+
+_FULL = Plan(3, 8, None, 376)
+_QUICK = Plan(1, 8, 600, 40)
+
+
+def main() -> None:
+    options = _options()
+    plan = _QUICK if options.quick else _FULL
+    core = max(os.sched_getaffinity(0))
+    found = machine()
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-twin-") as folder:
+            python = peer_python(options.peer_dir)
+            name, trace, block_size = _trace(plan, Path(folder))
+            replays = _replays(plan, python, trace, block_size, core)
+            scaled = _scaled(plan, trace, core)
+    except BrokenRun as error:
+        sys.exit(f"no figures: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    text = speed_report.text(name, replays, scaled)
+    print(text)
+    out = options.out if options.out is not None else None if options.quick else _RESULTS
+    if out is not None:
+        results = {
+            "command": shlex.join(["python", "-m", "benchmarks.twin.speed", *sys.argv[1:]]),
+            "machine": found,
+            "load_1min_after": round(os.getloadavg()[0], 2),
+            "trace": name,
+            "plan": plan,
+            "replays": replays,
+            "growth": scaled,
+        }
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.with_suffix(".json").write_bytes(
+            msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n"
+        )
+        out.with_suffix(".txt").write_text(text + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.twin.speed", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="one round with few requests, not kept")
+    parser.add_argument(
+        "--peer-dir", type=Path, default=default_folder(), help="where Dynamo is or will be installed"
+    )
+    parser.add_argument("--out", type=Path, help="write PATH.json and PATH.txt (default: results/speed)")
+    return parser.parse_args()
+
+
+def _trace(plan: Plan, folder: Path) -> tuple[str, Path, int]:
+    """Its name, a file that both read, and the block size of its hash ids."""
+    public = os.environ.get("KVOLT_TRACES")
+    paths = [each.path for each in find_public(public) if each.trace.name == _TRACE] if public else []
+    if paths and paths[0] is not None:
+        name, records = _TRACE, list(limit(read_trace(paths[0]), plan.num_requests or sys.maxsize))
+    else:
+        # By the clock alone: how turns of a session follow each other, the two tell in different words.
+        name, records = (
+            "small",
+            [msgspec.structs.replace(each, session=None, delay=None) for each in small_trace()],
+        )
+    path = folder / "trace.jsonl"
+    write_trace(path, records)
+    return f"{name}, {len(records)} requests", path, records[0].block_size
+
+
+def _replays(plan: Plan, python: Path, trace: Path, block_size: int, core: int) -> list[Replayed]:
+    rows: list[Replayed] = []
+    for number in range(plan.rounds):
+        turns: list[Callable[[], Replayed]] = [
+            lambda: replay_kvolt(trace, plan.num_workers, core),
+            lambda: replay_dynamo(python, trace, plan.num_workers, block_size, core),
+        ]
+        for turn in turns if number % 2 else turns[::-1]:
+            row = turn()
+            rows.append(row)
+            _tell(f"round {number + 1}  {row.system:20} {row.used.wall_s:.2f} s")
+    return rows
+
+
+def _scaled(plan: Plan, trace: Path, core: int) -> list[Scaled]:
+    rows: list[Scaled] = []
+    for number in range(plan.rounds):
+        for copies in (1, _COPIES):
+            with tempfile.TemporaryDirectory(prefix="bench-twin-") as folder:
+                numbers = (str(plan.scaled_requests), str(copies))
+                command = [sys.executable, "-m", "benchmarks.twin.scaling", str(trace), *numbers]
+                _, stdout = on_one_core("the twin", command, Path(folder), core)
+            row = msgspec.json.decode(stdout, type=Scaled)
+            rows.append(row)
+            _tell(
+                f"round {number + 1}  {row.num_workers:>3} workers  {row.cpu_us_per_request:.0f} us per request"
+            )
+    return rows
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

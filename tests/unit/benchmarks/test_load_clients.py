@@ -1,0 +1,155 @@
+"""The benchmark of load generators: what is compared is what was measured; the canned server says what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from benchmarks.load import bare, canned, report
+from benchmarks.load.aiperf import NAME as PEER
+from benchmarks.load.aiperf import Aiperf
+from benchmarks.load.client import Delay, Load, Seen
+from benchmarks.load.kvolt_bench import NAME as KVOLT
+from benchmarks.load.metered import Usage
+from benchmarks.load.serving import asked_of
+
+from kvolt.bench.load.answer import AnswerReader
+from kvolt.bench.load.http_reader import ResponseReader
+
+
+def seen(first: float) -> Seen:
+    delay = Delay(first, 2 * first)
+    return Seen(
+        answers=1,
+        failed=0,
+        output_tokens=100,
+        input_tokens=3.0,
+        first=delay,
+        gap=delay,
+        per_token=delay,
+    )
+
+
+def cost(client: str, cpu_s: float, number: int = 1) -> report.CostRow:
+    """A token costs what is over half a second."""
+    long, short = report.Cost(2 * cpu_s, cpu_s, 1010), report.Cost(1.0, 0.5, 10)
+    return report.CostRow(number, client, "load", long, short)
+
+
+def test_a_token_costs_what_the_long_run_uses_more() -> None:
+    row = cost(KVOLT, 0.6)
+    assert row.cpu_us_per_token == pytest.approx(100.0)
+    assert row.whole_us_per_token == pytest.approx(1.2 / 1010 * 1e6)
+
+
+def test_ratios_are_of_one_round() -> None:
+    rows = [cost(KVOLT, 0.6, 1), cost(PEER, 1.5, 1), cost(PEER, 4.5, 2), cost(KVOLT, 0.7, 2)]
+    tokens, _ = report.cost_lines(rows)
+    assert tokens.ratio.low == pytest.approx(0.05)
+    assert tokens.ratio.high == pytest.approx(0.1)
+    assert "goal met" in report.cost_text([tokens])
+    assert "goal missed" in report.cost_text(report.cost_lines([cost(KVOLT, 0.9), cost(PEER, 1.5)]))
+
+
+@pytest.mark.parametrize(("ours", "theirs", "same"), [(10.0, 10.4, True), (10.0, 12.0, False)])
+def test_agreement_is_a_few_percent(ours: float, theirs: float, same: bool) -> None:
+    rows = [
+        report.AgreementRow(1, KVOLT, seen(first=ours)),
+        report.AgreementRow(1, PEER, seen(first=theirs)),
+    ]
+    lines = report.agreement_lines(rows)
+    assert len(lines) == 6
+    assert {line.is_same for line in lines} == {same}
+    assert ("missed" in report.agreement_text(lines, rows)) is not same
+
+
+def test_agreement_is_an_overlap_of_spreads_too() -> None:
+    rows = [
+        report.AgreementRow(number, client, seen(first=first))
+        for number, client, first in ((1, KVOLT, 10.0), (2, KVOLT, 13.0), (1, PEER, 12.0), (2, PEER, 15.0))
+    ]
+    assert all(line.is_same for line in report.agreement_lines(rows))
+
+
+@pytest.mark.parametrize(("peak", "failed", "met"), [(50, 0, True), (49, 0, False), (50, 1, False)])
+def test_many_streams_are_many_only_at_once_and_whole(peak: int, failed: int, met: bool) -> None:
+    many = report.ManyRow(50, peak, 50 - failed, failed, 2.0, 1 << 20, cost(KVOLT, 0.6))
+    assert ("goal met" in report.many_text(many)) is met
+
+
+def test_cpu_before_the_work_is_left_out() -> None:
+    used = Usage(0, 10.0, 5.0, 1, [(100.0, 0.0), (101.0, 4.0), (102.0, 6.0), (103.0, 9.0)])
+    assert used.cpu_s_from(101.5) == pytest.approx(5.0)
+    with pytest.raises(ValueError, match="nothing was looked at"):
+        used.cpu_s_from(99.0)
+
+
+def test_the_meter_counts_orphans_too(tmp_path: Path) -> None:
+    spin = "import time\nwhile time.process_time() < 0.3: pass"
+    orphan = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {spin!r}])"
+    result = tmp_path / "used.json"
+    command = [sys.executable, "-m", "benchmarks.load.metered", str(result), sys.executable, "-c", orphan]
+    subprocess.run(command, check=True)
+    used = msgspec.json.decode(result.read_bytes(), type=Usage)
+    assert used.status == 0
+    assert used.cpu_s > 0.3
+    assert used.looks[-1][1] == used.cpu_s
+    assert used.looks == sorted(used.looks)
+
+
+def test_what_aiperf_reports(tmp_path: Path) -> None:
+    figures = {
+        "request_count": {"avg": 4.0},
+        "total_osl": {"avg": 40.0},
+        "input_sequence_length": {"avg": 7.0},
+        "time_to_first_token": {"p50": 1.0, "p90": 2.0},
+    }
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "profile_export_aiperf.json").write_bytes(msgspec.json.encode(figures))
+    found = Aiperf(tmp_path).seen(tmp_path, b"")
+    assert (found.answers, found.failed, found.output_tokens, found.input_tokens) == (4, 0, 40, 7.0)
+    assert (found.first, found.gap) == (Delay(1.0, 2.0), None)
+
+
+@asynccontextmanager
+async def serving(period_s: float) -> AsyncIterator[int]:
+    wheel, counts = canned.Wheel(period_s) if period_s else None, canned.Counts()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: canned.Stream(wheel, counts), "127.0.0.1", 0
+    )
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@pytest.mark.parametrize("period_s", [0.0, 0.002])
+async def test_canned_answers_are_as_long_as_asked(period_s: float) -> None:
+    response, answer = ResponseReader(), AnswerReader(lambda gap, times: None)
+    async with serving(period_s) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = b'{"max_completion_tokens": 5}'
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body))
+        writer.write(body)
+        while not response.done:
+            answer.feed(response.feed(await reader.read(1 << 16)), 0.0)
+        writer.close()
+        await writer.wait_closed()
+    assert (answer.num_events, answer.finish_reason, answer.done) == (5, "length", True)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
+
+
+async def test_the_canned_server_counts_its_streams() -> None:
+    async with serving(0.002) as port:
+        load = Load(port=port, model=canned.MODEL, requests=6, concurrency=3, input_tokens=1, output_tokens=9)
+        command = bare.BareReads().command(load, Path())
+        assert command[0] == sys.executable
+        await bare.read_all(*map(int, command[3:]))
+        first, second = [await asyncio.to_thread(asked_of, port) for _ in range(2)]
+    assert (first.peak, second.peak) == (3, 0)
+    assert 0.0 == second.began_s < first.began_s
