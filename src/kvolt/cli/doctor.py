@@ -89,6 +89,7 @@ def examine(settings: Settings) -> list[Finding]:
         memory_finding(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit(cgroup)),
         gpu_finding(gpus),
         package_finding("uvloop", "pip install uvloop"),
+        index_finding(_has_native_index()),
         *(native_findings(bool(gpus)) if uses_native(settings) else ()),
         open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         shm_finding(shutil.disk_usage(shm).total if shm.is_dir() else None),
@@ -138,6 +139,14 @@ def package_finding(package: str, remedy: str) -> Finding:
         return Finding(package, "ok", importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
         return Finding(package, "missing", "not installed", remedy, blocks=True)
+
+
+def index_finding(is_native: bool) -> Finding:
+    """Which index a router here uses."""
+    if is_native:
+        return Finding("router index", "ok", "native")
+    remedy = "it is several times slower and larger: install gcc or clang, then install kvolt again"
+    return Finding("router index", "warn", "in Python", remedy)
 
 
 def uses_native(settings: Settings) -> bool:
@@ -255,6 +264,12 @@ def join_finding(address: str) -> Finding:
 def memory_limit(cgroup: Path) -> int | None:
     limit = _first_line(cgroup / "memory.max")
     return int(limit) if limit.isdecimal() else None
+
+
+def _has_native_index() -> bool:
+    from kvolt.router.index import IS_NATIVE
+
+    return IS_NATIVE
 
 
 def _first_line(path: Path) -> str:

@@ -12,6 +12,7 @@ from kvolt.frontend.models import Models
 from kvolt.frontend.shared_count import SharedCounts, SharedSlot
 from kvolt.frontend.siblings import Group, Siblings, sibling_endpoint
 from kvolt.router.metrics import LinkCollector
+from kvolt.router.port import RouterContext
 from kvolt.router.service import RemoteRouter, RouterLink, router_endpoint
 from kvolt.runtime.client import EndpointClient
 
@@ -48,8 +49,8 @@ class Membership:
         routers = await process.runtime.client(router_endpoint(process.settings.namespace))
         return cls(process, member, routers)
 
-    def new_router(self, client: EndpointClient) -> RemoteRouter:
-        return RemoteRouter(self._link, client)
+    def new_router(self, context: RouterContext) -> RemoteRouter:
+        return RemoteRouter(self._link, context.client)
 
     def siblings(self, admission: Admission) -> Siblings:
         settings = self._process.settings

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
 from kvolt.core.ids import InstanceId, LocalBlockHash, SequenceHash
+
+SequenceHashes = tuple[Annotated[SequenceHash, msgspec.Meta(ge=0)], ...]
+"""Who decodes them need not look: each has its place in 64 bits without a sign."""
 
 
 class Tier(StrEnum):
@@ -19,10 +23,14 @@ class Tier(StrEnum):
     PEER = "peer"
 
 
+TIER_LEVEL: dict[Tier, int] = {tier: level for level, tier in enumerate(Tier)}
+"""The tiers as numbers, for who keeps arrays over them: 0 is the fastest."""
+
+
 class Stored(msgspec.Struct, frozen=True, omit_defaults=True, tag="stored"):
     """A run of blocks, each the child of the one before."""
 
-    sequence_hashes: tuple[SequenceHash, ...]
+    sequence_hashes: SequenceHashes
     local_hashes: tuple[LocalBlockHash, ...]
     parent: SequenceHash | None = None
     start_position: int | None = None
@@ -35,7 +43,7 @@ class Stored(msgspec.Struct, frozen=True, omit_defaults=True, tag="stored"):
 
 
 class Removed(msgspec.Struct, frozen=True, omit_defaults=True, tag="removed"):
-    sequence_hashes: tuple[SequenceHash, ...]
+    sequence_hashes: SequenceHashes
     tier: Tier = Tier.DEVICE
 
 
@@ -57,8 +65,19 @@ class KvEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     dp_rank: int = 0
 
 
+class KvDigest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one rank holds in one tier, in two numbers: see `kv_digest`."""
+
+    num_blocks: int
+    digest: int
+    dp_rank: int = 0
+    tier: Tier = Tier.DEVICE
+
+
 class KvEventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """The changes of one step of one instance."""
 
     events: tuple[KvEvent, ...]
     instance: InstanceId | None = None
+    digests: tuple[KvDigest, ...] = ()
+    """Now and then: what the ranks of these events hold after them, so that who follows can see that it is right."""

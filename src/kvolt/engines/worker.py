@@ -29,10 +29,11 @@ from kvolt.core.errors import (
     from_info,
 )
 from kvolt.core.ids import InstanceId, RequestId
+from kvolt.core.kv_recovery import KvAnswer, KvQuestion
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Request
 from kvolt.engines.contract import Engine, features_of
-from kvolt.engines.worker_control import ClearKv, WorkerAnswer, WorkerCommand, loras_of, perform
+from kvolt.engines.worker_control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
 from kvolt.engines.worker_kv import HISTORY_BYTES, KvJournal
 from kvolt.engines.worker_metrics import (
     CANCELLED,
@@ -365,11 +366,15 @@ class Worker:
         """Not registered: it must answer while the worker is cordoned, too."""
         endpoint = str(EndpointAddress(self._namespace, component, CONTROL))
         server = self._runtime.server
-        server.add(endpoint, InstanceId(""), server.generator(self._control, decoder(WorkerCommand)))
+        server.add(endpoint, InstanceId(""), server.generator(self._control, decoder(ControlRequest)))
 
-    async def _control(self, command: WorkerCommand) -> AsyncIterator[WorkerAnswer]:
+    async def _control(self, request: ControlRequest) -> AsyncIterator[WorkerAnswer | KvAnswer]:
+        if isinstance(request, KvQuestion):
+            for part in recall(self.journal, self.features, request):
+                yield part
+            return
         try:
-            answer = await perform(self._engine, self.features, command)
+            answer = await perform(self._engine, self.features, request)
         finally:  # also when who asked has gone meanwhile
             await self._tell_loras()
         yield answer

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
-from kvolt.core.errors import Unsupported
+from kvolt.core.errors import Unavailable, Unsupported
+from kvolt.core.kv_recovery import KvAnswer, KvQuestion
 from kvolt.engines.contract import Engine, KvEvents, Lora
+from kvolt.engines.worker_kv import KvJournal
 
 
 class ClearKv(msgspec.Struct, frozen=True, tag="clear_kv"):
@@ -26,6 +30,8 @@ class ListFeatures(msgspec.Struct, frozen=True, tag="list"):
 
 
 WorkerCommand = ClearKv | LoadLora | UnloadLora | ListFeatures
+ControlRequest = WorkerCommand | KvQuestion
+"""All that the control endpoint takes: what operators want done, and what routers want to know (`kv_recovery`)."""
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,6 +55,15 @@ async def perform(engine: Engine, features: tuple[str, ...], command: WorkerComm
         case ListFeatures():
             pass
     return WorkerAnswer(features, loras_of(engine, features), cleared)
+
+
+def recall(journal: KvJournal | None, features: tuple[str, ...], question: KvQuestion) -> Iterator[KvAnswer]:
+    """What a router is answered about our blocks."""
+    if "KvEvents" not in features:
+        raise Unsupported("this engine does not tell which blocks it holds", feature="kv_events")
+    if journal is None:
+        raise Unavailable("this worker is about to start", reason="starting")
+    return journal.answer(question)
 
 
 def loras_of(engine: Engine, features: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,21 +1,40 @@
 """KV events on their way out: numbered, published, and kept for a while for whoever missed some.
 
-Owns the numbers of one worker's events and the recent batches. Knows no engine and no router.
+Owns the numbers of one worker's events, the recent batches, and what a router is answered that asks for more. Knows
+no engine and no router.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
+from kvolt.core.errors import Unsupported
 from kvolt.core.ids import InstanceId
-from kvolt.core.kv_events import Cleared, KvChange, KvEvent, KvEventBatch, Removed, Stored
+from kvolt.core.kv_events import Cleared, KvChange, KvDigest, KvEvent, KvEventBatch, Removed, Stored
+from kvolt.core.kv_recovery import (
+    KvAnswer,
+    KvContents,
+    KvEventsSince,
+    KvQuestion,
+    KvReplay,
+    KvSnapshot,
+    KvSnapshotPart,
+    pack_hashes,
+    split_batches,
+)
+from kvolt.engines.worker_holdings import Holdings
+
+log = logging.getLogger(__name__)
 
 _encode = msgspec.msgpack.Encoder().encode
 
 HISTORY_BYTES = 4 * 1024 * 1024
+_DIGEST_EVERY = 16
+"""Batches of which one carries digests."""
 
 
 class KvJournal:
@@ -30,6 +49,7 @@ class KvJournal:
         instance: InstanceId,
         publish: Callable[[bytes], None],
         max_bytes: int = HISTORY_BYTES,
+        holdings: Holdings | None = None,
     ) -> None:
         self.epoch = epoch
         self.next_id = 0
@@ -39,6 +59,8 @@ class KvJournal:
         self._instance = instance
         self._publish = publish
         self._max_bytes = max_bytes
+        self._holdings = holdings or Holdings()
+        self._num_batches = 0
         self._recent: deque[tuple[int, bytes]] = deque()
         """Id of the first event of each batch, and the batch."""
 
@@ -49,7 +71,7 @@ class KvJournal:
         )
         self.next_id += len(events)
         self._count(changes)
-        payload = _encode(KvEventBatch(events, self._instance))
+        payload = _encode(KvEventBatch(events, self._instance, self._follow(changes, dp_rank)))
         self._publish(payload)
         self._recent.append((first, payload))
         self.num_bytes += len(payload)
@@ -65,6 +87,48 @@ class KvJournal:
         batches = list(self._recent)
         last = max(index for index, (first, _) in enumerate(batches) if first <= event_id)
         return [payload for _, payload in batches[last:]]
+
+    def answer(self, question: KvQuestion) -> Iterator[KvAnswer]:
+        """The parts of an answer, all of them as of now. Unsupported when what is held is not known any more."""
+        match question:
+            case KvEventsSince(epoch, event_id):
+                return self._replay(self.since(event_id) if epoch == self.epoch else None)
+            case KvContents():
+                return iter(self._snapshot())
+
+    def _replay(self, batches: list[bytes] | None) -> Iterator[KvReplay]:
+        """Its sizes are bounded by the history's."""
+        now = KvReplay(
+            self._instance, self.epoch, self.next_id, (), batches is None, self._holdings.digests()
+        )
+        return (msgspec.structs.replace(now, batches=group) for group in list(split_batches(batches or ())))
+
+    def _snapshot(self) -> list[KvAnswer]:
+        """Eight bytes a block: the holdings' bound is its own."""
+        holdings = self._holdings
+        if holdings.is_lost:
+            raise Unsupported(
+                "what this worker holds is not known: its engine told of more blocks than can be followed",
+                feature="kv_contents",
+            )
+        parts: list[KvAnswer] = [
+            KvSnapshot(self._instance, self.epoch, self.next_id, holdings.digests()),
+        ]
+        for dp_rank, tier, blocks in holdings.contents():
+            parts += (KvSnapshotPart(packed, dp_rank, tier) for packed in pack_hashes(blocks))
+        return parts
+
+    def _follow(self, changes: tuple[KvChange, ...], dp_rank: int) -> tuple[KvDigest, ...]:
+        """What is held now; the digests where it is their turn."""
+        was_lost = self._holdings.is_lost
+        self._holdings.apply(changes, dp_rank)
+        if self._holdings.is_lost and not was_lost:
+            log.error(
+                "the engine told of more blocks than can be followed: routers that start from now on learn only "
+                "what is stored from then on (does it tell what it removes?)"
+            )
+        self._num_batches += 1
+        return self._holdings.digests(dp_rank) if self._num_batches % _DIGEST_EVERY == 0 else ()
 
     def _count(self, changes: tuple[KvChange, ...]) -> None:
         for change in changes:

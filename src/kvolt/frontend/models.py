@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -22,7 +22,8 @@ from kvolt.frontend.openai_api.generation import sampling_defaults
 from kvolt.frontend.preprocess import CardProcessor, ParserNames, Processor
 from kvolt.journey.journey import Road
 from kvolt.router.adapters import Adapters
-from kvolt.router.port import RoundRobinRouter, Router
+from kvolt.router.policies import ROUTERS, NewRouter
+from kvolt.router.port import RouterContext
 from kvolt.runtime.address import INSTANCES, EndpointAddress, Instance, decode_instance
 from kvolt.runtime.client import EndpointClient, open_stream
 from kvolt.runtime.discovery import Delete, Put, Synced
@@ -100,7 +101,7 @@ class Models:
         runtime: Runtime,
         namespaces: str | Sequence[str],
         options: ModelOptions | None = None,
-        new_router: Callable[[EndpointClient], Router] = RoundRobinRouter,
+        new_router: NewRouter = ROUTERS["round-robin"],
     ) -> None:
         self._runtime = runtime
         self._new_router = new_router
@@ -125,6 +126,8 @@ class Models:
 
     async def close(self) -> None:
         await self._crew.close()
+        for model in self._every():
+            await model.road.router.close()
 
     async def settle(self, timeout_s: float) -> None:
         """Wait until what is registered already can be served, or give up quietly: the rest will come."""
@@ -268,7 +271,8 @@ class Models:
         processor = CardProcessor(
             card, ports.blocking, options.cache_bytes, options.parsers, ports.clock.wall
         )
-        road = Road(self._new_router(client), client, self._crew, options.max_attempts)
+        router = self._new_router(RouterContext(client, self._runtime, info.block_size))
+        road = Road(router, client, self._crew, options.max_attempts)
         defaults = sampling_defaults(card.defaults)
         return Model(card, processor, client, road, defaults, info.capacity, Adapters(client))
 
@@ -280,7 +284,9 @@ class Models:
         """Components before the newest whose workers are all gone."""
         for endpoint in list(generations)[:-1]:
             if not generations[endpoint].client.instances():
-                await generations.pop(endpoint).client.close()
+                old = generations.pop(endpoint)
+                await old.road.router.close()
+                await old.client.close()
                 self._coming.pop(endpoint, None)
 
     async def _wait_for_card(self, client: EndpointClient, info: EngineInfo) -> ModelCard | None:

@@ -1,7 +1,7 @@
 """A request's life after preprocessing: routed, opened, streamed, tried elsewhere, cancelled.
 
 Performs what `machine` decides. Knows neither HTTP nor text. What a worker says goes straight to the
-receiver; the journey hears only of the end, so a token costs it nothing.
+receiver; the journey hears only of the beginning and the end, so that a token between costs it nothing.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Journey:
         "_retry",
         "_road",
         "_started",
+        "_to_begin",
         "decision",
-        "on_item",
         "request",
         "sink",
         "steps",
@@ -111,15 +111,16 @@ class Journey:
         self._call: Call | None = None
         self._booked: Decision | None = None
         """What the router counts as under way for us."""
+        self._to_begin = False
+        """Whether it waits to hear of a first token."""
         self._retry: asyncio.Task[Any] | None = None
         self._held = False
         self.request = request
         self.decision: Decision | None = None
         """Where the last attempt went."""
-        # As the sink of a call: items pass us by.
+        # As the sink of a call: whole steps pass us by.
         self.sink = receiver
         self.steps = receiver.steps
-        self.on_item = receiver.on_item
 
     @property
     def num_attempts(self) -> int:
@@ -153,6 +154,14 @@ class Journey:
         self._held = False
         if self._call is not None and self._call.stream is not None:
             self._call.stream.release()
+
+    def on_item(self, delta: Any) -> None:
+        """A delta that is more than a token; the first of an answer always is."""
+        if self._to_begin:
+            self._to_begin = False
+            if self._booked is not None:
+                self._road.router.begun(self._booked)
+        self.sink.on_item(delta)
 
     def on_end(self, error: KvoltError | None) -> None:
         """The call is over, the journey perhaps not."""
@@ -205,6 +214,7 @@ class Journey:
         except KvoltError as error:
             return Failed(error)
         self._booked = decision
+        self._to_begin = True
         if self._machine.state is State.DONE:  # cancelled meanwhile
             self._free()
         failure = self._machine.failure

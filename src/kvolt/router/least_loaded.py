@@ -1,4 +1,4 @@
-"""Least-loaded routing: who has the fewest requests under way, as far as this process has sent them.
+"""Routing by what is under way, as far as this process has sent it: the least loaded, the less loaded of two, or any.
 
 Counts its own decisions that are not over, and nothing that workers tell: what was sent a moment ago counts at once,
 where a report would come too late. Other processes that send to the same workers are not seen.
@@ -6,10 +6,13 @@ where a report would come too late. Other processes that send to the same worker
 
 from __future__ import annotations
 
+import random
+
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
 from kvolt.router.eligible import Eligible
 from kvolt.router.port import Decision
+from kvolt.runtime.address import Instance
 from kvolt.runtime.client import EndpointClient
 
 
@@ -28,16 +31,48 @@ class LeastLoadedRouter:
         return dict(self._under_way)
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        left = self._eligible.of(request, excluded)
+        chosen = self._choose(self._eligible.of(request, excluded))
+        self._under_way[chosen.id] = self._count(chosen) + 1
+        return Decision(chosen)
+
+    def _choose(self, left: list[Instance]) -> Instance:
         self._turn += 1
         start = self._turn % len(left)
-        count = self._under_way.get
-        chosen = min(left[start:] + left[:start], key=lambda instance: count(instance.id, 0))
-        self._under_way[chosen.id] = count(chosen.id, 0) + 1
-        return Decision(chosen)
+        return min(left[start:] + left[:start], key=self._count)
+
+    def _count(self, instance: Instance) -> int:
+        return self._under_way.get(instance.id, 0)
+
+    def begun(self, decision: Decision) -> None:
+        """A request counts the same before and after."""
 
     def free(self, decision: Decision) -> None:
         instance_id = decision.instance.id
         number = self._under_way.pop(instance_id, 0) - 1
         if number > 0:
             self._under_way[instance_id] = number
+
+    async def close(self) -> None:
+        """It has nothing of its own."""
+
+
+class PowerOfTwoRouter(LeastLoadedRouter):
+    """The less loaded of two that are drawn: several routers that do not know each other choose different ones."""
+
+    def __init__(self, client: EndpointClient, rng: random.Random, role: Role = Role.AGGREGATED) -> None:
+        super().__init__(client, role)
+        self._rng = rng
+
+    def _choose(self, left: list[Instance]) -> Instance:
+        return min(self._rng.sample(left, min(2, len(left))), key=self._count)
+
+
+class RandomRouter(LeastLoadedRouter):
+    """Any of them."""
+
+    def __init__(self, client: EndpointClient, rng: random.Random, role: Role = Role.AGGREGATED) -> None:
+        super().__init__(client, role)
+        self._rng = rng
+
+    def _choose(self, left: list[Instance]) -> Instance:
+        return self._rng.choice(left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -11,6 +12,7 @@ from kvolt.core.request import KvSource, Request, Role
 from kvolt.router.eligible import Eligible
 from kvolt.runtime.address import Instance
 from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.runtime import Runtime
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -20,6 +22,18 @@ class Decision(msgspec.Struct, frozen=True):
     overlap_blocks: int = 0
     predicted_ms: float | None = None
     kv_sources: tuple[KvSource, ...] = ()
+    booking: int = 0
+    """For the router that made it: what it counts as under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterContext:
+    """What a router may need: the workers it chooses from, and the process that it lives in."""
+
+    client: EndpointClient
+    runtime: Runtime
+    block_size: int
+    """Of the hashes that requests come with."""
 
 
 class Router(Protocol):
@@ -33,11 +47,19 @@ class Router(Protocol):
         """
         ...
 
+    def begun(self, decision: Decision) -> None:
+        """The first token of the answer has come. At most once for each, and before `free`. Must not raise."""
+        ...
+
     def free(self, decision: Decision) -> None:
         """What came of this decision is over: answered, failed, cancelled or never begun. Once for each.
 
         Must not raise.
         """
+        ...
+
+    async def close(self) -> None:
+        """It is asked no more."""
         ...
 
 
@@ -57,5 +79,11 @@ class RoundRobinRouter:
         self._turn += 1
         return Decision(left[self._turn % len(left)])
 
+    def begun(self, decision: Decision) -> None:
+        """Who is busy does not matter here."""
+
     def free(self, decision: Decision) -> None:
-        """Nothing was booked: who is busy does not matter here."""
+        """Nothing was booked."""
+
+    async def close(self) -> None:
+        """It has nothing of its own."""

@@ -245,8 +245,14 @@ class RemoteRouter:
             left_out = left_out | self._unusable() | {answer.instance or InstanceId("")}
         return await self._local.route(request, excluded)
 
+    def begun(self, decision: Decision) -> None:
+        """Nothing is booked."""
+
     def free(self, decision: Decision) -> None:
         """Nothing is booked."""
+
+    async def close(self) -> None:
+        """The way to who is asked is shared."""
 
     def _find(self, instance_id: InstanceId | None) -> Instance | None:
         return next((found for found in self._client.candidates() if found.id == instance_id), None)

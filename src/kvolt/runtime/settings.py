@@ -149,10 +149,11 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         ),
     ] = 1
     router: Annotated[
-        Literal["round-robin", "least-loaded"],
+        Literal["round-robin", "least-loaded", "power-of-two", "random", "latency", "classic"],
         Meta(
-            description="Who gets a request: each worker in turn, or the one with the fewest of this process's "
-            "requests under way."
+            description="Who gets a request: each worker in turn; the one with the fewest of this process's "
+            "requests under way, of all or of two that are drawn; any; or by the KV that workers hold, where it adds "
+            "the fewest seconds (latency) or blocks, as Dynamo counts them (classic)."
         ),
     ] = "round-robin"
     max_body_bytes: Annotated[Bytes, Meta(description="Largest request body.")] = 16 * MIB

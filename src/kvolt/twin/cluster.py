@@ -21,6 +21,7 @@ from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.worker import Worker
 from kvolt.journey.journey import Road
 from kvolt.router.policies import ROUTERS
+from kvolt.router.port import Router, RouterContext
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.clock import new_id
@@ -74,6 +75,7 @@ class TwinCluster:
         self._runtimes: list[Runtime] = []
         self._workers: list[Worker] = []
         self._crew = Crew("twin")
+        self._router: Router | None = None
         self.engines: list[SimEngine] = []
 
     @classmethod
@@ -99,9 +101,13 @@ class TwinCluster:
         return self._road(client)
 
     def _road(self, client: EndpointClient) -> Road:
-        return Road(ROUTERS[self._settings.router](client), client, self._crew)
+        context = RouterContext(client, self._runtimes[-1], self._settings.engine.block_size)
+        self._router = ROUTERS[self._settings.router](context)
+        return Road(self._router, client, self._crew)
 
     async def close(self) -> None:
+        if self._router is not None:
+            await self._router.close()
         for runtime in reversed(self._runtimes):
             await runtime.close()
         for worker in self._workers:

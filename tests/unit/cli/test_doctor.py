@@ -16,6 +16,7 @@ import pytest
 from kvolt.cli import doctor
 from kvolt.cli.doctor import GIB, Finding
 from kvolt.cli.main import main
+from kvolt.router.index import IS_NATIVE
 from kvolt.runtime.config import Override, load
 
 
@@ -78,6 +79,15 @@ def test_the_native_engine_is_looked_at_where_it_is_used() -> None:
     names = {finding.name for finding in doctor.examine(of_sim)}
     assert "torch" not in names
     assert "torch" in {finding.name for finding in doctor.examine(settings)}
+
+
+def test_which_index_a_router_would_use() -> None:
+    assert doctor.index_finding(is_native=True) == Finding("router index", "ok", "native")
+    slow = doctor.index_finding(is_native=False)
+    assert (slow.state, slow.found, slow.blocks) == ("warn", "in Python", False)
+    assert "install kvolt again" in slow.remedy
+    settings = load(environ={}, cwd=Path("/"), overrides=[]).settings
+    assert doctor.index_finding(IS_NATIVE) in doctor.examine(settings)
 
 
 def test_no_compiler_is_slow_on_a_cpu_only() -> None:

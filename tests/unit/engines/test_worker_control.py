@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from tests.unit.engines.adapter_lab import BROKEN, WithAdapters
 from tests.unit.engines.lab import (
@@ -20,8 +22,21 @@ from tests.unit.engines.lab import (
 )
 
 from kvolt.core.card import EngineInfo
+from kvolt.core.delta import StepOutput
 from kvolt.core.endpoints import CONTROL
 from kvolt.core.errors import InvalidRequest, NotFound, Unavailable, Unsupported
+from kvolt.core.ids import LocalBlockHash, SequenceHash
+from kvolt.core.kv_digest import digest_of
+from kvolt.core.kv_events import KvDigest, Stored
+from kvolt.core.kv_recovery import (
+    HASHES_DTYPE,
+    KvAnswer,
+    KvContents,
+    KvEventsSince,
+    KvReplay,
+    KvSnapshot,
+    KvSnapshotPart,
+)
 from kvolt.engines.worker_control import ClearKv, ListFeatures, LoadLora, UnloadLora, WorkerAnswer
 from kvolt.frontend.clear_kv import clear_kv_blocks
 from kvolt.runtime.address import EndpointAddress, InstanceState
@@ -228,5 +243,56 @@ def test_a_frontend_whose_workers_cannot_says_so() -> None:
                 await clear_kv_blocks(edge.runtime, edge.models)
             with pytest.raises(Unsupported):
                 await edge.runtime.command("clear_kv_blocks", b"")  # nobody was put in charge here
+
+    run_virtual(scenario)
+
+
+async def recall(caller: Runtime, running: RunningWorker, question: Any) -> list[KvAnswer]:
+    endpoint = EndpointAddress(NAMESPACE, running.endpoint.component, CONTROL)
+    address = running.runtime.plane.address
+    assert address is not None
+    read = msgspec.msgpack.Decoder(KvAnswer).decode
+    async with await open_stream(
+        caller.plane, Destination(address, str(endpoint)), question, LIMITS, read
+    ) as stream:
+        return [part async for part in stream]
+
+
+def test_a_router_is_told_what_it_missed() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", engine := Capable())
+            caller = await lab.runtime("caller")
+            hashes = tuple(range(100_000))
+            change = Stored(tuple(map(SequenceHash, hashes)), tuple(map(LocalBlockHash, hashes)))
+            engine.put(StepOutput(kv_changes=(change,)))
+            await asyncio.sleep(0.1)
+            journal, instance = running.worker.journal, running.worker._instance
+            assert journal is not None
+            [replay] = await recall(caller, running, KvEventsSince(journal.epoch, 0))
+            assert isinstance(replay, KvReplay)
+            assert (replay.instance, replay.epoch, replay.next_id) == (instance, journal.epoch, 1)
+            assert len(replay.batches) == 1
+            await running.runtime.cordon()
+            head, *parts = await recall(caller, running, KvContents())
+            digests = (KvDigest(len(hashes), digest_of(hashes)),)
+            assert head == KvSnapshot(instance, journal.epoch, 1, digests)
+            packed = b"".join(part.hashes for part in parts if isinstance(part, KvSnapshotPart))
+            assert sorted(np.frombuffer(packed, HASHES_DTYPE).tolist()) == list(hashes)
+            running.worker.journal = None
+            with pytest.raises(Unavailable, match="about to start"):
+                await recall(caller, running, KvContents())
+
+    run_virtual(scenario)
+
+
+def test_an_engine_that_tells_nothing_has_no_answer() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", ScriptedEngine())
+            caller = await lab.runtime("caller")
+            for question in (KvContents(), KvEventsSince(1, 0)):
+                with pytest.raises(Unsupported, match="which blocks"):
+                    await recall(caller, running, question)
 
     run_virtual(scenario)

@@ -5,14 +5,29 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+import numpy as np
 import pytest
 from tests.unit.engines.lab import Lab, ScriptedEngine
 
 from kvolt.core.delta import StepOutput
 from kvolt.core.endpoints import KV_TOPIC
+from kvolt.core.errors import Unsupported
 from kvolt.core.ids import InstanceId, LocalBlockHash, SequenceHash
-from kvolt.core.kv_events import Cleared, KvChange, KvEventBatch, Removed, Stored
+from kvolt.core.kv_digest import digest_of
+from kvolt.core.kv_events import Cleared, KvChange, KvDigest, KvEventBatch, Removed, Stored
+from kvolt.core.kv_recovery import (
+    HASHES_DTYPE,
+    PART_BYTES,
+    KvAnswer,
+    KvContents,
+    KvEventsSince,
+    KvQuestion,
+    KvReplay,
+    KvSnapshot,
+    KvSnapshotPart,
+)
 from kvolt.core.load import WorkerLoad
+from kvolt.engines.worker_holdings import Holdings
 from kvolt.engines.worker_kv import KvJournal
 from kvolt.testing import run_virtual
 
@@ -110,3 +125,93 @@ def test_a_worker_publishes_what_its_engine_tells() -> None:
 def test_a_batch_of_an_older_worker_can_be_read(batch: KvEventBatch) -> None:
     assert decode(msgspec.msgpack.encode({"events": []})) == KvEventBatch(())
     assert decode(msgspec.msgpack.encode(batch)) == batch
+
+
+# --- what a router is answered
+
+
+def answers(made: KvJournal, question: KvQuestion) -> list[KvAnswer]:
+    """As they arrive."""
+    read = msgspec.msgpack.Decoder(KvAnswer).decode
+    return [read(msgspec.msgpack.encode(part)) for part in made.answer(question)]
+
+
+def test_events_are_told_again() -> None:
+    made, published = journal()
+    for step in range(5):
+        made.record((stored(2 * step), stored(2 * step + 1)))
+    [replay] = answers(made, KvEventsSince(7, 5))
+    assert isinstance(replay, KvReplay)
+    assert (replay.instance, replay.epoch, replay.next_id, replay.is_gone) == ("i", 7, 10, False)
+    assert [decode(payload) for payload in replay.batches] == published[2:]
+    assert replay.digests == (KvDigest(10, digest_of(range(10))),)
+    [nothing] = answers(made, KvEventsSince(7, 10))
+    assert nothing == KvReplay(InstanceId("i"), 7, 10, digests=replay.digests)
+
+
+@pytest.mark.parametrize(("epoch", "event_id"), [(6, 99), (6, 0), (7, 0)])
+def test_events_that_are_gone_are_said_to_be(epoch: int, event_id: int) -> None:
+    made, _ = journal(max_bytes=300)
+    for step in range(100):
+        made.record((stored(step),))
+    [replay] = answers(made, KvEventsSince(epoch, event_id))
+    assert isinstance(replay, KvReplay)
+    assert (replay.is_gone, replay.epoch, replay.batches, replay.next_id) == (True, 7, (), 100)
+
+
+def test_a_long_replay_comes_in_parts() -> None:
+    made, published = journal(max_bytes=10_000_000)
+    for step in range(12):
+        made.record((stored(*range(step * 10_000, step * 10_000 + 10_000)),))
+    parts = answers(made, KvEventsSince(7, 0))
+    assert len(parts) > 1
+    assert all(isinstance(part, KvReplay) and part.next_id == 12 for part in parts)
+    batches = [payload for part in parts if isinstance(part, KvReplay) for payload in part.batches]
+    assert [decode(payload) for payload in batches] == published
+
+
+def test_all_that_is_held_comes_in_parts_with_its_digests() -> None:
+    made, _ = journal(max_bytes=0)
+    made.record((stored(*range(100_000)), removed(*range(50))))
+    made.record((stored(1, 2),), dp_rank=1)
+    parts = made.answer(KvContents())
+    made.record((stored(3),), dp_rank=1)  # after it was asked: none of it may show
+    head, *rest = [msgspec.msgpack.decode(msgspec.msgpack.encode(part), type=KvAnswer) for part in parts]
+    assert isinstance(head, KvSnapshot)
+    assert (head.instance, head.epoch, head.next_id) == ("i", 7, 3)
+    held: dict[int, set[int]] = {}
+    for part in rest:
+        assert isinstance(part, KvSnapshotPart)
+        assert len(part.hashes) <= PART_BYTES
+        held.setdefault(part.dp_rank, set()).update(np.frombuffer(part.hashes, HASHES_DTYPE).tolist())
+    assert held == {0: set(range(50, 100_000)), 1: {1, 2}}
+    assert head.digests == tuple(
+        KvDigest(len(blocks), digest_of(blocks), dp_rank) for dp_rank, blocks in held.items()
+    )
+
+
+def test_now_and_then_a_batch_says_what_is_held() -> None:
+    made, published = journal()
+    for step in range(64):
+        made.record((stored(step),), dp_rank=step % 2)
+    carrying = [batch for batch in published if batch.digests]
+    assert len(carrying) == 4
+    for batch in carrying:
+        [event] = batch.events
+        held = range(event.dp_rank, event.event_id + 1, 2)
+        assert batch.digests == (KvDigest(len(held), digest_of(held), event.dp_rank),)
+
+
+def test_a_worker_that_lost_count_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    published: list[bytes] = []
+    made = KvJournal(7, InstanceId("i"), published.append, holdings=Holdings(max_blocks=20))
+    for step in range(100):
+        made.record((stored(step),))
+    with pytest.raises(Unsupported, match="not known"):
+        made.answer(KvContents())
+    [replay] = answers(made, KvEventsSince(7, 98))
+    assert isinstance(replay, KvReplay)
+    assert len(replay.batches) == 2, "events go on"
+    assert not replay.digests
+    assert [record.message for record in caplog.records if "more blocks" in record.message] != []
+    assert len(caplog.records) == 1

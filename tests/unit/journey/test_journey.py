@@ -67,6 +67,10 @@ class Fixed:
             raise decision
         return decision
 
+    async def close(self) -> None: ...
+
+    def begun(self, decision: Decision) -> None: ...
+
     def free(self, decision: Decision) -> None: ...
 
 
@@ -77,12 +81,21 @@ class Booking:
         self._router = router
         self.num_booked = 0
         self.open: list[Decision] = []
+        self.begun_once: list[Decision] = []
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         decision = await self._router.route(request, excluded)
         self.num_booked += 1
         self.open.append(decision)
         return decision
+
+    async def close(self) -> None:
+        await self._router.close()
+
+    def begun(self, decision: Decision) -> None:
+        assert any(each is decision for each in self.open), "it is over, or never was"
+        assert not any(each is decision for each in self.begun_once)
+        self.begun_once.append(decision)
 
     def free(self, decision: Decision) -> None:
         self.open.remove(decision)  # a second time raises
@@ -591,6 +604,10 @@ class Dozing:
             raise self._fault
         await asyncio.sleep(10_000)
         raise AssertionError
+
+    async def close(self) -> None: ...
+
+    def begun(self, decision: Decision) -> None: ...
 
     def free(self, decision: Decision) -> None: ...
 

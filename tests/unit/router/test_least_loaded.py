@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from msgspec.structs import replace
 from tests.unit.engines.lab import Lab, RunningWorker, make_request, until
@@ -9,9 +11,9 @@ from tests.unit.engines.lab import Lab, RunningWorker, make_request, until
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Role, RoutingHints
-from kvolt.router.least_loaded import LeastLoadedRouter
-from kvolt.router.policies import ROUTERS
-from kvolt.router.port import RoundRobinRouter
+from kvolt.router.least_loaded import LeastLoadedRouter, PowerOfTwoRouter, RandomRouter
+from kvolt.router.policies import ROUTERS, NewRouter
+from kvolt.router.port import RouterContext
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.settings import FrontendSettings, leaves
 from kvolt.testing import run_virtual
@@ -96,16 +98,46 @@ def test_who_is_gone_is_not_chosen_and_leaves_no_count() -> None:
     run_virtual(scenario)
 
 
+def test_of_two_that_are_drawn_the_less_loaded_is_taken() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            _, client, _ = await three(lab)
+            router = PowerOfTwoRouter(client, random.Random(1))
+            sent = [await router.route(make_request()) for _ in range(30)]
+            numbers = router.num_under_way
+            assert sum(numbers.values()) == 30
+            assert max(numbers.values()) - min(numbers.values()) <= 3, "by chance alone it would be more"
+            for decision in sent:
+                router.free(decision)
+            assert router.num_under_way == {}
+
+    run_virtual(scenario)
+
+
+def test_random_takes_any() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            _, client, ids = await three(lab)
+            router = RandomRouter(client, random.Random(1))
+            taken = [(await router.route(make_request())).instance.id for _ in range(30)]
+            assert sorted(set(taken)) == ids
+            assert taken[:6] != taken[6:12]
+
+    run_virtual(scenario)
+
+
 @pytest.mark.parametrize("new_router", ROUTERS.values())
-def test_nobody_there_is_unavailable(new_router: type[LeastLoadedRouter] | type[RoundRobinRouter]) -> None:
+def test_nobody_there_is_unavailable(new_router: NewRouter) -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0")
             client = await lab.client(running)
             await running.runtime.close()
             await until(lambda: not client.instances())
+            router = new_router(RouterContext(client, await lab.runtime("f1"), 16))
             with pytest.raises(Unavailable) as caught:
-                await new_router(client).route(make_request())
+                await router.route(make_request())
+            await router.close()
             assert caught.value.retryable
             assert caught.value.fields["reason"] == "no_instances"
 

@@ -219,6 +219,10 @@ class FullRouter:
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         raise Overloaded("100 requests wait", queue="router", limit=100)
 
+    async def close(self) -> None: ...
+
+    def begun(self, decision: Decision) -> None: ...
+
     def free(self, decision: Decision) -> None: ...
 
 

@@ -1,0 +1,91 @@
+"""Compiles the router's native index while kvolt is installed (ADR 9). Without a C compiler kvolt installs without it.
+
+An editable install gets the module beside its source, a wheel carries it and is then one for this Python and platform.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCE = Path("src", "kvolt", "router", "_index_native.c")
+MODULE = "kvolt/router/_index_native"
+FLAGS = ("-std=c11", "-O3", "-g0", "-fPIC", "-fvisibility=hidden")
+SECONDS = 300
+
+
+class NativeIndexHook(BuildHookInterface):  # type: ignore[type-arg]
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        source = Path(self.root) / SOURCE
+        name = f"_index_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+        if version == "editable":
+            self._build(source, source.with_name(name))
+            return
+        self._folder = tempfile.mkdtemp(prefix="kvolt-build-")
+        built = Path(self._folder) / name
+        if self._build(source, built):
+            build_data["force_include"][str(built)] = f"{Path(MODULE).parent.as_posix()}/{name}"
+            build_data["pure_python"] = False
+            build_data["infer_tag"] = True
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if version != "editable":
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _build(self, source: Path, target: Path) -> bool:
+        problem = compile_module(source, target)
+        if problem:
+            target.unlink(missing_ok=True)  # one of an older source would be worse than none
+            self.app.display_warning(f"kvolt: the router's index will run in Python: {problem}")
+        return not problem
+
+
+def compile_module(source: Path, target: Path) -> str:
+    """Why there is none, or an empty string."""
+    compiler = find_compiler()
+    if compiler is None:
+        return "no C compiler was found"
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    half = target.with_name(f".{target.name}.{os.getpid()}")  # whoever imports meanwhile sees all or nothing
+    command = [
+        *compiler,
+        *FLAGS,
+        *(("-bundle", "-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-shared",)),
+        *(f"-I{folder}" for folder in dict.fromkeys((_path("include"), _path("platinclude")))),
+        f'-DKVOLT_SOURCE_DIGEST="{digest}"',
+        *(str(source), "-o", str(half)),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        if done.returncode:
+            return f"{compiler[0]} failed: {done.stderr.strip()[-500:]}"
+        os.replace(half, target)
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    finally:
+        half.unlink(missing_ok=True)
+    return ""
+
+
+def find_compiler() -> list[str] | None:
+    """CC of the environment as it is; else the one that Python was built with, if it is here, or a usual one."""
+    named = os.environ.get("CC")
+    if named is not None:
+        return shlex.split(named) or None
+    built_with = shlex.split(sysconfig.get_config_var("CC") or "")[:1]
+    found = next(filter(None, map(shutil.which, (*built_with, "cc", "gcc", "clang"))), None)
+    return None if found is None else [found]
+
+
+def _path(name: str) -> str:
+    return sysconfig.get_paths()[name]

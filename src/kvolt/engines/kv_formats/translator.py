@@ -1,0 +1,304 @@
+"""Translator: an engine's KV events as ours: its own names of blocks become SequenceHashes, by their tokens.
+
+An engine names a block by a hash of its own, which nobody else can compute; with the block it tells the tokens and the
+name of the block before. So a map from its names to ours is kept for the blocks that it holds. What cannot be named
+(an unknown parent, keys that we do not know, layers that keep no whole prefix) is left out and counted: a block that
+a router does not know costs a cache hit, a block that is not there costs a wrong decision.
+
+Engines tell a block as often as they hold copies of it; here it is told once, and gone with the last copy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvolt.core.errors import InvalidRequest
+from kvolt.core.hashing import check_block_size, local_hashes, request_seed, sequence_hashes
+from kvolt.core.ids import LocalBlockHash, SequenceHash
+from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
+from kvolt.engines.kv_formats.schema import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Engine,
+    EngineHash,
+    decode_batch,
+)
+
+SALT_TAG = "kvolt-salt:"
+"""Put before a tenant's salt by who hands a request to vLLM: among its extra keys a salt is a string like others."""
+
+MAX_BYTES = 256 * 1024 * 1024
+NAME_BYTES = 512
+"""What one block's names take, rounded up; a test holds it against tracemalloc."""
+
+_TIERS = {
+    "GPU": Tier.DEVICE,
+    "CPU": Tier.HOST,
+    "CPU_PINNED": Tier.HOST,
+    "CPU_TIER1": Tier.HOST,
+    "CPU_TIER2": Tier.HOST,
+    "DISK": Tier.DISK,
+    "STORAGE": Tier.DISK,
+    "EXTERNAL": Tier.OBJECT,
+}
+_WHOLE_PREFIX = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+"""Kinds of layers for which a block counts only with all before it. Others keep a window, or a state."""
+_MEDIA_ID = re.compile(r"[0-9a-f]{64}")
+
+
+class Translated(NamedTuple):
+    changes: tuple[KvChange, ...]
+    dp_rank: int | None
+
+
+@dataclass(slots=True)
+class _Name:
+    """One block in our words. The seed goes on to the blocks below: an engine tells a salt with the first only."""
+
+    sequence: SequenceHash
+    local: LocalBlockHash
+    seed: int
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """Of one Stored event the blocks that can be named, and the block before them."""
+
+    names: list[_Name] = field(default_factory=list)
+    parent: SequenceHash | None = None
+
+
+class Translator:
+    """Of one engine and one of its ranks. `translate` each batch, in order."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        block_size: int,
+        lora_name: Callable[[int | str], str | None] = lambda lora_id: None,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """`lora_name` gives the name of an adapter that an event has only the number of."""
+        self._engine = engine
+        self._block_size = check_block_size(block_size)
+        self._lora_name = lora_name
+        self._max_names = max(max_bytes // NAME_BYTES, 1)
+        self._names: dict[EngineHash, _Name] = {}
+        """In order of use."""
+        self._copies: dict[Tier, dict[EngineHash, int]] = {}
+        self._group: int | None = None
+        """Whose blocks are followed, where the engine tells several groups of layers."""
+        self._is_group_known = False
+        self.skipped: Counter[str] = Counter()
+        """Blocks (or events) that were left out, by reason."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._names) * NAME_BYTES
+
+    def translate(self, payload: bytes) -> Translated:
+        """msgspec.MsgspecError when it is no batch of the engine's."""
+        batch = decode_batch(payload, self._engine)
+        if batch.num_unreadable:
+            self.skipped["unreadable"] += batch.num_unreadable
+        changes: list[KvChange] = []
+        for event in batch.events:
+            match event:
+                case BlockStored():
+                    changes += self._stored(event)
+                case BlockRemoved():
+                    changes += self._removed(event)
+                case AllBlocksCleared():
+                    self._names.clear()
+                    self._copies.clear()
+                    changes.append(Cleared())
+        return Translated(tuple(changes), batch.dp_rank)
+
+    # --- stored
+
+    def _stored(self, event: BlockStored) -> list[KvChange]:
+        tier = self._tier_of(event.medium)
+        num_blocks = len(event.block_hashes)
+        if tier is None:
+            return self._skip("medium", num_blocks)
+        if not self._is_followed(event.group_idx, event.kv_cache_spec_kind):
+            return self._skip("group", num_blocks)
+        if event.block_size not in (0, self._block_size):
+            return self._skip("block_size", num_blocks)
+        blocks = self._named(event) if event.token_ids else self._known(event)
+        copies = self._copies.setdefault(tier, {})
+        are_new: list[bool] = []
+        for engine_hash, name in zip(event.block_hashes, blocks.names, strict=False):
+            # Taken out and put back: the dict's order is then least recently used first.
+            self._names[engine_hash] = self._names.pop(engine_hash, name)
+            copies[engine_hash] = copies.get(engine_hash, 0) + 1
+            are_new.append(copies[engine_hash] == 1)
+        return [*_stored_runs(blocks, are_new, tier), *self._forget_oldest()]
+
+    def _named(self, event: BlockStored) -> _Blocks:
+        """By the tokens, as far as all that makes a block is known."""
+        num_blocks = len(event.block_hashes)
+        if len(event.token_ids) != num_blocks * self._block_size:
+            self._skip("tokens", num_blocks)
+            return _Blocks()
+        parent = None
+        if event.parent_block_hash is not None:
+            parent = self._names.get(event.parent_block_hash)
+            if parent is None:
+                self._skip("unknown_parent", num_blocks)
+                return _Blocks()
+        keys = [self._read_keys(event, index) for index in range(num_blocks)]
+        num_known = next((index for index, each in enumerate(keys) if each is None), num_blocks)
+        salt = event.cache_salt or next((each.salt for each in keys[:num_known] if each and each.salt), None)
+        try:
+            seed = parent.seed if parent is not None else self._first_seed(event, salt)
+            media = [each.media for each in keys[:num_known] if each is not None]
+            tokens = event.token_ids[: num_known * self._block_size]
+            local = local_hashes(tokens, self._block_size, seed, media if any(media) else None)
+        except InvalidRequest:
+            self._skip("tokens", num_blocks)
+            return _Blocks()
+        except LookupError:
+            self._skip("unknown_lora", num_blocks)
+            return _Blocks()
+        if num_known < num_blocks:
+            self._skip("foreign_keys", num_blocks - num_known)
+        above = parent.sequence if parent is not None else None
+        sequence = sequence_hashes(local, above)
+        return _Blocks([_Name(*each, seed) for each in zip(sequence, local, strict=True)], above)
+
+    def _known(self, event: BlockStored) -> _Blocks:
+        """Blocks without tokens are copies of some that are known, as far as they are."""
+        names: list[_Name] = []
+        for engine_hash in event.block_hashes:
+            name = self._names.get(engine_hash)
+            if name is None:
+                break
+            names.append(name)
+        if len(names) < len(event.block_hashes):
+            self._skip("unknown_block", len(event.block_hashes) - len(names))
+        parent = self._names.get(event.parent_block_hash) if event.parent_block_hash is not None else None
+        return _Blocks(names, parent.sequence if parent is not None else None)
+
+    def _first_seed(self, event: BlockStored, salt: str | None) -> int:
+        """Of a sequence's first block. LookupError for an adapter without a name."""
+        lora = event.lora_name
+        if not lora and event.lora_id is not None:
+            lora = self._lora_name(event.lora_id)
+            if lora is None:
+                raise LookupError(event.lora_id)
+        return request_seed(lora, salt.removeprefix(SALT_TAG) if salt else None)
+
+    def _read_keys(self, event: BlockStored, index: int) -> _Keys | None:
+        """What else a block is made of; None when there is something that we do not know."""
+        all_keys = event.extra_keys or ()
+        found = all_keys[index] if index < len(all_keys) else None
+        media: list[int] = []
+        salt: str | None = None
+        for key in found or ():
+            text = _text_of(key)
+            if text is None:
+                return None
+            if text.startswith(SALT_TAG):
+                salt = text
+            elif _MEDIA_ID.fullmatch(text):
+                media.append(int(text[:16], 16))
+            elif text != event.lora_name:
+                return None
+        return _Keys(media, salt)
+
+    # --- removed
+
+    def _removed(self, event: BlockRemoved) -> list[KvChange]:
+        tier = self._tier_of(event.medium)
+        num_blocks = len(event.block_hashes)
+        if tier is None:
+            return self._skip("medium", num_blocks)
+        if self._is_group_known and event.group_idx not in (None, self._group):
+            return self._skip("group", num_blocks)
+        copies = self._copies.get(tier, {})
+        gone: list[SequenceHash] = []
+        for engine_hash in event.block_hashes:
+            num_copies = copies.get(engine_hash, 0)
+            if num_copies == 0:
+                self._skip("unknown_block", 1)
+            elif num_copies > 1:
+                copies[engine_hash] = num_copies - 1
+            else:
+                del copies[engine_hash]
+                gone.append(self._names[engine_hash].sequence)
+                self._drop_if_unheld(engine_hash)
+        return [Removed(tuple(gone), tier)] if gone else []
+
+    def _drop_if_unheld(self, engine_hash: EngineHash) -> None:
+        if not any(engine_hash in copies for copies in self._copies.values()):
+            del self._names[engine_hash]
+
+    def _forget_oldest(self) -> list[KvChange]:
+        """What there is no room for is told as removed: its real end could not be told any more."""
+        changes: list[KvChange] = []
+        while len(self._names) > self._max_names:
+            engine_hash, name = next(iter(self._names.items()))
+            del self._names[engine_hash]
+            self.skipped["no_room"] += 1
+            for tier, copies in self._copies.items():
+                if copies.pop(engine_hash, None) is not None:
+                    changes.append(Removed((name.sequence,), tier))
+        return changes
+
+    # ---
+
+    def _tier_of(self, medium: str | None) -> Tier | None:
+        return Tier.DEVICE if medium is None else _TIERS.get(medium)
+
+    def _is_followed(self, group: int | None, kind: str | None) -> bool:
+        """The first group whose layers need the whole prefix speaks for all of them."""
+        if kind is not None and kind not in _WHOLE_PREFIX:
+            return False
+        if not self._is_group_known:
+            self._group, self._is_group_known = group, True
+        return group == self._group
+
+    def _skip(self, reason: str, number: int) -> list[KvChange]:
+        self.skipped[reason] += number
+        return []
+
+
+class _Keys(NamedTuple):
+    media: list[int]
+    salt: str | None
+
+
+def _text_of(key: Any) -> str | None:
+    """A key as text; media come with where they begin, which the tokens say already."""
+    if isinstance(key, list | tuple) and key:
+        key = key[0]
+    return key if isinstance(key, str) else None
+
+
+def _stored_runs(blocks: _Blocks, are_new: Sequence[bool], tier: Tier) -> list[KvChange]:
+    """The new ones, each run below the block before it."""
+    changes: list[KvChange] = []
+    run: list[_Name] = []
+    parent = above = blocks.parent
+    for name, is_new in zip(blocks.names, are_new, strict=True):
+        if is_new:
+            if not run:
+                parent = above
+            run.append(name)
+        elif run:
+            changes.append(_stored_run(run, parent, tier))
+            run = []
+        above = name.sequence
+    if run:
+        changes.append(_stored_run(run, parent, tier))
+    return changes
+
+
+def _stored_run(run: Sequence[_Name], parent: SequenceHash | None, tier: Tier) -> Stored:
+    return Stored(tuple(name.sequence for name in run), tuple(name.local for name in run), parent, tier=tier)

@@ -1,0 +1,161 @@
+"""Roster: the workers of one endpoint as rows of a LoadBook, with what each said of itself when it registered.
+
+Read off once per change of the instances, not once per request. Owns which instance is which row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from kvolt.core.card import EngineInfo
+from kvolt.core.ids import InstanceId
+from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel
+from kvolt.core.load import StepStats
+from kvolt.router.load import Floats, LoadBook, Rows
+from kvolt.runtime.address import Instance
+from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.wire import MALFORMED
+
+log = logging.getLogger(__name__)
+
+_decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
+
+_GUESSED_TOKEN_S = 50e-6
+"""What a prompt token takes where the worker did not say: about that of an 8B model on a large GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker."""
+
+    row: int
+    info: EngineInfo | None
+
+
+class Roster:
+    """Of one endpoint, for as long as its client lives."""
+
+    def __init__(self, client: EndpointClient, book: LoadBook, on_gone: Callable[[int], None]) -> None:
+        """`on_gone` is told the row of a worker that is no more."""
+        self._client = client
+        self._book = book
+        self._on_gone = on_gone
+        self._members: dict[InstanceId, Member] = {}
+        self._is_known = False
+        self._all: tuple[Sequence[Instance], Rows] | None = None
+        client.on_change(self._forget)
+
+    def _forget(self) -> None:
+        self._is_known = False
+        self._all = None
+
+    def member(self, instance_id: InstanceId) -> Member | None:
+        self._look()
+        return self._members.get(instance_id)
+
+    def rows(self, instances: Sequence[Instance]) -> Rows:
+        """Of the candidates; they are nearly always the same, all of them."""
+        self._look()
+        known = self._all
+        if known is not None and known[0] is instances:
+            return known[1]
+        rows = np.array([self._members[instance.id].row for instance in instances], dtype=np.intp)
+        if instances is self._client.candidates():
+            self._all = (instances, rows)
+        return rows
+
+    def _look(self) -> None:
+        if self._is_known:
+            return
+        self._is_known = True
+        there = {instance.id: instance for instance in self._client.instances()}
+        for instance_id in [each for each in self._members if each not in there]:
+            row = self._members.pop(instance_id).row
+            self._book.drop_row(row)
+            self._on_gone(row)
+        for instance_id, instance in there.items():
+            known = self._members.get(instance_id)
+            row = self._book.add_row() if known is None else known.row
+            self._members[instance_id] = Member(row, _info_of(instance))
+
+
+class Prices:
+    """What a prompt takes at each candidate, from the step models that they registered.
+
+    Workers that share a model, as nearly all do, are worked out together.
+    """
+
+    def __init__(self, roster: Roster, instances: Sequence[Instance]) -> None:
+        groups: dict[StepModel | None, list[int]] = {}
+        self.total_blocks = np.zeros(len(instances))
+        self._max_tokens = np.full(len(instances), 8192.0)
+        for index, instance in enumerate(instances):
+            member = roster.member(instance.id)
+            info = None if member is None else member.info
+            groups.setdefault(None if info is None else info.step_model, []).append(index)
+            if info is not None:
+                self.total_blocks[index] = info.capacity.kv_total_blocks
+                self._max_tokens[index] = max(info.capacity.max_batch_tokens, 1)
+        self._groups = [(model, np.array(indexes, dtype=np.intp)) for model, indexes in groups.items()]
+
+    def prefill_s(self, prompt_tokens: int, new_tokens: Floats) -> Floats:
+        """In chunks as large as the worker's steps are."""
+        times = np.empty(len(new_tokens))
+        for model, indexes in self._groups:
+            news = new_tokens[indexes]
+            if model is None:
+                times[indexes] = news * _GUESSED_TOKEN_S
+                continue
+            chunk = int(self._max_tokens[indexes[0]])
+            known: dict[float, float] = {}
+            for index, new in zip(indexes, news, strict=True):  # few of them differ: most hold nothing
+                if new not in known:
+                    known[new] = _prompt_s(model, prompt_tokens, int(new), chunk)
+                times[index] = known[new]
+        return times
+
+    def slowdown_s(
+        self, prompt_tokens: int, output_tokens: float, decoding: Floats, context: Floats
+    ) -> Floats:
+        """By how much longer so many decode steps take with one more sequence in them."""
+        times = np.zeros(len(decoding))
+        for model, indexes in self._groups:
+            if model is None:
+                continue
+            more = _decode_s(model, decoding[indexes] + 1, context[indexes] + prompt_tokens) - _decode_s(
+                model, decoding[indexes], context[indexes]
+            )
+            times[indexes] = np.maximum(more, 0.0) * output_tokens
+        return np.where(decoding > 0, times, 0.0)
+
+
+def _decode_s(model: StepModel, batch: Floats, context: Floats) -> Floats:
+    """`decode_s` of many at once."""
+    if isinstance(model, LatencyModel):
+        return model.base_s + model.batch_s * batch + model.context_token_s * context
+    assert isinstance(model, OccupancyModel)
+    share = np.minimum(context / model.kv_tokens, 1.0)
+    decode_s = model.decode_base_s + (model.decode_share_s + model.decode_square_s * share) * share
+    return np.maximum(decode_s, model.decode_least_s)
+
+
+def _prompt_s(model: StepModel, prompt_tokens: int, new_tokens: int, chunk: int) -> float:
+    time_s, start = 0.0, prompt_tokens - new_tokens
+    while start < prompt_tokens:
+        size = min(prompt_tokens - start, chunk)
+        start += size
+        time_s += model.step_s(StepStats(prefill_tokens=size, prefill_context=size * start))
+    return time_s
+
+
+def _info_of(instance: Instance) -> EngineInfo | None:
+    try:
+        return _decode_info(instance.info)
+    except MALFORMED:
+        log.warning("instance %s says of itself what cannot be read", instance.id)
+        return None

@@ -1,0 +1,91 @@
+"""Policies: who costs least, and how one is picked."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvolt.router.policy import (
+    ClassicWeights,
+    LatencyWeights,
+    RequestView,
+    WorkersView,
+    classic,
+    latency,
+    pick,
+)
+
+ASKED = RequestView(prompt_tokens=640, block_size=64, output_tokens=128)
+
+
+def workers(**given: list[float]) -> WorkersView:
+    size = len(next(iter(given.values())))
+    names = WorkersView.__dataclass_fields__
+    return WorkersView(**{name: np.array(given.get(name, [0.0] * size)) for name in names})
+
+
+def best(costs: np.ndarray) -> int:
+    return int(costs.argmin())
+
+
+def test_classic_adds_blocks_to_prefill_and_blocks_in_use() -> None:
+    seen = workers(overlap_blocks=[0, 5, 10], prefill_tokens=[0, 640, 0], blocks=[0, 0, 30])
+    assert classic()(ASKED, seen).tolist() == [10 + 10, 15 + 10, 0 + 40]
+    assert classic(ClassicWeights(overlap=3.0))(ASKED, seen).tolist() == [30 + 10, 45 + 10, 40]
+
+
+def test_latency_waits_for_what_is_held_only_as_long_as_it_pays() -> None:
+    holder_is_busy = workers(queue_s=[0.4, 0.0], prefill_s=[0.1, 0.6])
+    assert best(latency()(ASKED, holder_is_busy)) == 0
+    holder_is_too_busy = workers(queue_s=[0.6, 0.0], prefill_s=[0.1, 0.6])
+    assert best(latency()(ASKED, holder_is_too_busy)) == 1
+
+
+def test_latency_minds_those_who_decode_there() -> None:
+    seen = workers(prefill_s=[0.2, 0.2], decoding=[5, 1], slowdown_s=[0.0, 0.0])
+    assert best(latency()(ASKED, seen)) == 1
+    assert latency(LatencyWeights(others=0.0))(ASKED, seen).tolist() == [0.2, 0.2]
+
+
+def test_latency_avoids_a_cache_that_would_overflow() -> None:
+    seen = workers(prefill_s=[0.1, 0.3], blocks=[100, 0], total_blocks=[50, 50])
+    assert best(latency()(ASKED, seen)) == 1
+
+
+def test_the_least_is_taken_and_equals_by_chance() -> None:
+    rng = random.Random(1)
+    assert pick(np.array([3.0, 1.0, 2.0]), rng) == 1
+    drawn = Counter(pick(np.array([1.0, 1.0, 2.0]), rng) for _ in range(2000))
+    assert set(drawn) == {0, 1}
+    assert abs(drawn[0] - 1000) < 150
+
+
+def test_a_temperature_prefers_the_less_costly_whatever_the_unit() -> None:
+    drawn = []
+    for unit in (1.0, 1000.0):
+        rng = random.Random(2)
+        drawn.append(Counter(pick(np.array([0.0, 1.0, 4.0]) * unit, rng, 0.5) for _ in range(3000)))
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] > drawn[0][1] > drawn[0][2] > 0
+    rng = random.Random(3)
+    assert len(Counter(pick(np.array([2.0, 2.0]), rng, 0.5) for _ in range(50))) == 2
+
+
+@given(
+    st.lists(st.floats(-1e12, 1e12, allow_nan=False), min_size=1, max_size=40),
+    st.floats(0, 3),
+    st.integers(0, 100),
+)
+def test_always_one_of_them(costs: list[float], temperature: float, seed: int) -> None:
+    assert 0 <= pick(np.array(costs), random.Random(seed), temperature) < len(costs)
+
+
+@pytest.mark.parametrize("policy", [classic(), latency()])
+def test_one_candidate_is_enough(policy: object) -> None:
+    assert callable(policy)
+    assert policy(ASKED, workers(prefill_s=[0.1])).shape == (1,)
