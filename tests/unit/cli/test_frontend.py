@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvolt.cli.frontend import _new_router
-from kvolt.router.least_loaded import LeastLoadedRouter
-from kvolt.router.port import RoundRobinRouter
+from kvolt.router.policies import ROUTERS
 from kvolt.runtime.settings import FrontendSettings, Settings
 
 
@@ -21,10 +20,11 @@ class Part:
 @pytest.mark.parametrize(
     ("router", "part", "wanted"),
     [
-        ("round-robin", None, RoundRobinRouter),
-        ("least-loaded", None, LeastLoadedRouter),
+        ("round-robin", None, ROUTERS["round-robin"]),
+        ("least-loaded", None, ROUTERS["least-loaded"]),
+        ("latency", None, ROUTERS["latency"]),
         ("round-robin", Part(), Part.new_router),
-        ("least-loaded", Part(), LeastLoadedRouter),  # each process by what it has under way itself
+        ("least-loaded", Part(), ROUTERS["least-loaded"]),  # each process by what it has under way itself
     ],
 )
 def test_the_router_of_the_settings(router: Any, part: Any, wanted: object) -> None:

@@ -96,7 +96,7 @@ def test_a_folder_that_is_lost_meanwhile_costs_no_report(
     [
         (["--workers", "0"], "needs a worker"),
         (["--gpus", "0"], "has a GPU"),
-        (["--router", "random"], "least-loaded"),
+        (["--router", "nobody"], "least-loaded"),
         (["--speed", "0"], "above 0"),
         (["--preset", "h200-llama"], "h200-llama-8b"),
         (["--arg", "no_such=1"], "no_such"),

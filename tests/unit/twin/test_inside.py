@@ -237,4 +237,4 @@ def test_least_loaded_goes_round_a_busy_worker() -> None:
 
 def test_an_unknown_router_is_told() -> None:
     with pytest.raises(ValueError, match="known: round-robin, least-loaded"):
-        TwinSettings(router="random")
+        TwinSettings(router="nobody")

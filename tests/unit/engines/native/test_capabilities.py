@@ -127,7 +127,7 @@ def test_changes_told_step_by_step_add_up_to_the_contents(folder: Path) -> None:
                     num_removed += len(change.sequence_hashes)
                 case Cleared():
                     seen.clear()
-        held = {block.sequence_hash for run in core.capabilities.kv_contents() for block in run.blocks}
+        held = {each for run in core.capabilities.kv_contents() for each in run.sequence_hashes}
         assert seen == held
     assert num_removed > 0
     assert len(seen) > 0
