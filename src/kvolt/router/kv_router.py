@@ -26,8 +26,8 @@ from kvolt.router.roster import Prices, Roster
 from kvolt.runtime.address import Instance
 from kvolt.runtime.client import EndpointClient
 
-_DEFAULT_OUTPUT_TOKENS = 256.0
-_OUTPUT_SMOOTHING = 0.02
+_OUTPUT_TOKENS = 256.0
+"""Expected of an answer of which nobody said how long it will be."""
 
 
 class Holders(Protocol):
@@ -70,7 +70,6 @@ class KvRouter:
         self._expected = ExpectedBlocks()
         self._roster = Roster(client, self._book, self._expected.drop_row)
         self._prices: tuple[list[Instance], Prices] | None = None
-        self._output_tokens = _DEFAULT_OUTPUT_TOKENS
         client.on_change(self._forget_prices)
 
     def _forget_prices(self) -> None:
@@ -88,7 +87,7 @@ class KvRouter:
         asked = RequestView(
             request.num_prompt_tokens,
             block_size,
-            request.routing.expected_output_tokens or self._output_tokens,
+            request.routing.expected_output_tokens or _OUTPUT_TOKENS,
         )
         workers = self._look(asked, request, left, now)
         costs = self._policy(asked, workers)

@@ -29,6 +29,10 @@ _GUESSED_TOKEN_S = 50e-6
 """What a prompt token takes where the worker did not say: about that of an 8B model on a large GPU."""
 
 
+_MOST_CHUNKS = 64
+"""Of a prompt whose time is worked out: a worker that says that its steps are tiny must not cost us an hour."""
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One worker."""
@@ -91,27 +95,27 @@ class Prices:
     """
 
     def __init__(self, roster: Roster, instances: Sequence[Instance]) -> None:
-        groups: dict[StepModel | None, list[int]] = {}
+        groups: dict[tuple[StepModel | None, int], list[int]] = {}
         self.total_blocks = np.zeros(len(instances))
-        self._max_tokens = np.full(len(instances), 8192.0)
         for index, instance in enumerate(instances):
             member = roster.member(instance.id)
             info = None if member is None else member.info
-            groups.setdefault(None if info is None else info.step_model, []).append(index)
+            chunk = 0 if info is None else info.capacity.max_batch_tokens
+            groups.setdefault((None if info is None else info.step_model, chunk), []).append(index)
             if info is not None:
                 self.total_blocks[index] = info.capacity.kv_total_blocks
-                self._max_tokens[index] = max(info.capacity.max_batch_tokens, 1)
-        self._groups = [(model, np.array(indexes, dtype=np.intp)) for model, indexes in groups.items()]
+        self._groups = [
+            (model, chunk, np.array(indexes, dtype=np.intp)) for (model, chunk), indexes in groups.items()
+        ]
 
     def prefill_s(self, prompt_tokens: int, new_tokens: Floats) -> Floats:
         """In chunks as large as the worker's steps are."""
         times = np.empty(len(new_tokens))
-        for model, indexes in self._groups:
+        for model, chunk, indexes in self._groups:
             news = new_tokens[indexes]
             if model is None:
                 times[indexes] = news * _GUESSED_TOKEN_S
                 continue
-            chunk = int(self._max_tokens[indexes[0]])
             known: dict[float, float] = {}
             for index, new in zip(indexes, news, strict=True):  # few of them differ: most hold nothing
                 if new not in known:
@@ -124,7 +128,7 @@ class Prices:
     ) -> Floats:
         """By how much longer so many decode steps take with one more sequence in them."""
         times = np.zeros(len(decoding))
-        for model, indexes in self._groups:
+        for model, _, indexes in self._groups:
             if model is None:
                 continue
             more = _decode_s(model, decoding[indexes] + 1, context[indexes] + prompt_tokens) - _decode_s(
@@ -146,6 +150,7 @@ def _decode_s(model: StepModel, batch: Floats, context: Floats) -> Floats:
 
 def _prompt_s(model: StepModel, prompt_tokens: int, new_tokens: int, chunk: int) -> float:
     time_s, start = 0.0, prompt_tokens - new_tokens
+    chunk = max(chunk, -(-new_tokens // _MOST_CHUNKS), 1)
     while start < prompt_tokens:
         size = min(prompt_tokens - start, chunk)
         start += size
