@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvolt.router
 from kvolt.core.kv_digest import digest_of
 from kvolt.core.kv_events import TIER_LEVEL
 from kvolt.router import index, index_python
@@ -386,6 +387,7 @@ def test_a_broken_index_says_so() -> None:
 def test_without_the_native_module_the_python_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvolt.router._index_native", None)
     monkeypatch.delitem(sys.modules, "kvolt.router.index")
+    monkeypatch.setattr(kvolt.router, "index", index)  # which the import below changes: put back at the end
     chosen = importlib.import_module("kvolt.router.index")
     assert chosen.BlockIndex is index_python.BlockIndex
     assert not chosen.IS_NATIVE
