@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -43,7 +42,7 @@ from benchmarks.load.kvolt_bench import KvoltBench
 from benchmarks.load.report import AgreementRow, Cost, CostRow, ManyRow
 from benchmarks.load.serving import SIM_MODEL, Asked, asked_of, serve_canned, serve_sim
 from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import machine
+from benchmarks.runtime.report import keep_results, machine
 from msgspec.structs import replace
 
 _RESULTS = Path(__file__).parent / "results" / "clients"
@@ -130,9 +129,6 @@ def main() -> None:
     out = options.out if options.out is not None else None if options.quick else _RESULTS
     if out is not None:
         results = {
-            "command": shlex.join(["python", "-m", "benchmarks.load.clients", *sys.argv[1:]]),
-            "machine": found,
-            "load_1min_after": round(os.getloadavg()[0], 2),
             "peer": aiperf.NAME,
             "plan": plan,
             "agreement": agreed,
@@ -141,11 +137,7 @@ def main() -> None:
             "cost_rows": costs,
             "many": many,
         }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_suffix(".json").write_bytes(
-            msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n"
-        )
-        out.with_suffix(".txt").write_text(text + "\n")
+        keep_results(out, "benchmarks.load.clients", found, text, results)
 
 
 def _options() -> argparse.Namespace:

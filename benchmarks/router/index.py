@@ -32,7 +32,7 @@ from benchmarks.router.index_report import Row
 from benchmarks.router.sides import DYNAMO, KVOLT, KVOLT_EVENTS, KVOLT_JSON, KVOLT_PYTHON
 from benchmarks.router.workload import Shape
 from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import machine
+from benchmarks.runtime.report import keep_results, machine
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RESULTS = Path(__file__).parent / "results" / "index"
@@ -102,9 +102,7 @@ def main() -> None:
     text = index_report.text(rows)
     print(text)
     if not options.quick:
-        _RESULTS.parent.mkdir(exist_ok=True)
-        _RESULTS.with_suffix(".txt").write_text(text + "\n")
-        _RESULTS.with_suffix(".json").write_bytes(msgspec.json.encode({"machine": found, "rows": rows}))
+        keep_results(_RESULTS, "benchmarks.router.index", found, text, {"rows": rows})
 
 
 def _round(plan: Plan, number: int, pythons: dict[str, Path | str]) -> list[Row]:

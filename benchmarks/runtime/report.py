@@ -9,8 +9,10 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
 import statistics
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -79,6 +81,19 @@ class Line(msgspec.Struct, frozen=True):
     grpc_over_this: Spread | None
     """grpc.aio's CPU per item over that of this system: larger is better."""
     merged: int
+
+
+def keep_results(out: Path, module: str, found: object, text: str, results: Mapping[str, object]) -> None:
+    """`out`.txt as people read it, and `out`.json with the command, the machine as it was found, and all rows."""
+    whole = {
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "machine": found,
+        "load_1min_after": round(os.getloadavg()[0], 2),
+        **results,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n")
+    out.with_suffix(".txt").write_text(text + "\n")
 
 
 def spread(values: Sequence[float]) -> Spread:

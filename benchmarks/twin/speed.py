@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from pathlib import Path
 import msgspec
 from benchmarks.frontend.peer import default_folder
 from benchmarks.runtime.pair import BrokenRun
-from benchmarks.runtime.report import machine
+from benchmarks.runtime.report import keep_results, machine
 from benchmarks.twin import speed_report
 from benchmarks.twin.replays import Replayed, on_one_core, peer_python, replay_dynamo, replay_kvolt
 from benchmarks.twin.scaling import Scaled
@@ -81,19 +80,12 @@ def main() -> None:
     out = options.out if options.out is not None else None if options.quick else _RESULTS
     if out is not None:
         results = {
-            "command": shlex.join(["python", "-m", "benchmarks.twin.speed", *sys.argv[1:]]),
-            "machine": found,
-            "load_1min_after": round(os.getloadavg()[0], 2),
             "trace": name,
             "plan": plan,
             "replays": replays,
             "growth": scaled,
         }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_suffix(".json").write_bytes(
-            msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n"
-        )
-        out.with_suffix(".txt").write_text(text + "\n")
+        keep_results(out, "benchmarks.twin.speed", found, text, results)
 
 
 def _options() -> argparse.Namespace:

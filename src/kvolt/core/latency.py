@@ -10,8 +10,12 @@ from __future__ import annotations
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvolt.core.load import StepStats
+
+Floats = npt.NDArray[np.float64]
 
 
 class StepModel(Protocol):
@@ -25,6 +29,10 @@ class StepModel(Protocol):
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
         """One token for each of `batch` sequences."""
+        ...
+
+    def decode_s_each(self, batches: Floats, context_tokens: Floats) -> Floats:
+        """`decode_s` of many steps at once."""
         ...
 
 
@@ -58,6 +66,9 @@ class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
         return self.step_s(StepStats(batch=batch, context_tokens=context_tokens))
+
+    def decode_s_each(self, batches: Floats, context_tokens: Floats) -> Floats:
+        return self.base_s + self.batch_s * batches + self.context_token_s * context_tokens
 
 
 class OccupancyModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +107,21 @@ class OccupancyModel(msgspec.Struct, frozen=True, kw_only=True):
 
     def decode_s(self, batch: int, context_tokens: int) -> float:
         return self.step_s(StepStats(batch=batch, context_tokens=context_tokens))
+
+    def decode_s_each(self, batches: Floats, context_tokens: Floats) -> Floats:
+        share = np.minimum(context_tokens / self.kv_tokens, 1.0)
+        decode_s = self.decode_base_s + (self.decode_share_s + self.decode_square_s * share) * share
+        return np.where(batches > 0, np.maximum(decode_s, self.decode_least_s), 0.0)
+
+
+def prompt_s(model: StepModel, num_tokens: int, num_cached: int, chunk: int) -> float:
+    """A prompt alone, in steps of at most `chunk` tokens. Its last token is computed, cached or not."""
+    time_s, start = 0.0, min(num_cached, num_tokens - 1)
+    while start < num_tokens:
+        size = min(num_tokens - start, chunk)
+        start += size
+        time_s += model.step_s(StepStats(prefill_tokens=size, prefill_context=size * start))
+    return time_s
 
 
 def features(step: StepStats) -> tuple[float, float, float, float, float, float]:

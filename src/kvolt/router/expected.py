@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvolt.core.latency import Floats
 from kvolt.router.index import BlockIndex
-from kvolt.router.load import Floats, Rows
+from kvolt.router.load import Rows
 
 _MAX_BYTES = 64 << 20
 

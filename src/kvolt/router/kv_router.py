@@ -15,14 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvolt.core.ids import InstanceId
+from kvolt.core.latency import Floats
 from kvolt.core.load import LoadReport
 from kvolt.core.request import Request, Role
 from kvolt.router.eligible import Eligible
 from kvolt.router.expected import ExpectedBlocks
-from kvolt.router.load import Booking, Floats, LoadBook
+from kvolt.router.load import Booking, LoadBook
 from kvolt.router.policy import Policy, RequestView, WorkersView, pick
 from kvolt.router.port import Decision
-from kvolt.router.roster import Prices, Roster
+from kvolt.router.roster import Field, Roster
 from kvolt.runtime.address import Instance
 from kvolt.runtime.client import EndpointClient
 
@@ -69,11 +70,6 @@ class KvRouter:
         self._book = LoadBook()
         self._expected = ExpectedBlocks()
         self._roster = Roster(client, self._book, self._expected.drop_row)
-        self._prices: tuple[list[Instance], Prices] | None = None
-        client.on_change(self._forget_prices)
-
-    def _forget_prices(self) -> None:
-        self._prices = None
 
     @property
     def num_under_way(self) -> int:
@@ -89,12 +85,13 @@ class KvRouter:
             block_size,
             request.routing.expected_output_tokens or _OUTPUT_TOKENS,
         )
-        workers = self._look(asked, request, left, now)
+        field = self._roster.field(left)
+        workers = self._look(asked, request, field, now)
         costs = self._policy(asked, workers)
         index = pick(costs, self._rng, self._options.temperature)
         overlap = int(workers.overlap_blocks[index])
         prefill_s = float(workers.prefill_s[index])
-        row = int(self._roster.rows(left)[index])
+        row = int(field.rows[index])
         ticket = self._book.book(
             row,
             asked.prompt_tokens,
@@ -135,10 +132,9 @@ class KvRouter:
                 return everyone
         return self._eligible.of(request, excluded)
 
-    def _look(self, asked: RequestView, request: Request, left: list[Instance], now: float) -> WorkersView:
-        book, rows = self._book, self._roster.rows(left)
-        overlap = self._overlap(asked, request, left)
-        prices = self._prices_of(left)
+    def _look(self, asked: RequestView, request: Request, field: Field, now: float) -> WorkersView:
+        book, rows, prices = self._book, field.rows, field.prices
+        overlap = self._overlap(asked, request, field)
         decoding = book.decoding[rows]
         new_tokens = asked.prompt_tokens - overlap * asked.block_size
         return WorkersView(
@@ -155,24 +151,15 @@ class KvRouter:
             total_blocks=prices.total_blocks,
         )
 
-    def _overlap(self, asked: RequestView, request: Request, left: list[Instance]) -> Floats:
+    def _overlap(self, asked: RequestView, request: Request, field: Field) -> Floats:
         """Of each candidate, less the last block where it is all there: an engine computes the last token anyway."""
-        overlap = np.zeros(len(left))
+        overlap = np.zeros(len(field.rows))
         hashes = request.sequence_hashes[: (asked.prompt_tokens - 1) // asked.block_size]
         if hashes:
-            overlap = self._expected.find(hashes, self._roster.rows(left))
+            overlap = self._expected.find(hashes, field.rows)
             found = self._holders.find(hashes)
-            for index, instance in enumerate(left):
+            for index, instance in enumerate(field.instances):
                 slot = self._holders.slot_of(instance.id)
                 if slot is not None and slot < len(found):
                     overlap[index] = max(overlap[index], found[slot])
         return overlap
-
-    def _prices_of(self, left: list[Instance]) -> Prices:
-        known = self._prices
-        if known is not None and known[0] is left:
-            return known[1]
-        prices = Prices(self._roster, left)
-        if left is self._client.candidates():
-            self._prices = (left, prices)
-        return prices

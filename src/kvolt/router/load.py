@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvolt.core.latency import Floats
 from kvolt.core.load import WorkerLoad
 
-Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
 
 _FIRST_ROWS = 16
@@ -40,14 +40,13 @@ class Booking:
 
 
 class LoadBook:
-    """See the module. `of` gathers the figures of some rows."""
+    """See the module. The arrays are read by row, and changed by nobody else."""
 
     def __init__(self) -> None:
         self._free_rows: list[int] = []
         self._num_rows = 0
         self._bookings: dict[int, Booking] = {}
         self._num_booked = 0
-        self._of_row: dict[int, dict[int, Booking]] = {}
         self.prefill_tokens = np.zeros(_FIRST_ROWS)
         """Of prompts that are not computed yet."""
         self.blocks = np.zeros(_FIRST_ROWS)
@@ -74,12 +73,11 @@ class LoadBook:
             if row == len(self.blocks):
                 for name, array in self._arrays():
                     setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
-        self._of_row[row] = {}
         return row
 
     def drop_row(self, row: int) -> None:
         """The worker is gone; what was booked there is forgotten, and may still be freed."""
-        for ticket in self._of_row.pop(row):
+        for ticket in [ticket for ticket, booking in self._bookings.items() if booking.row == row]:
             del self._bookings[ticket]
         for _, array in self._arrays():
             array[row] = 0.0
@@ -99,7 +97,7 @@ class LoadBook:
         booking = Booking(row, prompt_tokens, prefill_tokens, blocks, prefill_s)
         self._num_booked += 1
         ticket = self._num_booked
-        self._bookings[ticket] = self._of_row[row][ticket] = booking
+        self._bookings[ticket] = booking
         self.prefill_tokens[row] += prefill_tokens
         self.blocks[row] += blocks
         self.requests[row] += 1
@@ -124,7 +122,6 @@ class LoadBook:
         if booking is None:
             return None
         row = booking.row
-        del self._of_row[row][ticket]
         self.blocks[row] -= booking.blocks
         self.requests[row] -= 1
         if booking.has_begun:

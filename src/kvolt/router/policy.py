@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from kvolt.core.latency import Floats
 
 
 @dataclass(frozen=True, slots=True)

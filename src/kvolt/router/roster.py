@@ -14,9 +14,8 @@ import numpy as np
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.ids import InstanceId
-from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel
-from kvolt.core.load import StepStats
-from kvolt.router.load import Floats, LoadBook, Rows
+from kvolt.core.latency import Floats, StepModel, prompt_s
+from kvolt.router.load import LoadBook, Rows
 from kvolt.runtime.address import Instance
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.wire import MALFORMED
@@ -27,7 +26,6 @@ _decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
 
 _GUESSED_TOKEN_S = 50e-6
 """What a prompt token takes where the worker did not say: about that of an 8B model on a large GPU."""
-
 
 _MOST_CHUNKS = 64
 """Of a prompt whose time is worked out: a worker that says that its steps are tiny must not cost us an hour."""
@@ -41,65 +39,16 @@ class Member:
     info: EngineInfo | None
 
 
-class Roster:
-    """Of one endpoint, for as long as its client lives."""
-
-    def __init__(self, client: EndpointClient, book: LoadBook, on_gone: Callable[[int], None]) -> None:
-        """`on_gone` is told the row of a worker that is no more."""
-        self._client = client
-        self._book = book
-        self._on_gone = on_gone
-        self._members: dict[InstanceId, Member] = {}
-        self._is_known = False
-        self._all: tuple[Sequence[Instance], Rows] | None = None
-        client.on_change(self._forget)
-
-    def _forget(self) -> None:
-        self._is_known = False
-        self._all = None
-
-    def member(self, instance_id: InstanceId) -> Member | None:
-        self._look()
-        return self._members.get(instance_id)
-
-    def rows(self, instances: Sequence[Instance]) -> Rows:
-        """Of the candidates; they are nearly always the same, all of them."""
-        self._look()
-        known = self._all
-        if known is not None and known[0] is instances:
-            return known[1]
-        rows = np.array([self._members[instance.id].row for instance in instances], dtype=np.intp)
-        if instances is self._client.candidates():
-            self._all = (instances, rows)
-        return rows
-
-    def _look(self) -> None:
-        if self._is_known:
-            return
-        self._is_known = True
-        there = {instance.id: instance for instance in self._client.instances()}
-        for instance_id in [each for each in self._members if each not in there]:
-            row = self._members.pop(instance_id).row
-            self._book.drop_row(row)
-            self._on_gone(row)
-        for instance_id, instance in there.items():
-            known = self._members.get(instance_id)
-            row = self._book.add_row() if known is None else known.row
-            self._members[instance_id] = Member(row, _info_of(instance))
-
-
 class Prices:
     """What a prompt takes at each candidate, from the step models that they registered.
 
     Workers that share a model, as nearly all do, are worked out together.
     """
 
-    def __init__(self, roster: Roster, instances: Sequence[Instance]) -> None:
+    def __init__(self, infos: Sequence[EngineInfo | None]) -> None:
         groups: dict[tuple[StepModel | None, int], list[int]] = {}
-        self.total_blocks = np.zeros(len(instances))
-        for index, instance in enumerate(instances):
-            member = roster.member(instance.id)
-            info = None if member is None else member.info
+        self.total_blocks = np.zeros(len(infos))
+        for index, info in enumerate(infos):
             chunk = 0 if info is None else info.capacity.max_batch_tokens
             groups.setdefault((None if info is None else info.step_model, chunk), []).append(index)
             if info is not None:
@@ -119,7 +68,8 @@ class Prices:
             known: dict[float, float] = {}
             for index, new in zip(indexes, news, strict=True):  # few of them differ: most hold nothing
                 if new not in known:
-                    known[new] = _prompt_s(model, prompt_tokens, int(new), chunk)
+                    least = -(-int(new) // _MOST_CHUNKS)
+                    known[new] = prompt_s(model, prompt_tokens, prompt_tokens - int(new), max(chunk, least))
                 times[index] = known[new]
         return times
 
@@ -131,31 +81,67 @@ class Prices:
         for model, _, indexes in self._groups:
             if model is None:
                 continue
-            more = _decode_s(model, decoding[indexes] + 1, context[indexes] + prompt_tokens) - _decode_s(
-                model, decoding[indexes], context[indexes]
-            )
-            times[indexes] = np.maximum(more, 0.0) * output_tokens
+            alone = model.decode_s_each(decoding[indexes], context[indexes])
+            joined = model.decode_s_each(decoding[indexes] + 1, context[indexes] + prompt_tokens)
+            times[indexes] = np.maximum(joined - alone, 0.0) * output_tokens
         return np.where(decoding > 0, times, 0.0)
 
 
-def _decode_s(model: StepModel, batch: Floats, context: Floats) -> Floats:
-    """`decode_s` of many at once."""
-    if isinstance(model, LatencyModel):
-        return model.base_s + model.batch_s * batch + model.context_token_s * context
-    assert isinstance(model, OccupancyModel)
-    share = np.minimum(context / model.kv_tokens, 1.0)
-    decode_s = model.decode_base_s + (model.decode_share_s + model.decode_square_s * share) * share
-    return np.maximum(decode_s, model.decode_least_s)
+@dataclass(frozen=True, slots=True)
+class Field:
+    """The candidates for a request."""
+
+    instances: Sequence[Instance]
+    rows: Rows
+    prices: Prices
 
 
-def _prompt_s(model: StepModel, prompt_tokens: int, new_tokens: int, chunk: int) -> float:
-    time_s, start = 0.0, prompt_tokens - new_tokens
-    chunk = max(chunk, -(-new_tokens // _MOST_CHUNKS), 1)
-    while start < prompt_tokens:
-        size = min(prompt_tokens - start, chunk)
-        start += size
-        time_s += model.step_s(StepStats(prefill_tokens=size, prefill_context=size * start))
-    return time_s
+class Roster:
+    """Of one endpoint, for as long as its client lives."""
+
+    def __init__(self, client: EndpointClient, book: LoadBook, on_gone: Callable[[int], None]) -> None:
+        """`on_gone` is told the row of a worker that is no more."""
+        self._client = client
+        self._book = book
+        self._on_gone = on_gone
+        self._members: dict[InstanceId, Member] = {}
+        self._is_known = False
+        self._everyone: Field | None = None
+        client.on_change(self._forget)
+
+    def _forget(self) -> None:
+        self._is_known = False
+        self._everyone = None
+
+    def member(self, instance_id: InstanceId) -> Member | None:
+        self._look()
+        return self._members.get(instance_id)
+
+    def field(self, instances: Sequence[Instance]) -> Field:
+        """The candidates; they are nearly always the same, all of them."""
+        self._look()
+        if self._everyone is not None and self._everyone.instances is instances:
+            return self._everyone
+        members = [self._members[instance.id] for instance in instances]
+        rows = np.array([member.row for member in members], dtype=np.intp)
+        field = Field(instances, rows, Prices([member.info for member in members]))
+        if instances is self._client.candidates():
+            self._everyone = field
+        return field
+
+    def _look(self) -> None:
+        if self._is_known:
+            return
+        self._is_known = True
+        there = {instance.id: instance for instance in self._client.instances()}
+        for instance_id in [each for each in self._members if each not in there]:
+            row = self._members.pop(instance_id).row
+            self._book.drop_row(row)
+            self._on_gone(row)
+        for instance_id, instance in there.items():
+            known = self._members.get(instance_id)
+            row = self._book.add_row() if known is None else known.row
+            self._members[instance_id] = Member(row, _info_of(instance))
 
 
 def _info_of(instance: Instance) -> EngineInfo | None:

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 
 from kvolt.core.ids import RequestId
-from kvolt.core.latency import StepModel
+from kvolt.core.latency import StepModel, prompt_s
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.engines.sim_arguments import SimArguments, step_model_of
 from kvolt.engines.step_plan import StepPlan, Work
@@ -129,9 +129,5 @@ class ClusterWatch:
 
     def prompt_alone_s(self, num_tokens: int, num_cached: int) -> float:
         """What a prompt takes of which so much is cached, if nobody else is there."""
-        time_s, start = 0.0, min(num_cached, num_tokens - 1)
-        while start < num_tokens:
-            chunk = min(num_tokens - start, self._engine.max_batch_tokens)
-            start += chunk
-            time_s += self._model.step_s(StepStats(prefill_tokens=chunk, prefill_context=chunk * start))
-        return time_s / self._engine.speed
+        alone_s = prompt_s(self._model, num_tokens, num_cached, self._engine.max_batch_tokens)
+        return alone_s / self._engine.speed

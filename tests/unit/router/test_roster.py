@@ -8,24 +8,11 @@ import numpy as np
 import pytest
 
 from kvolt.core.card import Capacity, EngineInfo
-from kvolt.core.ids import CardHash, InstanceId
+from kvolt.core.ids import CardHash
 from kvolt.core.latency import LatencyModel, OccupancyModel
 from kvolt.core.load import StepStats
 from kvolt.core.request import Role
-from kvolt.router.roster import Member, Prices
-
-
-class Known:
-    """A roster by hand: instances are their numbers."""
-
-    def __init__(self, *infos: EngineInfo | None) -> None:
-        self._infos = infos
-        self.instances: list[Any] = [
-            type("Instance", (), {"id": InstanceId(str(at))}) for at in range(len(infos))
-        ]
-
-    def member(self, instance_id: InstanceId) -> Member | None:
-        return Member(int(instance_id), self._infos[int(instance_id)])
+from kvolt.router.roster import Prices
 
 
 def info(chunk: int = 100, **models: Any) -> EngineInfo:
@@ -40,29 +27,24 @@ def info(chunk: int = 100, **models: Any) -> EngineInfo:
     )
 
 
-def prices(*infos: EngineInfo | None) -> Prices:
-    known = Known(*infos)
-    return Prices(known, known.instances)  # type: ignore[arg-type]
-
-
 LINEAR = LatencyModel(base_s=1.0, prefill_token_s=0.1, batch_s=0.5, context_token_s=0.01)
 
 
 def test_each_worker_by_its_own_model_and_chunks() -> None:
-    made = prices(info(latency=LINEAR), info(chunk=50, latency=LINEAR), None)
+    made = Prices([info(latency=LINEAR), info(chunk=50, latency=LINEAR), None])
     times = made.prefill_s(100, np.array([100.0, 100.0, 100.0]))
     assert times.tolist() == pytest.approx([11.0, 12.0, 100 * 50e-6])
     assert made.total_blocks.tolist() == [50, 50, 0]
 
 
 def test_what_is_held_takes_no_time() -> None:
-    made = prices(info(latency=LINEAR), info(latency=LINEAR))
+    made = Prices([info(latency=LINEAR), info(latency=LINEAR)])
     assert made.prefill_s(100, np.array([100.0, 20.0])).tolist() == pytest.approx([11.0, 3.0])
 
 
 def test_one_more_slows_down_those_who_decode() -> None:
     occupancy = OccupancyModel(decode_base_s=0.1, decode_share_s=1.0, kv_tokens=1000)
-    made = prices(info(latency=LINEAR), info(occupancy_latency=occupancy), info(latency=LINEAR), None)
+    made = Prices([info(latency=LINEAR), info(occupancy_latency=occupancy), info(latency=LINEAR), None])
     decoding, context = np.array([2.0, 2.0, 0.0, 3.0]), np.array([200.0, 200.0, 0.0, 10.0])
     times = made.slowdown_s(100, 10.0, decoding, context)
     assert times.tolist() == pytest.approx([10 * (0.5 + 1.0), 10 * 0.1, 0.0, 0.0])
@@ -76,7 +58,7 @@ def test_a_worker_with_tiny_steps_costs_us_little() -> None:
             calls.append(step)
             return 1.0
 
-    made = prices(info(chunk=1, latency=Counted()))
+    made = Prices([info(chunk=1, latency=Counted())])
     made.prefill_s(1_000_000, np.array([1_000_000.0]))
     assert len(calls) <= 64
     assert sum(step.prefill_tokens for step in calls) == 1_000_000
