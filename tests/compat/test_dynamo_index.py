@@ -1,12 +1,16 @@
 """Our index answers as Dynamo's RadixTree on histories that both can follow: parents first, leaves removed first.
 
-Dynamo is asked in its own environment (KVOLT_PEER, default ~/.cache/kvolt-peer); `python -m benchmarks.router.index` or
-`benchmarks.frontend.edge` install it. Where it is not there is nothing to hold against.
+What Dynamo answered is in data/dynamo_index.json. `python -m tests.compat.test_dynamo_index`, from the repository's
+root, asks it again in its own environment (KVOLT_PEER, default ~/.cache/kvolt-peer; `python -m benchmarks.router.index`
+installs it).
 """
 
 from __future__ import annotations
 
+import json
 import random
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +19,15 @@ from benchmarks.router.index import run_side
 from benchmarks.router.sides import DYNAMO
 from benchmarks.router.workload import Change, Prompt, Shape, history, prompts
 
+from kvolt.core.kv_digest import mix
 from kvolt.router import index, index_python
 
 PYTHON = peer.default_folder() / "dyn" / "bin" / "python"
 IMPLEMENTATIONS = [index_python.BlockIndex, *([index.BlockIndex] if index.IS_NATIVE else [])]
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="Dynamo is not installed beside")
+ANSWERS = Path(__file__).parent / "data" / "dynamo_index.json"
+SEEDS = range(6)
+SHAPE = Shape(num_workers=24, num_blocks=96, num_sessions=100)
 
 
 def ours(make: Any, num_workers: int, changes: list[Change], asked: list[Prompt]) -> list[list[list[int]]]:
@@ -75,22 +82,25 @@ def random_history(seed: int, num_workers: int) -> tuple[list[Change], list[Prom
 
 
 def _prompt(branch: list[int]) -> Prompt:
-    mixed = [hash(tuple(branch[: depth + 1])) % 2**64 for depth in range(len(branch))]
+    mixed = list(accumulate(branch, lambda chain, name: mix(chain ^ name), initial=0))[1:]
     return Prompt(mixed, [name + 1 for name in branch])
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_histories(seed: int) -> None:
-    changes, asked = random_history(seed, num_workers=16)
-    expected = theirs(16, changes, asked)
+def histories() -> dict[str, tuple[int, list[Change], list[Prompt]]]:
+    """By name: the number of workers, what they told, what is asked."""
+    found = {f"random {seed}": (16, *random_history(seed, 16)) for seed in SEEDS}
+    return found | {"of the benchmark": (SHAPE.num_workers, list(history(SHAPE)), prompts(SHAPE, 50))}
+
+
+@pytest.mark.parametrize("name", [*(f"random {seed}" for seed in SEEDS), "of the benchmark"])
+def test_the_answers_are_dynamos(name: str) -> None:
+    expected = json.loads(ANSWERS.read_bytes())["answers"][name]
     assert any(expected)
+    num_workers, changes, asked = histories()[name]
     for make in IMPLEMENTATIONS:
-        assert ours(make, 16, changes, asked) == expected
+        assert ours(make, num_workers, changes, asked) == expected
 
 
-def test_the_history_of_the_benchmark() -> None:
-    shape = Shape(num_workers=24, num_blocks=96, num_sessions=100)
-    changes, asked = list(history(shape)), prompts(shape, 50)
-    expected = theirs(24, changes, asked)
-    for make in IMPLEMENTATIONS:
-        assert ours(make, 24, changes, asked) == expected
+if __name__ == "__main__":
+    told = {name: theirs(*each) for name, each in histories().items()}
+    ANSWERS.write_text(json.dumps({"system": DYNAMO, "answers": told}, separators=(",", ":")) + "\n")
