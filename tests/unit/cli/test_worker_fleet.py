@@ -201,13 +201,15 @@ async def test_the_history_of_events_is_bounded_for_all_together() -> None:
 
 
 async def test_stopping_lets_running_requests_end_and_takes_all_registrations_along() -> None:
-    async with running(SETTINGS, "other") as other, fleet_of(8) as (process, _):
+    async with running(SETTINGS, "other") as other, fleet_of(8) as (process, fleet):
         instances = await registered(process.runtime)
         answers = [
             asyncio.get_running_loop().create_task(ask(other.runtime, one, f"r-{one.id}", tokens=200))
             for one in instances
         ]
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(20):
+            while sum(worker.metrics.num_open() for worker in fleet.workers) < 8:
+                await asyncio.sleep(0.001)
         stopping = asyncio.get_running_loop().create_task(process.runtime.close(20.0))
         assert await asyncio.gather(*answers) == [200] * 8
         async with asyncio.timeout(20):
