@@ -98,9 +98,9 @@ class KvoltEvents(Kvolt):
     def encoded(self, change: Change) -> Any:
         from kvolt.core.kv_events import KvEvent, KvEventBatch, Removed, Stored
 
-        told: Any = Removed(tuple(change.sequence))
+        told: Any = Removed.of(change.sequence)
         if change.local is not None:
-            told = Stored(tuple(change.sequence), tuple(change.local), change.parent)
+            told = Stored.of(change.sequence, change.parent)
         return change.worker, msgspec.msgpack.encode(KvEventBatch((KvEvent(1, 1, told),)))
 
     def apply(self, encoded: Any) -> None:
@@ -108,9 +108,9 @@ class KvoltEvents(Kvolt):
         for event in self._decode(raw).events:
             change = event.change
             if isinstance(change, self._stored):
-                self.index.store(worker, change.sequence_hashes)
+                self.index.store(worker, change.hashes)
             else:
-                self.index.remove(worker, change.sequence_hashes)
+                self.index.remove(worker, change.hashes)
 
 
 class _Block(msgspec.Struct):

@@ -181,7 +181,6 @@ async def test_kv_events_name_the_blocks_of_a_prompt(pair: Pair, client: httpx.A
         assert isinstance(change, Stored)
         assert change.parent is None
         assert list(change.sequence_hashes) == list(hasher.sequence)
-        assert list(change.local_hashes) == list(hasher.local)
         assert len(change.sequence_hashes) > 2
         cleared = await client.post(f"{pair.admin['worker']}/clear_kv_blocks")
         assert cleared.json()["cleared_blocks"] >= len(change.sequence_hashes)

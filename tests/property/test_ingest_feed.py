@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvolt.core.ids import InstanceId, LocalBlockHash, SequenceHash
+from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.kv_events import (
     TIER_LEVEL,
     Cleared,
@@ -47,10 +47,8 @@ hashes = st.lists(st.integers(0, 12), min_size=1, max_size=5, unique=True).map(
 )
 changes = st.lists(
     st.one_of(
-        st.builds(
-            lambda found, tier: Stored(found, tuple(map(LocalBlockHash, found)), tier=tier), hashes, tiers
-        ),
-        st.builds(Removed, hashes, tiers),
+        st.builds(lambda found, tier: Stored.of(found, tier=tier), hashes, tiers),
+        st.builds(Removed.of, hashes, tiers),
         st.builds(Cleared, st.sampled_from((None, Tier.DEVICE, Tier.HOST))),
     ),
     min_size=1,
@@ -179,7 +177,7 @@ class Ingesting(RuleBasedStateMachine):
                 self.be_answered()
         assert self.feed.state is FeedState.EXACT
         assert self.feed.num_behind == 0
-        held = {(rank, tier): blocks for rank, tier, blocks in self.holdings.contents()}
+        held = {(rank, tier): set(blocks) for rank, tier, blocks in self.holdings.contents()}
         for rank in RANKS:
             slot = self.slots.of(rank)
             assert slot is not None

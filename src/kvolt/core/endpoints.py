@@ -19,6 +19,8 @@ LOAD_TOPIC = "load"
 """Event plane topic of load reports."""
 KV_TOPIC = "kv"
 """Event plane topic of KV events: each payload is a KvEventBatch."""
+ROUTER_LOAD_TOPIC = "router-load"
+"""Event plane topic of what routers tell each other: each payload is a LoadVector (`router.gossip`)."""
 
 
 def component_name(model: str, role: Role, card: CardHash) -> str:

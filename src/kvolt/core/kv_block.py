@@ -11,9 +11,9 @@ import struct
 import msgspec
 from xxhash import xxh3_64
 
-from kvolt.core.ids import BlockKey, LocalBlockHash, SequenceHash
+from kvolt.core.ids import BlockKey, SequenceHash
 
-_pack_names = struct.Struct("<QQQ?").pack
+_pack_names = struct.Struct("<QQ?").pack
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,6 @@ class KvBlock(msgspec.Struct, frozen=True):
 
     key: BlockKey
     sequence_hash: SequenceHash
-    local_hash: LocalBlockHash
     parent: BlockKey | None
     """None for the first block of a sequence."""
     position: int
@@ -53,7 +52,7 @@ class KvBlock(msgspec.Struct, frozen=True):
     def _compute(self) -> int:
         """Over the names too: bytes that got under another block's name are as wrong as a flipped bit."""
         state = xxh3_64(self.key)
-        state.update(_pack_names(self.sequence_hash, self.local_hash, self.position, self.parent is not None))
+        state.update(_pack_names(self.sequence_hash, self.position, self.parent is not None))
         state.update(self.parent or b"")
         state.update(self.data)
         return state.intdigest()

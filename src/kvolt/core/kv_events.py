@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Self
 
 import msgspec
 
-from kvolt.core.ids import InstanceId, LocalBlockHash, SequenceHash
-
-SequenceHashes = tuple[Annotated[SequenceHash, msgspec.Meta(ge=0)], ...]
-"""Who decodes them need not look: each has its place in 64 bits without a sign."""
+from kvolt.core.ids import InstanceId, SequenceHash
+from kvolt.core.packed_hashes import check_packed, num_packed, packed, unpacked
 
 
 class Tier(StrEnum):
@@ -30,21 +29,56 @@ TIER_LEVEL: dict[Tier, int] = {tier: level for level, tier in enumerate(Tier)}
 class Stored(msgspec.Struct, frozen=True, omit_defaults=True, tag="stored"):
     """A run of blocks, each the child of the one before."""
 
-    sequence_hashes: SequenceHashes
-    local_hashes: tuple[LocalBlockHash, ...]
+    hashes: bytes
+    """Their SequenceHashes as `packed_hashes` has them: most who handle them never look at one."""
     parent: SequenceHash | None = None
     start_position: int | None = None
     """Index of the first block in its sequence, where the engine knows it."""
     tier: Tier = Tier.DEVICE
 
     def __post_init__(self) -> None:
-        if len(self.sequence_hashes) != len(self.local_hashes):
-            raise ValueError("a stored block has one hash of each kind")
+        check_packed(self.hashes)
+
+    @classmethod
+    def of(
+        cls,
+        hashes: Sequence[int],
+        parent: SequenceHash | None = None,
+        start_position: int | None = None,
+        tier: Tier = Tier.DEVICE,
+    ) -> Self:
+        return cls(packed(hashes), parent, start_position, tier)
+
+    @property
+    def num_blocks(self) -> int:
+        return num_packed(self.hashes)
+
+    @property
+    def sequence_hashes(self) -> tuple[SequenceHash, ...]:
+        return unpacked(self.hashes)
 
 
 class Removed(msgspec.Struct, frozen=True, omit_defaults=True, tag="removed"):
-    sequence_hashes: SequenceHashes
+    """Blocks in any order."""
+
+    hashes: bytes
+    """As in Stored."""
     tier: Tier = Tier.DEVICE
+
+    def __post_init__(self) -> None:
+        check_packed(self.hashes)
+
+    @classmethod
+    def of(cls, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> Self:
+        return cls(packed(hashes), tier)
+
+    @property
+    def num_blocks(self) -> int:
+        return num_packed(self.hashes)
+
+    @property
+    def sequence_hashes(self) -> tuple[SequenceHash, ...]:
+        return unpacked(self.hashes)
 
 
 class Cleared(msgspec.Struct, frozen=True, omit_defaults=True, tag="cleared"):

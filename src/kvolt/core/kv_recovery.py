@@ -12,12 +12,10 @@ import msgspec
 
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvDigest, Tier
+from kvolt.core.packed_hashes import HASHES_DTYPE
 
 PART_BYTES = 512 * 1024
 """About the size of a part of an answer: large enough to be few, small enough to be nobody's burden."""
-HASH_BYTES = 8
-HASHES_DTYPE = "<u8"
-"""How hashes are packed, in NumPy's words."""
 
 
 class KvEventsSince(msgspec.Struct, frozen=True, tag="kv_events_since"):
@@ -62,7 +60,7 @@ class KvSnapshot(msgspec.Struct, frozen=True, omit_defaults=True, tag="kv_snapsh
 
 
 class KvSnapshotPart(msgspec.Struct, frozen=True, omit_defaults=True, tag="kv_snapshot_part"):
-    """Some of the blocks of one rank and tier, as little-endian 64-bit numbers."""
+    """Some of the blocks of one rank and tier, as `packed_hashes` has them."""
 
     hashes: bytes
     dp_rank: int = 0

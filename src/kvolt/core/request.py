@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvolt.core.hashing import MediaExtent
-from kvolt.core.ids import InstanceId, LocalBlockHash, RequestId, SequenceHash
+from kvolt.core.ids import InstanceId, RequestId, SequenceHash
 from kvolt.core.kv_events import Tier
 
 
@@ -80,9 +80,19 @@ class RoutingHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     priority: int = 0
     pins: dict[Role, InstanceId] = {}
     pinned_dp_rank: int | None = None
+    """Of the caller before it is routed; of the decision when a worker has it."""
+    allowed: tuple[InstanceId, ...] = ()
+    """No others; empty for anyone."""
     required_taints: tuple[str, ...] = ()
+    """Only workers that have them all."""
     preferred_taints: dict[str, float] = {}
     expected_output_tokens: int | None = None
+    weights: dict[str, float] = {}
+    """Of the policy, by name, in place of the router's own."""
+    temperature: float | None = None
+    """Of the choice between workers, in place of the router's own."""
+    query_only: bool = False
+    """Where would it go? It is not sent, and nothing is booked."""
 
 
 class KvSource(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -124,8 +134,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop: StopConditions
     sampling: Sampling = Sampling()
     block_size: int | None = None
-    """Block size that the hashes below were computed with."""
-    local_hashes: tuple[LocalBlockHash, ...] = ()
+    """Block size that the hashes were computed with."""
     sequence_hashes: tuple[SequenceHash, ...] = ()
     grammar: Grammar | None = None
     salt: str | None = None

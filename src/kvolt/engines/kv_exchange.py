@@ -76,7 +76,7 @@ class KvExchange:
             name = pool.name_of(block)
             assert name is not None
             data = self._memory.read(block)
-            exported.append(KvBlock(key, name.sequence_hash, name.local_hash, parent, position, data).seal())
+            exported.append(KvBlock(key, name.sequence_hash, parent, position, data).seal())
             parent, position = key, position + 1
         return tuple(exported)
 
@@ -107,7 +107,7 @@ class KvExchange:
             return 0
         num_before = len(names)
         for block in run:
-            names.append(BlockName(block.key, block.sequence_hash, block.local_hash))
+            names.append(BlockName(block.key, block.sequence_hash))
         present = scheduler.pool.match(names.keys)
         adopted = scheduler.adopt(names)
         for index, block_id in adopted:

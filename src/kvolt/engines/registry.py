@@ -98,12 +98,12 @@ def _loaded(name: str, load: Callable[[], Any]) -> Any:
         ) from error
 
 
-def parse_argument(text: str) -> tuple[str, object]:
-    """`KEY=VALUE` as it is typed; VALUE is JSON or a word."""
+def parse_argument(text: str, flag: str = "--arg") -> tuple[str, object]:
+    """`KEY=VALUE` as it is typed behind a flag; VALUE is JSON or a word."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(
-            f"--arg {text!r} is not KEY=VALUE", key="arg", remedy="write for example --arg speed=10"
+            f"{flag} {text!r} is not KEY=VALUE", key="arg", remedy=f"write for example {flag} NAME=10"
         )
     try:
         return key, json.loads(value)

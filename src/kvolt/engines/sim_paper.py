@@ -12,7 +12,7 @@ from typing import cast
 from xxhash import xxh3_64_intdigest as xxh3
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.core.ids import BlockKey, LocalBlockHash, SequenceHash
+from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.request import Request
 from kvolt.kv import Names
 
@@ -44,5 +44,4 @@ def _names(hashes: Sequence[int]) -> Names:
     return Names(
         cast("list[BlockKey]", list(hashes)),
         cast("list[SequenceHash]", list(hashes)),
-        cast("list[LocalBlockHash]", list(hashes)),
     )

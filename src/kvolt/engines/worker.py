@@ -217,6 +217,9 @@ class Worker:
             raise Unavailable(
                 f"the adapter {request.lora!r} is not loaded at this worker", reason="no_adapter"
             )
+        dp_rank = request.routing.pinned_dp_rank
+        if dp_rank is not None and dp_rank not in self.info.dp_ranks:
+            raise Unavailable(f"this worker has no data-parallel rank {dp_rank}", reason="no_rank")
         if request_id in self._open:
             raise InvalidRequest(f"request {request_id} is running here already", param="request_id")
         deadline_s = stream.deadline_s

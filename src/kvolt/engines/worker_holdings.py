@@ -2,27 +2,21 @@
 
 Kept beside the journal and not asked of the engine: an answer must stand at an event, and an engine that is asked
 is between two. Bounded by what the engine holds, and by a bound of its own for one that forgets to tell what it
-removed. Knows no numbers of events and no router.
+removed. Kept in the same index as a router's, so that both sides have the same digests at the same cost. Knows no
+numbers of events and no router.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
-from kvolt.core.kv_digest import EMPTY_DIGEST, digest_of
-from kvolt.core.kv_events import Cleared, KvChange, KvDigest, Removed, Stored, Tier
+from kvolt.core.kv_events import TIER_LEVEL, Cleared, KvChange, KvDigest, Removed, Stored, Tier
+from kvolt.router.index import MIN_MAX_BYTES, BlockIndex
 
 MAX_BLOCKS = 2_000_000
-"""About 200 MB of names."""
 
-
-@dataclass(slots=True)
-class _Shelf:
-    """The blocks of one rank in one tier."""
-
-    blocks: set[int] = field(default_factory=set)
-    digest: int = EMPTY_DIGEST
+_BYTES_PER_BLOCK = 256
+"""More than the index takes: nothing may go from it before the bound in blocks is seen to be reached."""
 
 
 class Holdings:
@@ -30,64 +24,50 @@ class Holdings:
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        self._shelves: dict[tuple[int, Tier], _Shelf] = {}
-        self.num_blocks = 0
+        self._index = BlockIndex(max(max_blocks * _BYTES_PER_BLOCK, MIN_MAX_BYTES))
+        self._slots: dict[int, int] = {}
+        """By rank."""
+        self._shelves: dict[tuple[int, Tier], None] = {}
+        """Ranks and tiers that ever held a block."""
         self.is_lost = False
+
+    @property
+    def num_blocks(self) -> int:
+        return self._index.num_pairs
 
     def apply(self, changes: Iterable[KvChange], dp_rank: int) -> None:
         if self.is_lost:
             return
+        slot = self._slots.get(dp_rank)
+        if slot is None:
+            slot = self._slots[dp_rank] = self._index.add_worker()
         for change in changes:
             match change:
-                case Stored():
-                    self._store(self._shelf(dp_rank, change.tier), change.sequence_hashes)
-                case Removed():
-                    self._remove(self._shelf(dp_rank, change.tier), change.sequence_hashes)
-                case Cleared():
-                    self._clear(dp_rank, change.tier)
-        if self.num_blocks > self._max_blocks:
-            self.is_lost = True
-            self._shelves.clear()
-            self.num_blocks = 0
+                case Stored(hashes=hashes, tier=tier):
+                    self._index.store(slot, hashes, TIER_LEVEL[tier])
+                    self._shelves[dp_rank, tier] = None
+                case Removed(hashes=hashes, tier=tier):
+                    self._index.remove(slot, hashes, TIER_LEVEL[tier])
+                case Cleared(tier=tier):
+                    self._index.clear(slot, None if tier is None else TIER_LEVEL[tier])
+        if self._index.num_pairs > self._max_blocks:
+            self._lose()
 
     def digests(self, dp_rank: int | None = None) -> tuple[KvDigest, ...]:
         """Of every tier of one rank that ever held a block, or of all ranks."""
         return tuple(
-            KvDigest(len(shelf.blocks), shelf.digest, rank, tier)
-            for (rank, tier), shelf in self._shelves.items()
+            KvDigest(*self._index.digest(self._slots[rank], TIER_LEVEL[tier]), rank, tier)
+            for rank, tier in self._shelves
             if dp_rank is None or rank == dp_rank
         )
 
-    def contents(self) -> Iterator[tuple[int, Tier, set[int]]]:
-        """Rank, tier and blocks, the own sets: to be read at once."""
-        for (dp_rank, tier), shelf in self._shelves.items():
-            yield dp_rank, tier, shelf.blocks
+    def contents(self) -> Iterator[tuple[int, Tier, list[int]]]:
+        """Rank, tier and blocks."""
+        for rank, tier in self._shelves:
+            yield rank, tier, self._index.contents(self._slots[rank], TIER_LEVEL[tier])
 
-    def _shelf(self, dp_rank: int, tier: Tier) -> _Shelf:
-        return self._shelves.setdefault((dp_rank, tier), _Shelf())
-
-    def _store(self, shelf: _Shelf, hashes: tuple[int, ...]) -> None:
-        before = len(shelf.blocks)
-        # Nearly always all of them are new. Those that are not must not be in the digest twice.
-        new = (
-            hashes
-            if shelf.blocks.isdisjoint(hashes)
-            else [each for each in hashes if each not in shelf.blocks]
-        )
-        shelf.blocks.update(new)
-        num_new = len(shelf.blocks) - before
-        shelf.digest ^= digest_of(new if num_new == len(new) else dict.fromkeys(new))
-        self.num_blocks += num_new
-
-    def _remove(self, shelf: _Shelf, hashes: tuple[int, ...]) -> None:
-        gone = dict.fromkeys(each for each in hashes if each in shelf.blocks)
-        shelf.blocks.difference_update(gone)
-        shelf.digest ^= digest_of(gone)
-        self.num_blocks -= len(gone)
-
-    def _clear(self, dp_rank: int, tier: Tier | None) -> None:
-        for (rank, shelf_tier), shelf in self._shelves.items():
-            if rank == dp_rank and tier in (None, shelf_tier):
-                self.num_blocks -= len(shelf.blocks)
-                shelf.blocks = set()
-                shelf.digest = EMPTY_DIGEST
+    def _lose(self) -> None:
+        self.is_lost = True
+        self._index = BlockIndex(MIN_MAX_BYTES)
+        self._slots.clear()
+        self._shelves.clear()

@@ -134,8 +134,8 @@ class KvJournal:
         for change in changes:
             match change:
                 case Stored():
-                    self.counts["stored"] += len(change.sequence_hashes)
+                    self.counts["stored"] += change.num_blocks
                 case Removed():
-                    self.counts["removed"] += len(change.sequence_hashes)
+                    self.counts["removed"] += change.num_blocks
                 case Cleared():
                     self.counts["cleared"] += 1

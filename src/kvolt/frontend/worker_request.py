@@ -66,7 +66,6 @@ def build_request(
         model=card.name,
         token_ids=prompt,
         block_size=card.block_size,
-        local_hashes=tuple(hasher.local),
         sequence_hashes=tuple(hasher.sequence),
         stop=StopConditions(
             max_tokens=wanted,

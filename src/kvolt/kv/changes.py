@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvolt.core.ids import LocalBlockHash, SequenceHash
+from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
 from kvolt.kv.names import Names
 
@@ -27,7 +27,6 @@ class ChangeLog:
         "_position",
         "_removed",
         "_stored",
-        "_stored_local",
         "is_lost",
     )
 
@@ -45,7 +44,6 @@ class ChangeLog:
             self._close()
             self._parent, self._position = parent, position
         self._stored += names.sequence_hashes
-        self._stored_local += names.local_hashes
 
     def remove_run(self, hashes: Sequence[SequenceHash]) -> None:
         if not hashes or self._is_full(len(hashes)):
@@ -70,7 +68,6 @@ class ChangeLog:
         self._changes: list[Change] = []
         self._num_blocks = 0
         self._stored: list[SequenceHash] = []  # the open run; it or the next is empty
-        self._stored_local: list[LocalBlockHash] = []
         self._removed: list[SequenceHash] = []
         self.is_lost = False
 
@@ -83,11 +80,10 @@ class ChangeLog:
 
     def _close(self) -> None:
         if self._stored:
-            hashes = tuple(self._stored), tuple(self._stored_local)
-            self._changes.append(Stored(*hashes, self._parent, self._position))
-            self._stored, self._stored_local = [], []
+            self._changes.append(Stored.of(self._stored, self._parent, self._position))
+            self._stored = []
         if self._removed:
-            self._changes.append(Removed(tuple(self._removed)))
+            self._changes.append(Removed.of(self._removed))
             self._removed = []
 
 

@@ -263,9 +263,7 @@ class BlockPool:
                 heads += below[:0:-1]
                 run = below[0]
             parent = head.parent.sequence_hash if head.parent else None
-            told.append(
-                Stored(tuple(names.sequence_hashes), tuple(names.local_hashes), parent, head.position)
-            )
+            told.append(Stored.of(names.sequence_hashes, parent, head.position))
         return told
 
     # --- runs

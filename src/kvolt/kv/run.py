@@ -87,7 +87,7 @@ class RunQueue:
         self.num_blocks -= at_most
         start = len(ids) - at_most
         taken = ids[start:], names.keys[start:], names.sequence_hashes[start:]
-        del ids[start:], names.keys[start:], names.sequence_hashes[start:], names.local_hashes[start:]
+        del ids[start:], names.keys[start:], names.sequence_hashes[start:]
         return taken
 
     def append(self, run: Run) -> None:

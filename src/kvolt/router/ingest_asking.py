@@ -14,13 +14,13 @@ from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, ProtocolErro
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvEventBatch, Tier
 from kvolt.core.kv_recovery import (
-    HASH_BYTES,
     KvAnswer,
     KvQuestion,
     KvReplay,
     KvSnapshot,
     KvSnapshotPart,
 )
+from kvolt.core.packed_hashes import HASH_BYTES
 from kvolt.router.ingest_state import Refused, Replayed, Snapshotted
 from kvolt.runtime.address import EndpointAddress, Instance
 from kvolt.runtime.call import Deadlines

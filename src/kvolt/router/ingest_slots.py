@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kvolt.core.kv_events import TIER_LEVEL, Cleared, KvDigest, KvEvent, Removed, Stored, Tier
-from kvolt.core.kv_recovery import HASHES_DTYPE
+from kvolt.core.packed_hashes import HASHES_DTYPE
 from kvolt.router.index import BlockIndex
 from kvolt.router.ingest_state import Comparison, IngestStats
 
@@ -44,9 +44,9 @@ class InstanceSlots:
             change = event.change
             match change:
                 case Stored():
-                    index.store(slot, change.sequence_hashes, TIER_LEVEL[change.tier])
+                    index.store(slot, change.hashes, TIER_LEVEL[change.tier])
                 case Removed():
-                    index.remove(slot, change.sequence_hashes, TIER_LEVEL[change.tier])
+                    index.remove(slot, change.hashes, TIER_LEVEL[change.tier])
                 case Cleared():
                     index.clear(slot, None if change.tier is None else TIER_LEVEL[change.tier])
 

@@ -41,7 +41,7 @@ class Replica:
                     self._tiers.pop(tier, None)
 
     def _store(self, change: Stored) -> None:
-        assert change.sequence_hashes, "stored nothing"
+        assert change.num_blocks, "stored nothing"
         assert change.parent is None or change.parent in self.blocks, f"stored before its parent: {change}"
         held = self._tiers.setdefault(change.tier, set())
         for block in change.sequence_hashes:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from kvolt.core.kv_events import KvEventBatch
-from kvolt.core.kv_recovery import HASHES_DTYPE, PART_BYTES, pack_hashes, split_batches
+from kvolt.core.kv_recovery import PART_BYTES, pack_hashes, split_batches
+from kvolt.core.packed_hashes import HASHES_DTYPE
 
 
 @pytest.mark.parametrize("number", [0, 1, PART_BYTES // 8, PART_BYTES // 8 + 1, 3 * PART_BYTES // 8 - 5])
@@ -29,8 +30,9 @@ def test_batches_are_grouped() -> None:
     assert [each for group in groups for each in group] == [huge, b"small", huge]
 
 
-def test_a_hash_below_zero_is_refused_where_it_is_read() -> None:
-    raw = {"type": "stored", "sequence_hashes": [-1], "local_hashes": [1]}
+@pytest.mark.parametrize("kind", ["stored", "removed"])
+def test_part_of_a_hash_is_refused_where_it_is_read(kind: str) -> None:
+    raw = {"type": kind, "hashes": bytes(9)}
     batch = {"events": [{"event_id": 0, "epoch": 1, "change": raw}]}
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KvEventBatch)

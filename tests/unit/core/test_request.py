@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvolt.core.ids import InstanceId, LocalBlockHash, RequestId, SequenceHash
+from kvolt.core.ids import InstanceId, RequestId, SequenceHash
 from kvolt.core.kv_events import Cleared, KvEvent, KvEventBatch, Removed, Stored, Tier
 from kvolt.core.request import (
     Grammar,
@@ -33,8 +33,7 @@ FULL = Request(
     stop=StopConditions(max_tokens=5, min_tokens=1, stop_token_ids=(2,), ignore_eos=True),
     sampling=Sampling(temperature=0.5, top_k=3, logit_bias={5: -1.0}, seed=7, num_choices=2, logprobs=3),
     block_size=16,
-    local_hashes=(LocalBlockHash(2**64 - 1),),
-    sequence_hashes=(SequenceHash(2**63),),
+    sequence_hashes=(SequenceHash(2**64 - 1),),
     grammar=Grammar(GrammarKind.REGEX, "a+"),
     salt="s",
     lora="l",
@@ -90,9 +89,9 @@ def test_shared_defaults_are_not_shared_state() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        Stored((SequenceHash(1),), (LocalBlockHash(2**64 - 1),), SequenceHash(3), 4, Tier.HOST),
-        Stored((), ()),
-        Removed((SequenceHash(1), SequenceHash(2)), Tier.OBJECT),
+        Stored.of([1, 2**64 - 1], SequenceHash(3), 4, Tier.HOST),
+        Stored.of([]),
+        Removed.of([1, 2], Tier.OBJECT),
         Cleared(),
         Cleared(Tier.PEER),
     ],

@@ -25,11 +25,9 @@ from kvolt.core.card import EngineInfo
 from kvolt.core.delta import StepOutput
 from kvolt.core.endpoints import CONTROL
 from kvolt.core.errors import InvalidRequest, NotFound, Unavailable, Unsupported
-from kvolt.core.ids import LocalBlockHash, SequenceHash
 from kvolt.core.kv_digest import digest_of
 from kvolt.core.kv_events import KvDigest, Stored
 from kvolt.core.kv_recovery import (
-    HASHES_DTYPE,
     KvAnswer,
     KvContents,
     KvEventsSince,
@@ -37,6 +35,7 @@ from kvolt.core.kv_recovery import (
     KvSnapshot,
     KvSnapshotPart,
 )
+from kvolt.core.packed_hashes import HASHES_DTYPE
 from kvolt.engines.worker_control import ClearKv, ListFeatures, LoadLora, UnloadLora, WorkerAnswer
 from kvolt.frontend.clear_kv import clear_kv_blocks
 from kvolt.runtime.address import EndpointAddress, InstanceState
@@ -264,7 +263,7 @@ def test_a_router_is_told_what_it_missed() -> None:
             running = await lab.worker("w0", engine := Capable())
             caller = await lab.runtime("caller")
             hashes = tuple(range(100_000))
-            change = Stored(tuple(map(SequenceHash, hashes)), tuple(map(LocalBlockHash, hashes)))
+            change = Stored.of(hashes)
             engine.put(StepOutput(kv_changes=(change,)))
             await asyncio.sleep(0.1)
             journal, instance = running.worker.journal, running.worker._instance

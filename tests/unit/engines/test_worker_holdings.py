@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import random
 
-from kvolt.core.ids import LocalBlockHash, SequenceHash
 from kvolt.core.kv_digest import digest_of
 from kvolt.core.kv_events import Cleared, KvChange, KvDigest, Removed, Stored, Tier
 from kvolt.engines.worker_holdings import Holdings
 
 
 def stored(*hashes: int, tier: Tier = Tier.DEVICE) -> Stored:
-    return Stored(tuple(map(SequenceHash, hashes)), tuple(map(LocalBlockHash, hashes)), tier=tier)
+    return Stored.of(hashes, tier=tier)
 
 
 def removed(*hashes: int, tier: Tier = Tier.DEVICE) -> Removed:
-    return Removed(tuple(map(SequenceHash, hashes)), tier)
+    return Removed.of(hashes, tier)
 
 
 def contents(holdings: Holdings) -> dict[tuple[int, Tier], set[int]]:

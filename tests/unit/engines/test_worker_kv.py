@@ -12,11 +12,10 @@ from tests.unit.engines.lab import Lab, ScriptedEngine
 from kvolt.core.delta import StepOutput
 from kvolt.core.endpoints import KV_TOPIC
 from kvolt.core.errors import Unsupported
-from kvolt.core.ids import InstanceId, LocalBlockHash, SequenceHash
+from kvolt.core.ids import InstanceId
 from kvolt.core.kv_digest import digest_of
 from kvolt.core.kv_events import Cleared, KvChange, KvDigest, KvEventBatch, Removed, Stored
 from kvolt.core.kv_recovery import (
-    HASHES_DTYPE,
     PART_BYTES,
     KvAnswer,
     KvContents,
@@ -27,6 +26,7 @@ from kvolt.core.kv_recovery import (
     KvSnapshotPart,
 )
 from kvolt.core.load import WorkerLoad
+from kvolt.core.packed_hashes import HASHES_DTYPE
 from kvolt.engines.worker_holdings import Holdings
 from kvolt.engines.worker_kv import KvJournal
 from kvolt.testing import run_virtual
@@ -35,11 +35,11 @@ decode = msgspec.msgpack.Decoder(KvEventBatch).decode
 
 
 def stored(*hashes: int) -> Stored:
-    return Stored(tuple(map(SequenceHash, hashes)), tuple(map(LocalBlockHash, hashes)))
+    return Stored.of(hashes)
 
 
 def removed(*hashes: int) -> Removed:
-    return Removed(tuple(SequenceHash(each) for each in hashes))
+    return Removed.of(hashes)
 
 
 def journal(max_bytes: int = 10_000) -> tuple[KvJournal, list[KvEventBatch]]:

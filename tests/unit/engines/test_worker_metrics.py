@@ -11,7 +11,7 @@ from tests.unit.engines.lab import Lab, ScriptedEngine, make_request, start_stre
 
 from kvolt.core.delta import Delta, FinishReason, StepOutput
 from kvolt.core.errors import EngineFailed, KvoltError, to_info
-from kvolt.core.ids import LocalBlockHash, RequestId, SequenceHash
+from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Stored
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.engines.worker_metrics import WorkerMetrics
@@ -141,7 +141,7 @@ def test_a_worker_tells_who_it_is_and_how_long_it_took() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0", engine := Slow())
-            stored = Stored((SequenceHash(1),), (LocalBlockHash(1),))
+            stored = Stored.of([1])
             engine.put(StepOutput(kv_changes=(stored,)))
             await asyncio.sleep(3)
             now = samples(running.worker.metrics)

@@ -81,7 +81,6 @@ def test_the_hashes_are_those_of_core(num_tokens: int, salt: str | None, lora: s
     local = local_hashes(prompt, 16, request_seed(lora, salt))
     assert (request.block_size, request.token_ids, request.salt) == (16, prompt, salt)
     assert (request.model, request.lora) == (CARD.name, lora)
-    assert list(request.local_hashes) == list(local)
     assert list(request.sequence_hashes) == list(sequence_hashes(local))
     assert len(request.sequence_hashes) == num_tokens // 16
 

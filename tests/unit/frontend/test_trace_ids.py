@@ -21,7 +21,6 @@ def request(
         token_ids=tokens,
         stop=StopConditions(max_tokens=1),
         block_size=4,
-        local_hashes=tuple(hasher.local),
         sequence_hashes=tuple(hasher.sequence),
         lora=lora,
         salt=salt,

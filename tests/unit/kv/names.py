@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvolt.core.ids import BlockKey, LocalBlockHash, SequenceHash
+from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Removed, Stored
 from kvolt.kv import BlockId, BlockName, BlockPool, Change, Names
 
@@ -15,7 +15,7 @@ def name_of(path: Sequence[int]) -> BlockName:
     routed = 1
     for number in path:
         routed = routed * 8 + number % 8
-    return BlockName(BlockKey(bytes(path)), SequenceHash(routed), LocalBlockHash(path[-1] % 8))
+    return BlockName(BlockKey(bytes(path)), SequenceHash(routed))
 
 
 def names_of(path: Sequence[int]) -> Names:

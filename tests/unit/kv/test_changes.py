@@ -13,8 +13,8 @@ from kvolt.kv.changes import ChangeLog, ToldHashes
 def stored(*paths: tuple[int, ...]) -> Stored:
     names = [name_of(path) for path in paths]
     parent = name_of(paths[0][:-1]).sequence_hash if len(paths[0]) > 1 else None
-    hashes = tuple(name.sequence_hash for name in names), tuple(name.local_hash for name in names)
-    return Stored(*hashes, parent, len(paths[0]) - 1)
+    hashes = [name.sequence_hash for name in names]
+    return Stored.of(hashes, parent, len(paths[0]) - 1)
 
 
 def store(log: ChangeLog, path: tuple[int, ...]) -> None:
@@ -41,7 +41,7 @@ def test_removals_in_a_row_are_one_and_order_is_kept() -> None:
     log.remove_run([two.sequence_hash])
     log.remove_run([one.sequence_hash])
     store(log, (1,))
-    removed = Removed((two.sequence_hash, one.sequence_hash))
+    removed = Removed.of([two.sequence_hash, one.sequence_hash])
     assert log.take() == (stored((1,), (1, 2)), removed, stored((1,)))
 
 
@@ -49,7 +49,7 @@ def test_a_block_stored_after_a_removal_starts_a_run_of_its_own() -> None:
     log = log_of((1,))
     log.remove_run([name_of((7,)).sequence_hash])
     store(log, (1, 2))
-    assert log.take() == (stored((1,)), Removed((name_of((7,)).sequence_hash,)), stored((1, 2)))
+    assert log.take() == (stored((1,)), Removed.of([name_of((7,)).sequence_hash]), stored((1, 2)))
 
 
 def test_clearing_makes_what_came_before_pointless() -> None:

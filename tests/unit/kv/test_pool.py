@@ -213,7 +213,7 @@ def test_two_names_of_one_routing_hash_are_told_gone_with_the_second() -> None:
     assert pool.take_changes() == ()
     assert mirror.positions == seen(pool)
     allocated(pool, 1)
-    assert pool.take_changes() == (Removed((name_of((1,)).sequence_hash,)),)
+    assert pool.take_changes() == (Removed.of([name_of((1,)).sequence_hash]),)
 
 
 def test_contents_are_runs_with_parents_first() -> None:

@@ -26,7 +26,7 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.endpoints import KV_TOPIC
 from kvolt.core.errors import KvoltError, Unavailable
 from kvolt.core.hashing import SequenceHasher
-from kvolt.core.ids import InstanceId, LocalBlockHash, RequestId, SequenceHash
+from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Cleared, KvChange, KvEventBatch, Removed, Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, StopConditions
@@ -48,7 +48,7 @@ OPTIONS = IngestOptions(quiet_s=1.0)
 
 
 def stored(*hashes: int) -> Stored:
-    return Stored(tuple(map(SequenceHash, hashes)), tuple(map(LocalBlockHash, hashes)))
+    return Stored.of(hashes)
 
 
 class Telling(ScriptedEngine):
@@ -225,7 +225,7 @@ def test_the_old_state_serves_until_the_new_one_is_there() -> None:
             await asyncio.sleep(0.1)
             lab.network.partition("router", "w0")
             lab.bus.lose(running.runtime.events.publisher, 1)
-            engine.tell(Removed((SequenceHash(1),)))
+            engine.tell(Removed.of([1]))
             await asyncio.sleep(0.1)
             engine.tell(stored(4))
             await asyncio.sleep(1.0)
@@ -409,7 +409,7 @@ def test_a_worker_that_cannot_tell_all_is_followed_from_now_on(caplog: pytest.Lo
             assert router.state(running) is FeedState.PARTIAL
             lab.bus.lose(running.runtime.events.publisher, 1)
             engine.tell(stored(4))
-            engine.tell(Removed((SequenceHash(3),)))
+            engine.tell(Removed.of([3]))
             await asyncio.sleep(0.1)
             assert router.blocks(running) == {4}, "what it missed is still told again"
 

@@ -37,7 +37,7 @@ LIMITS = Deadlines(connect_s=1.0, first_s=1.0, between_s=1.0, total_s=5.0)
 
 
 def batch(event_id: int) -> KvEventBatch:
-    return KvEventBatch((KvEvent(event_id, 7, Removed(())),))
+    return KvEventBatch((KvEvent(event_id, 7, Removed.of([])),))
 
 
 def packed(event_id: int) -> bytes:

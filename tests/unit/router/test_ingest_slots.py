@@ -5,21 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvolt.core.ids import LocalBlockHash, SequenceHash
 from kvolt.core.kv_digest import digest_of
 from kvolt.core.kv_events import Cleared, KvChange, KvDigest, KvEvent, Removed, Stored, Tier
-from kvolt.core.kv_recovery import HASHES_DTYPE
+from kvolt.core.packed_hashes import HASHES_DTYPE
 from kvolt.router.index_python import MAX_SLOTS, MIN_MAX_BYTES, BlockIndex
 from kvolt.router.ingest_slots import InstanceSlots
 from kvolt.router.ingest_state import Comparison, IngestStats
 
 
 def stored(*hashes: int, tier: Tier = Tier.DEVICE) -> Stored:
-    return Stored(tuple(map(SequenceHash, hashes)), tuple(map(LocalBlockHash, hashes)), tier=tier)
+    return Stored.of(hashes, tier=tier)
 
 
 def removed(*hashes: int, tier: Tier = Tier.DEVICE) -> Removed:
-    return Removed(tuple(map(SequenceHash, hashes)), tier)
+    return Removed.of(hashes, tier)
 
 
 def packed(*hashes: int) -> bytes:

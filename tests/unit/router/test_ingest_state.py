@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvolt.core.ids import LocalBlockHash, SequenceHash
 from kvolt.core.kv_events import KvDigest, KvEvent, KvEventBatch, Stored, Tier
 from kvolt.core.kv_recovery import KvContents, KvEventsSince
 from kvolt.router.ingest_state import (
@@ -33,7 +32,7 @@ NO_BLOCKS: dict[tuple[int, Tier], bytes] = {}
 
 
 def event(event_id: int, epoch: int = EPOCH) -> KvEvent:
-    return KvEvent(event_id, epoch, Stored((SequenceHash(event_id),), (LocalBlockHash(event_id),)))
+    return KvEvent(event_id, epoch, Stored.of([event_id]))
 
 
 def batch(*ids: int, epoch: int = EPOCH, digests: tuple[KvDigest, ...] = ()) -> KvEventBatch:

@@ -16,6 +16,7 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.ids import BlockKey, InstanceId, RequestId
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
+from kvolt.core.packed_hashes import packed
 from kvolt.core.request import Handoff, Request, Role
 from kvolt.engines.registry import EngineSpec
 from kvolt.testing import engine_event_cases as events
@@ -111,8 +112,8 @@ class _OwnHashes(_Telling):
     def tell(self, change: KvChange) -> Sequence[KvChange]:
         if not isinstance(change, Stored):
             return (change,)
-        hashes = tuple(each ^ 1 for each in change.sequence_hashes)
-        return (replace(change, sequence_hashes=hashes, parent=change.parent and change.parent ^ 1),)
+        hashes = packed([each ^ 1 for each in change.sequence_hashes])
+        return (replace(change, hashes=hashes, parent=change.parent and change.parent ^ 1),)
 
 
 class _SharesLastToken(ToyEngine):
@@ -151,7 +152,7 @@ class _KeepsEvicted(ToyEngine):
         super().__init__(spec, arguments)
 
         def evict(entry: Entry) -> None:
-            self.store.changes.append(Removed((entry.sequence_hash,)))
+            self.store.changes.append(Removed.of([entry.sequence_hash]))
 
         self.store.evict = evict  # type: ignore[method-assign]
 
@@ -293,11 +294,7 @@ class _WrongWithoutBlocks(ToyEngine):
             return super()._seal(choice)
         while len(choice.entries) < choice.num_computed // self._arguments.block_size:
             position = len(choice.entries)
-            names = (
-                choice.keys.keys[position],
-                choice.hashes.sequence[position],
-                choice.hashes.local[position],
-            )
+            names = choice.keys.keys[position], choice.hashes.sequence[position]
             choice.entries.append(Entry(*names, None, position, bytes(BLOCK_BYTES), 1))
         return None
 

@@ -221,11 +221,7 @@ class ToyEngine:
             block = choice.tokens[position * block_size : (position + 1) * block_size]
             before = parent.data if parent else b""
             data = blake2b(before + token_bytes(block), digest_size=BLOCK_BYTES).digest()
-            names = (
-                choice.keys.keys[position],
-                choice.hashes.sequence[position],
-                choice.hashes.local[position],
-            )
+            names = choice.keys.keys[position], choice.hashes.sequence[position]
             choice.entries.append(self.store.add(Entry(*names, parent, position, data)))
 
     def _sample(self, choice: Choice) -> int:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvolt.core.ids import BlockKey, LocalBlockHash, SequenceHash
+from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 
@@ -17,7 +17,6 @@ class Entry:
 
     key: BlockKey
     sequence_hash: SequenceHash
-    local_hash: LocalBlockHash
     parent: Entry | None
     position: int
     data: bytes
@@ -26,11 +25,11 @@ class Entry:
 
     def export(self) -> KvBlock:
         parent = self.parent.key if self.parent else None
-        return KvBlock(self.key, self.sequence_hash, self.local_hash, parent, self.position, self.data).seal()
+        return KvBlock(self.key, self.sequence_hash, parent, self.position, self.data).seal()
 
     def told(self) -> Stored:
         parent = self.parent.sequence_hash if self.parent else None
-        return Stored((self.sequence_hash,), (self.local_hash,), parent, self.position)
+        return Stored.of([self.sequence_hash], parent, self.position)
 
 
 class Store:
@@ -57,7 +56,7 @@ class Store:
     def evict(self, entry: Entry) -> None:
         del self.named[entry.key]
         entry.named = False
-        self.changes.append(Removed((entry.sequence_hash,)))
+        self.changes.append(Removed.of([entry.sequence_hash]))
 
     def acquire(self, keys: Sequence[BlockKey]) -> list[Entry]:
         found: list[Entry] = []
@@ -99,7 +98,7 @@ class Store:
         full = self.num_reserved + len(self.idle) >= self.num_blocks
         if orphan or full or not self.accepts(block, block_bytes):
             return False
-        entry = Entry(block.key, block.sequence_hash, block.local_hash, parent, block.position, block.data)
+        entry = Entry(block.key, block.sequence_hash, parent, block.position, block.data)
         self.release([self.add(entry)])
         if parent is not None and not parent.num_holders:
             self.idle.move_to_end(parent.key)  # never before its child

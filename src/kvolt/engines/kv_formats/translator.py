@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import check_block_size, local_hashes, request_seed, sequence_hashes
-from kvolt.core.ids import LocalBlockHash, SequenceHash
+from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.engines.kv_formats.schema import (
     AllBlocksCleared,
@@ -61,7 +61,6 @@ class _Name:
     """One block in our words. The seed goes on to the blocks below: an engine tells a salt with the first only."""
 
     sequence: SequenceHash
-    local: LocalBlockHash
     seed: int
 
 
@@ -170,7 +169,7 @@ class Translator:
             self._skip("foreign_keys", num_blocks - num_known)
         above = parent.sequence if parent is not None else None
         sequence = sequence_hashes(local, above)
-        return _Blocks([_Name(*each, seed) for each in zip(sequence, local, strict=True)], above)
+        return _Blocks([_Name(each, seed) for each in sequence], above)
 
     def _known(self, event: BlockStored) -> _Blocks:
         """Blocks without tokens are copies of some that are known, as far as they are."""
@@ -233,7 +232,7 @@ class Translator:
                 del copies[engine_hash]
                 gone.append(self._names[engine_hash].sequence)
                 self._drop_if_unheld(engine_hash)
-        return [Removed(tuple(gone), tier)] if gone else []
+        return [Removed.of(gone, tier)] if gone else []
 
     def _drop_if_unheld(self, engine_hash: EngineHash) -> None:
         if not any(engine_hash in copies for copies in self._copies.values()):
@@ -248,7 +247,7 @@ class Translator:
             self.skipped["no_room"] += 1
             for tier, copies in self._copies.items():
                 if copies.pop(engine_hash, None) is not None:
-                    changes.append(Removed((name.sequence,), tier))
+                    changes.append(Removed.of([name.sequence], tier))
         return changes
 
     # ---
@@ -301,4 +300,4 @@ def _stored_runs(blocks: _Blocks, are_new: Sequence[bool], tier: Tier) -> list[K
 
 
 def _stored_run(run: Sequence[_Name], parent: SequenceHash | None, tier: Tier) -> Stored:
-    return Stored(tuple(name.sequence for name in run), tuple(name.local for name in run), parent, tier=tier)
+    return Stored.of([name.sequence for name in run], parent, tier=tier)

@@ -266,9 +266,7 @@ class FakeCapabilities:
             parent = lineage[-2].key if len(lineage) > 1 else None
             data = core.memory[block * core.block_bytes : (block + 1) * core.block_bytes]
             name = lineage[-1]
-            exported.append(
-                KvBlock(key, name.sequence_hash, name.local_hash, parent, len(lineage) - 1, data).seal()
-            )
+            exported.append(KvBlock(key, name.sequence_hash, parent, len(lineage) - 1, data).seal())
         return tuple(exported)
 
     def import_kv(self, blocks: Sequence[KvBlock]) -> int:
@@ -279,7 +277,7 @@ class FakeCapabilities:
             if not block.intact or len(block.data) != core.block_bytes or len(before) != block.position:
                 break
             if scheduler.pool.block_of(block.key) is None:
-                name = BlockName(block.key, block.sequence_hash, block.local_hash)
+                name = BlockName(block.key, block.sequence_hash)
                 adopted = scheduler.adopt(Names.of([*before, name]))
                 if not adopted:
                     break
