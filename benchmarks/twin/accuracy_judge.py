@@ -16,6 +16,8 @@ from kvolt.bench.load.report import Report
 
 GOAL_SHARE = 0.10
 GOAL_POINTS = 0.01
+_TOGETHER_SHARE = 0.02
+"""Of the tokens, how many may come together with the one before: a generator that is late reads two at once."""
 
 
 class Verdict(StrEnum):
@@ -95,6 +97,11 @@ def _check_same_work(twin: Report, real: Report) -> None:
             "requests, prompt and output tokens were "
             f"{counts[0]:,}, {counts[1]:,}, {counts[2]:,}{' (cut)' if real.was_cut else ''} in a real run and "
             f"{told[0]:,}, {told[1]:,}, {told[2]:,} in the twin"
+        )
+    if real.counts.events < (1.0 - _TOGETHER_SHARE) * real.counts.output_tokens:
+        raise ValueError(
+            f"{real.counts.output_tokens:,} tokens came in {real.counts.events:,} events of a real run: "
+            "its gaps are not those between tokens"
         )
 
 

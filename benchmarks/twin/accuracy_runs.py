@@ -52,6 +52,8 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     workers: int = 1
     arguments: Mapping[str, str | int] = {}
+    answers: Sequence[int] = ()
+    """Tokens that answers are made of; any where there are none."""
 
 
 class Notes(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +119,7 @@ def real_runs(jobs: Sequence[Job]) -> list[Run]:
     with ExitStack() as stack:
         urls = [stack.enter_context(_served(job.system, job.part)) for job in jobs]
         for job, url in zip(jobs, urls, strict=True):
-            _bench(url, job.part / "warm-up", _WARM_UP)
+            _bench(url, job.part / "warm-up", (*_WARM_UP, *_answers(job.system)))
         meter = _Meter()
         told: list[list[Report]] = [[] for _ in jobs]
         for turn in zip_longest(*(job.bursts() for job in jobs)):
@@ -131,7 +133,7 @@ def real_runs(jobs: Sequence[Job]) -> list[Run]:
 def _bench_burst(url: str, job: Job, burst: Sequence[TraceRecord]) -> Report:
     trace, out = job.part / "burst.jsonl", job.part / "bench"
     write_trace(trace, burst)
-    _bench(url, out, ("--trace", str(trace), "--speed", f"{job.load.speed:g}"))
+    _bench(url, out, ("--trace", str(trace), "--speed", f"{job.load.speed:g}", *_answers(job.system)))
     report = decode_report((out / _REPORT).read_bytes(), str(out / _REPORT))
     shutil.rmtree(out)
     trace.unlink()
@@ -238,6 +240,10 @@ def _served(system: System, folder: Path) -> Iterator[str]:
                 raise BrokenRun(f"kvolt serve {system.model} is not ready:\n{said}")
             time.sleep(_POLL_S)
         yield url
+
+
+def _answers(system: System) -> Sequence[str]:
+    return ("--set", f"allowed_token_ids={list(system.answers)}") if system.answers else ()
 
 
 def _bench(url: str, out: Path, arguments: Sequence[str]) -> None:

@@ -60,8 +60,17 @@ def peer_python(folder: Path) -> Path:
     return environment / "bin" / "python"
 
 
-def replay_dynamo(python: Path, trace: Path, num_workers: int, block_size: int, core: int) -> Replayed:
-    """`block_size` is that of the trace's hash ids."""
+def replay_dynamo(
+    python: Path,
+    trace: Path,
+    num_workers: int,
+    block_size: int,
+    core: int,
+    *,
+    mode: str = "round_robin",
+    speed: float = 1.0,
+) -> Replayed:
+    """`block_size` is that of the trace's hash ids; `mode` is its router's."""
     engine = {"block_size": BLOCK_SIZE, "num_gpu_blocks": NUM_BLOCKS}
     with tempfile.TemporaryDirectory(prefix="bench-twin-") as folder:
         told = Path(folder) / "report.json"
@@ -70,7 +79,7 @@ def replay_dynamo(python: Path, trace: Path, num_workers: int, block_size: int, 
             [
                 *(str(python), "-m", "dynamo.replay", str(trace), "--trace-format", "mooncake"),
                 *("--trace-block-size", str(block_size), "--num-workers", str(num_workers)),
-                *("--router-mode", "round_robin", "--replay-mode", "offline"),
+                *("--router-mode", mode, "--replay-mode", "offline", "--arrival-speedup-ratio", str(speed)),
                 *("--extra-engine-args", msgspec.json.encode(engine).decode(), "--report-json", str(told)),
             ],
             Path(folder),

@@ -12,7 +12,14 @@ from kvolt.bench.load.tally import Tally
 from kvolt.bench.traces import small_trace
 
 
-def report(first_s: float, *, gap_s: float = 0.01, cached: int | None = 40, tokens: int = 5) -> Report:
+def report(
+    first_s: float,
+    *,
+    gap_s: float = 0.01,
+    cached: int | None = 40,
+    tokens: int = 5,
+    events: int | None = None,
+) -> Report:
     """Of one request with its first token after `first_s`."""
     tally = Tally(None, random.Random(0).random)
     tally.started(0.0)
@@ -32,7 +39,7 @@ def report(first_s: float, *, gap_s: float = 0.01, cached: int | None = 40, toke
             last_s=last_s,
             end_s=last_s,
             max_gap_s=gap_s,
-            num_events=tokens,
+            num_events=tokens if events is None else events,
             input_tokens=100,
             output_tokens=tokens,
             cached_tokens=cached,
@@ -82,9 +89,9 @@ def test_a_row_tells_twin_spread_and_difference() -> None:
     assert row_of(lines["hit rate"])[1:4] == ("40.00 %", "40.00 % (40.00 %..40.00 %)", "+0.0 points")
 
 
-@pytest.mark.parametrize("real", [report(1.0, tokens=6), report(1.0, cached=None)])
+@pytest.mark.parametrize("real", [report(1.0, tokens=6), report(1.0, cached=None), report(1.0, events=4)])
 def test_unlike_work_has_no_verdict(real: Report) -> None:
-    with pytest.raises(ValueError, match=r"in a real run|no cached tokens"):
+    with pytest.raises(ValueError, match=r"in a real run|no cached tokens|not those between tokens"):
         judge(report(1.0), [real])
 
 
