@@ -64,9 +64,13 @@ class ResponseReader:
         if self._tail:
             data = self._tail + data
             self._tail = b""
-        pieces: list[bytes] = []
         at = 0
+        pieces: list[bytes] = []
         if self._awaiting is _CHUNK_LINE:
+            # A token alone in a read is what nearly all reads of a run are.
+            end = data.find(b"\r\n", 0, _MAX_SIZE_CHARS)
+            if end > 0 and _SIZES.get(data[:end]) == len(data) - end - 4 and data.endswith(b"\r\n"):
+                return [data[end + 2 : -2]]
             at = _take_whole_chunks(data, at, pieces)
             if at == len(data):
                 return pieces
