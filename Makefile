@@ -8,7 +8,7 @@ ARGS ?=
 TORCH_INDEX ?=
 
 # An install compiles the C file (docs/adr/0009), so a change of it is a reason to install again.
-INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py src/kvolt/router/_index_native.c
+INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard src/kvolt/router/*.c)
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-long lint format bench seeds clean install

@@ -1,6 +1,6 @@
-"""Compiles the router's native index while kvolt is installed (ADR 9). Without a C compiler kvolt installs without it.
+"""Compiles the router's native modules while kvolt is installed (ADR 9). Without a C compiler kvolt installs without.
 
-An editable install gets the module beside its source, a wheel carries it and is then one for this Python and platform.
+An editable install gets them beside their sources, a wheel carries them and is then one for this Python and platform.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("src", "kvolt", "router", "_index_native.c")
-MODULE = "kvolt/router/_index_native"
+FOLDER = Path("src", "kvolt", "router")
+MODULES = ("_index_native", "_prices_native")
+PACKAGE = "kvolt/router"
 FLAGS = ("-std=c11", "-O3", "-g0", "-fPIC", "-fvisibility=hidden")
 SECONDS = 300
 
 
 class NativeIndexHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        source = Path(self.root) / SOURCE
-        name = f"_index_native{sysconfig.get_config_var('EXT_SUFFIX')}"
-        if version == "editable":
-            self._build(source, source.with_name(name))
-            return
-        self._folder = tempfile.mkdtemp(prefix="kvolt-build-")
-        built = Path(self._folder) / name
-        if self._build(source, built):
-            build_data["force_include"][str(built)] = f"{Path(MODULE).parent.as_posix()}/{name}"
-            build_data["pure_python"] = False
-            build_data["infer_tag"] = True
+        is_editable = version == "editable"
+        if not is_editable:
+            self._folder = tempfile.mkdtemp(prefix="kvolt-build-")
+        for module in MODULES:
+            source = Path(self.root) / FOLDER / f"{module}.c"
+            name = f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
+            target = source.with_name(name) if is_editable else Path(self._folder) / name
+            if self._build(source, target) and not is_editable:
+                build_data["force_include"][str(target)] = f"{PACKAGE}/{name}"
+                build_data["pure_python"] = False
+                build_data["infer_tag"] = True
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if version != "editable":
@@ -46,7 +47,7 @@ class NativeIndexHook(BuildHookInterface):  # type: ignore[type-arg]
         problem = compile_module(source, target)
         if problem:
             target.unlink(missing_ok=True)  # one of an older source would be worse than none
-            self.app.display_warning(f"kvolt: the router's index will run in Python: {problem}")
+            self.app.display_warning(f"kvolt: {source.stem} of the router will run in Python: {problem}")
         return not problem
 
 

@@ -29,6 +29,7 @@ import msgspec
 import uvloop
 from benchmarks.frontend import kvolt_side, peer
 from benchmarks.frontend.client import Measured, closed_load
+from benchmarks.frontend.edge import ROUTERS
 from benchmarks.frontend.prompts import chat_request, passage
 from benchmarks.frontend.report import run_facts, table
 from benchmarks.frontend.system import Edge
@@ -82,6 +83,7 @@ def _options() -> argparse.Namespace:
     add("--conversations", type=int, default=64, help="per round, side by side (default %(default)s)")
     add("--rounds", type=int, default=5, help="rounds of all systems (default %(default)s)")
     add("--quick", action="store_true", help="two rounds of 16 conversations: for a look, not for a claim")
+    add("--router", choices=list(ROUTERS), default=next(iter(ROUTERS)), help="of both (default %(default)s)")
     add("--peer-dir", type=Path, default=peer.default_folder(), help="where Dynamo is or will be installed")
     add("--out", type=Path, help="write all figures as JSON to this file")
     options = parser.parse_args()
@@ -98,15 +100,20 @@ def _run(options: argparse.Namespace) -> list[ChatRow]:
     with ExitStack() as stack:
         enter = stack.enter_context
         small = str(_SMALL_CACHE_BYTES)
+        ours, mode = ROUTERS[options.router]
+        arguments = ("--router", ours)
         edges = [
-            enter(kvolt_side.serve(dynamo.model)),
-            enter(peer.serve(dynamo)),
+            enter(kvolt_side.serve(dynamo.model, frontend_arguments=arguments)),
+            enter(peer.serve(dynamo, router_mode=mode)),
             enter(
                 kvolt_side.serve(
-                    dynamo.model, name=kvolt_side.NAME + _OFF, KVOLT_FRONTEND_TOKEN_CACHE_BYTES=small
+                    dynamo.model,
+                    name=kvolt_side.NAME + _OFF,
+                    frontend_arguments=arguments,
+                    KVOLT_FRONTEND_TOKEN_CACHE_BYTES=small,
                 )
             ),
-            enter(peer.serve(dynamo, name=peer.NAME + _OFF, DYN_TOKENIZER_CACHE="0")),
+            enter(peer.serve(dynamo, name=peer.NAME + _OFF, router_mode=mode, DYN_TOKENIZER_CACHE="0")),
         ]
         for edge in edges:
             _load(edge, _conversations(8, 2, seed=0))

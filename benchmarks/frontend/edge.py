@@ -1,9 +1,10 @@
 """What a request and a streamed token cost at the edge, kvolt's beside Dynamo's.
 
 Run from the repository's root: `python -m benchmarks.frontend.edge`. Both systems are up at the same time,
-with the same model, the same number of mock workers at the same speed, and round-robin routing; they are
-loaded in turn, in every round, with the same prompts. CPU is user and system time of the edge: the
-frontend with all its threads and children, not the mock workers. Both start anew for each number of
+with the same model, the same number of mock workers at the same speed, and round-robin routing, or with
+`--router kv` each with its own KV router, fed by the events of its workers (blocks of 16 tokens on both
+sides); they are loaded in turn, in every round, with the same prompts. CPU is user and system time of the
+edge: the frontend with all its threads and children, not the mock workers. Both start anew for each number of
 connections, so that memory is that of this load, and once for each speed of the mock, so that an edge
 serves one model. What is measured, and how, is told in `measure`.
 """
@@ -31,6 +32,8 @@ from benchmarks.frontend.wrk import wrk_command, wrk_round
 from benchmarks.runtime.pair import BrokenRun
 
 _SYSTEMS = ("kvolt", "dynamo")
+ROUTERS = {"round-robin": ("round-robin", "round-robin"), "kv": ("latency", "kv")}
+"""What it is called here, at kvolt and at the peer."""
 _MIN_DELAY_S = 2.0
 
 
@@ -66,6 +69,7 @@ def _options() -> argparse.Namespace:
     add("--rate", type=float, default=20.0, help="requests/s when delays are measured (default %(default)s)")
     add("--quick", action="store_true", help="two rounds of two seconds: for a look, not for a claim")
     add("--systems", type=lambda text: tuple(text.split(",")), default=_SYSTEMS, help="default kvolt,dynamo")
+    add("--router", choices=list(ROUTERS), default=next(iter(ROUTERS)), help="of both (default %(default)s)")
     add("--processes", type=int, default=1, help="of kvolt's frontend (default 1)")
     add("--wrk", action="store_true", help="in addition: the same loads from wrk, as a second opinion")
     add("--profile", action="store_true", help="instead: where the time of kvolt's frontend goes")
@@ -105,7 +109,12 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     print(*report.edge_goals(found), *report.strict_goals(rows), sep="\n")
     return {
         **results,
-        "options": {"rounds": options.rounds, "seconds": options.seconds, "rate": options.rate},
+        "options": {
+            "rounds": options.rounds,
+            "seconds": options.seconds,
+            "rate": options.rate,
+            "router": options.router,
+        },
         "lines": found,
         "rows": rows,
         "delays": delays,
@@ -126,7 +135,9 @@ def _benches(
         systems = []
         if "kvolt" in options.systems:
             model = peer.model_beside(options.peer_dir)
-            arguments = ("--processes", str(options.processes)) if options.processes > 1 else ()
+            arguments = ["--router", ROUTERS[options.router][0]]
+            if options.processes > 1:
+                arguments += ["--processes", str(options.processes)]
 
             def serve_kvolt(step_s: float | None) -> Edge:
                 served = kvolt_side.serve(
@@ -136,7 +147,9 @@ def _benches(
 
             systems.append(Edges(*map(serve_kvolt, steps)))
         if dynamo is not None:
-            systems.append(Edges(*(stack.enter_context(peer.serve(dynamo, step_s)) for step_s in steps)))
+            mode = ROUTERS[options.router][1]
+            edges = (stack.enter_context(peer.serve(dynamo, step_s, router_mode=mode)) for step_s in steps)
+            systems.append(Edges(*edges))
         yield [Bench(edges, connections, options.seconds) for edges in systems]
 
 

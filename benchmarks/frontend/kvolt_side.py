@@ -14,7 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.frontend import tiny_model
-from benchmarks.frontend.system import NUM_WORKERS, Edge, Meter, Processes, clean_environ, free_port
+from benchmarks.frontend.system import (
+    BLOCK_SIZE,
+    NUM_WORKERS,
+    Edge,
+    Meter,
+    Processes,
+    clean_environ,
+    free_port,
+)
 from benchmarks.frontend.tiny_model import EOS_TOKEN, TinyModel
 
 NAME = "kvolt"
@@ -71,6 +79,7 @@ def _worker_command(model: TinyModel, step_s: float | None) -> list[str]:
         "eos_token": EOS_TOKEN,
         "chat_template": model.chat_template,
         "latency": json.dumps({"base_s": step_s or 0.0}),
+        "block_size": str(BLOCK_SIZE),
         "kv_blocks": "1048576",
         "max_num_seqs": "1024",
         "max_batch_tokens": "65536",

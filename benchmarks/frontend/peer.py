@@ -20,7 +20,15 @@ from pathlib import Path
 
 import msgspec
 from benchmarks.frontend import tiny_model
-from benchmarks.frontend.system import NUM_WORKERS, Edge, Meter, Processes, clean_environ, free_port
+from benchmarks.frontend.system import (
+    BLOCK_SIZE,
+    NUM_WORKERS,
+    Edge,
+    Meter,
+    Processes,
+    clean_environ,
+    free_port,
+)
 from benchmarks.frontend.tiny_model import TinyModel
 from benchmarks.runtime.pair import BrokenRun
 
@@ -88,8 +96,15 @@ def model_beside(folder: Path) -> TinyModel:
 
 
 @contextmanager
-def serve(peer: Peer, step_s: float | None = None, name: str = NAME, **environ: str) -> Iterator[Edge]:
-    """Its frontend, routing round-robin, and a process of mock workers."""
+def serve(
+    peer: Peer,
+    step_s: float | None = None,
+    name: str = NAME,
+    *,
+    router_mode: str = "round-robin",
+    **environ: str,
+) -> Iterator[Edge]:
+    """Its frontend, routing in this mode, and a process of mock workers."""
     with Processes("dynamo") as processes:
         env = clean_environ(
             DYN_FILE_KV=str(processes.folder / "discovery"), DYN_LOG="warn", HF_HUB_OFFLINE="1", **environ
@@ -98,7 +113,7 @@ def serve(peer: Peer, step_s: float | None = None, name: str = NAME, **environ: 
         frontend = processes.start(
             "frontend",
             [
-                *(str(peer.python), "-m", "dynamo.frontend", "--router-mode", "round-robin", *_PLANES),
+                *(str(peer.python), "-m", "dynamo.frontend", "--router-mode", router_mode, *_PLANES),
                 *("--http-host", "127.0.0.1", "--http-port", str(port)),
             ],
             env,
@@ -113,7 +128,14 @@ def _mock_command(peer: Peer, step_s: float | None) -> list[str]:
     return [
         *(str(peer.python), "-m", "dynamo.mocker", *_PLANES),
         *("--model-path", str(peer.model.path), "--model-name", tiny_model.NAME),
-        *("--num-workers", str(NUM_WORKERS), "--block-size", "16", "--num-gpu-blocks-override", "1048576"),
+        *(
+            "--num-workers",
+            str(NUM_WORKERS),
+            "--block-size",
+            str(BLOCK_SIZE),
+            "--num-gpu-blocks-override",
+            "1048576",
+        ),
         *("--max-num-seqs", "1024", "--max-num-batched-tokens", "65536"),
         *("--speedup-ratio", f"{_SPEEDUP:g}", "--decode-speedup-ratio", f"{decode_speedup:.9f}"),
     ]

@@ -28,6 +28,8 @@ from benchmarks.frontend import tiny_model
 from benchmarks.runtime.pair import BrokenRun
 
 NUM_WORKERS = 2
+BLOCK_SIZE = 16
+"""Tokens: of the workers, and so of what KV routers hear of, on both sides."""
 
 _READY_S = 90.0
 _STOP_S = 10.0

@@ -137,13 +137,15 @@ def _measured(
     return Row(number, system, work, tuple(shape), figures)
 
 
-def run_side(python: Path | str, job: dict[str, Any]) -> dict[str, Any]:
-    """What `sides` says to this job in that interpreter; BrokenRun with its last words otherwise."""
+def run_side(
+    python: Path | str, job: dict[str, Any], module: str = "benchmarks.router.sides"
+) -> dict[str, Any]:
+    """What a module says to this job in that interpreter; BrokenRun with its last words otherwise."""
     if not python:
         raise BrokenRun("it is not installed")
     try:
         done = subprocess.run(
-            [str(python), "-m", "benchmarks.router.sides", "-"],
+            [str(python), "-m", module, "-"],
             input=msgspec.json.encode(job),
             capture_output=True,
             cwd=_ROOT,

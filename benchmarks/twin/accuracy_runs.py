@@ -117,7 +117,7 @@ def real_runs(jobs: Sequence[Job]) -> list[Run]:
         for name, content in job.kept.items():
             (job.part / name).write_bytes(content)
     with ExitStack() as stack:
-        urls = [stack.enter_context(_served(job.system, job.part)) for job in jobs]
+        urls = [stack.enter_context(served(job.system, job.part)) for job in jobs]
         for job, url in zip(jobs, urls, strict=True):
             _bench(url, job.part / "warm-up", (*_WARM_UP, *_answers(job.system)))
         meter = _Meter()
@@ -159,14 +159,14 @@ def twin_command(preset: str, system: System, load: Load) -> list[str]:
 
 
 def twin_run(command: Sequence[str]) -> Report:
-    told = _output(command, _TWIN_S)
+    told = output_of(command, _TWIN_S)
     return decode_report(told, "the twin's report")
 
 
 def fit(log: Path, name: str, preset: Path) -> str:
     """A preset of a step log, by `kvolt fit`; what it says of it."""
     command = ["kvolt", "fit", str(log), "--name", name, "--out", str(preset)]
-    return _output(command, 120.0).decode()
+    return output_of(command, 120.0).decode()
 
 
 def merge_logs(logs: Sequence[Path], merged: Path) -> None:
@@ -216,8 +216,8 @@ def _machine_s() -> tuple[float, float]:
 
 
 @contextmanager
-def _served(system: System, folder: Path) -> Iterator[str]:
-    """`kvolt serve` until it is left; yields its URL when every worker is there."""
+def served(system: System, folder: Path, flags: Sequence[str] = ()) -> Iterator[str]:
+    """`kvolt serve` until it is left; yields its URL when every worker is there. `flags` are more of the command's."""
     with Processes("accuracy") as processes:
         port = free_port()
         environ = clean_environ(
@@ -231,7 +231,8 @@ def _served(system: System, folder: Path) -> Iterator[str]:
         }
         arguments = [part for name, value in given.items() for part in ("--arg", f"{name}={value}")]
         command = [sys.executable, "-m", "kvolt", "serve", system.model, "--port", str(port)]
-        serving = processes.start("serve", [*command, "--workers", str(system.workers), *arguments], environ)
+        command += ["--workers", str(system.workers), *flags, *arguments]
+        serving = processes.start("serve", command, environ)
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + _READY_S
         while sum((served_models(url, 2.0) or {}).values()) < system.workers:
@@ -247,10 +248,10 @@ def _answers(system: System) -> Sequence[str]:
 
 
 def _bench(url: str, out: Path, arguments: Sequence[str]) -> None:
-    _output(["kvolt", "bench", "--url", url, *_ASKED, "--out", str(out), *arguments], _BENCH_S)
+    output_of(["kvolt", "bench", "--url", url, *_ASKED, "--out", str(out), *arguments], _BENCH_S)
 
 
-def _output(command: Sequence[str], timeout_s: float) -> bytes:
+def output_of(command: Sequence[str], timeout_s: float) -> bytes:
     """Of a command of ours, which must end well."""
     assert command[0] == "kvolt"
     try:

@@ -197,7 +197,7 @@ async def test_a_killed_router_costs_no_request(served: tuple[Bench, Kvolt, str]
         await groups[1][0].complete()
         after = await groups[1][0].metrics()
         assert after["kvolt_router_answers_total"] == figures["kvolt_router_answers_total"] + 2
-    assert serve.out.count("choosing workers by our own round-robin") == 2  # once by each process
+    assert serve.out.count("choosing workers by ourselves") == 2  # once by each process
 
 
 async def test_limits_hold_over_all_and_a_killed_process_takes_only_its_own_along(bench: Bench) -> None:

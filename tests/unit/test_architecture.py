@@ -45,6 +45,27 @@ PURE = [
     SOURCE / "journey" / "machine.py",
     *sorted(SOURCE.glob("kv/*.py")),
     *sorted(SOURCE.glob("router/index*.py")),
+    SOURCE / "runtime" / "histogram.py",
+    *(
+        SOURCE / "router" / f"{name}.py"
+        for name in ("approximate", "learning", "output_lengths", "stats", "step_fit", "trust")
+    ),
+    *(
+        SOURCE / "router" / f"{name}.py"
+        for name in (
+            "affinity",
+            "by_hand",
+            "expected",
+            "gossip",
+            "load",
+            "lookup",
+            "place",
+            "posted",
+            "prices",
+            "roster",
+            "shadow",
+        )
+    ),
     SOURCE / "router" / "ingest_state.py",
     SOURCE / "router" / "ingest_slots.py",
     *sorted(SOURCE.glob("engines/kv_formats/*.py")),
@@ -108,6 +129,7 @@ PURE += [
         "discovery_view",
         "address",
         "settings",
+        "settings_router",
     )
 ]
 

@@ -11,10 +11,7 @@ from kvolt.frontend.admission import Admission
 from kvolt.frontend.models import Models
 from kvolt.frontend.shared_count import SharedCounts, SharedSlot
 from kvolt.frontend.siblings import Group, Siblings, sibling_endpoint
-from kvolt.router.metrics import LinkCollector
-from kvolt.router.port import RouterContext
-from kvolt.router.service import RemoteRouter, RouterLink, router_endpoint
-from kvolt.runtime.client import EndpointClient
+from kvolt.router.remote import RouterLink
 
 EDGE_DETAILS = "edge"
 """What such a process tells of itself in its status: group, models with their workers, router."""
@@ -34,23 +31,13 @@ class Member(msgspec.Struct, frozen=True):
 class Membership:
     """A process's part in its group."""
 
-    def __init__(self, process: Process, member: Member, routers: EndpointClient) -> None:
+    def __init__(self, process: Process, member: Member, link: RouterLink) -> None:
         self._process = process
         self._member = member
-        self._routers = routers
+        self._link = link
         self._counts = SharedCounts(member.counts)
-        self._link = RouterLink(routers)
         self._siblings: Siblings | None = None
         self.slot = SharedSlot(self._counts, member.slot)
-        process.metrics.registry.register(LinkCollector(self._link))
-
-    @classmethod
-    async def join(cls, process: Process, member: Member) -> Membership:
-        routers = await process.runtime.client(router_endpoint(process.settings.namespace))
-        return cls(process, member, routers)
-
-    def new_router(self, context: RouterContext) -> RemoteRouter:
-        return RemoteRouter(self._link, context.client)
 
     def siblings(self, admission: Admission) -> Siblings:
         settings = self._process.settings
@@ -68,7 +55,7 @@ class Membership:
         """Until we know what our siblings know: from then on any connection to the port may come to us."""
         assert self._siblings is not None
         await self._siblings.start()
-        await self._routers.wait_synced(_SYNC_S)
+        await self._link.wait_synced(_SYNC_S)
         await models.settle(_SYNC_S)
         self._process.runtime.add_details(
             EDGE_DETAILS,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,12 +16,16 @@ from kvolt.cli.process import Process, run_process
 from kvolt.frontend.admission import Admission, WorkerLoads
 from kvolt.frontend.clear_kv import clear_kv_blocks
 from kvolt.frontend.edge import edge_server
+from kvolt.frontend.explain import RouteExplainer
 from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.lora_admin import load_adapter, unload_adapter
 from kvolt.frontend.models import ModelOptions, Models
 from kvolt.frontend.preprocess import ParserNames, check_parsers
 from kvolt.frontend.trace_recorder import TraceRecorder
-from kvolt.router.policies import ROUTERS, NewRouter
+from kvolt.router.metrics import LinkCollector
+from kvolt.router.policies import NewRouter, find_router
+from kvolt.router.port import Router, RouterContext
+from kvolt.router.remote import RouterLink
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.config import LoadedConfig
 from kvolt.runtime.http import HttpLimits
@@ -35,7 +41,10 @@ Examples:
   kvolt frontend                                  on 127.0.0.1:8000, workers of this machine
   kvolt frontend --host 0.0.0.0 --port 80
   kvolt frontend --router least-loaded            to who has the fewest requests under way
+  kvolt frontend --router policy.py:cost          by a function of your own (docs/router.md)
   kvolt frontend --processes 4                    four processes on one port, with a router, kept alive
+  kvolt frontend --router latency --router-process
+                                                  as a `kvolt router` decides, and alone while there is none
   kvolt frontend --discovery-join-listen 10.0.0.5:7400
                                                   workers elsewhere join with --join 10.0.0.5:7400
 """
@@ -72,10 +81,17 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     return run_process(settings, args.name, body)
 
 
-def _new_router(settings: Settings, part: Membership | None) -> NewRouter:
-    """Turns are taken in common with our siblings; what is under way each process counts for itself."""
-    wanted = settings.frontend.router
-    return part.new_router if part is not None and wanted == "round-robin" else ROUTERS[wanted]
+def _new_router(settings: Settings, link: RouterLink | None) -> NewRouter:
+    """Decided here, or by the router process, so that what one frontend has sent counts for all. While that is away
+    each decides by what it has sent itself."""
+    wanted = find_router(settings.frontend.router, settings.router)
+    return wanted if link is None else link.new_router(partial(_without_events, wanted))
+
+
+def _without_events(new_router: NewRouter, context: RouterContext) -> Router:
+    """An index in each of several processes would be an index too many: it stands in for another for a while."""
+    settings = msgspec.structs.replace(context.settings, events=False)
+    return new_router(replace(context, settings=settings))
 
 
 async def serve_http(process: Process, settings: Settings, member: Member | None = None) -> None:
@@ -84,13 +100,17 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
     wanted = settings.frontend
     parsers = ParserNames(wanted.tool_parser, wanted.reasoning_parser)
     check_parsers(parsers)
-    part = await Membership.join(process, member) if member is not None else None
+    link = None
+    if member is not None or settings.router.process:
+        link = await RouterLink.to(runtime, settings.namespace)
+        process.metrics.registry.register(LinkCollector(link))
+    part = Membership(process, member, link) if member is not None and link is not None else None
     namespaces = [name.strip() for name in (wanted.namespaces or settings.namespace).split(",")]
     models = Models(
         runtime,
         [name for name in namespaces if name],
-        ModelOptions(wanted.token_cache_bytes, parsers, wanted.max_attempts),
-        _new_router(settings, part),
+        ModelOptions(wanted.token_cache_bytes, parsers, wanted.max_attempts, settings.router),
+        _new_router(settings, link),
     )
     loads = WorkerLoads()
     admission = Admission(loads, wanted.max_requests, part.slot if part is not None else None)
@@ -126,6 +146,8 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
             await part.close()
         await crew.close()
         await models.close()
+        if link is not None:
+            await link.close()
 
     process.before_close(stop)
     runtime.commands = {
@@ -134,6 +156,9 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
         "unload_lora_adapter": lambda body: unload_adapter(runtime, models, body),
     }
     recorder.add_to(runtime.server)
+    explainer = RouteExplainer(models, runtime.options.name)
+    explainer.add_to(runtime.server)
+    runtime.commands["explain_route"] = explainer.explain
     models.start()
     if part is not None:
         await part.settle(models)

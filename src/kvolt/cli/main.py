@@ -19,7 +19,7 @@ from pathlib import Path
 from kvolt import __version__
 from kvolt.core.errors import ConfigError, KvoltError
 
-_ALL = ("runtime", "discovery", "plane", "events", "admin", "log", "frontend", "supervisor")
+_ALL = ("runtime", "discovery", "plane", "events", "admin", "log", "frontend", "router", "supervisor")
 _PROCESS = ("runtime", "discovery", "plane", "events", "admin", "log")
 _VISITOR = ("discovery", "plane", "log")
 
@@ -49,10 +49,15 @@ VERBS: dict[str, Verb] = {
         "only the OpenAI-compatible HTTP edge",
         "start",
         "frontend",
-        (*_PROCESS, "supervisor"),
+        (*_PROCESS, "router", "supervisor"),
     ),
     "router": Verb(
-        "kvolt.cli.router", "only the process that decides for several frontends", "start", None, _PROCESS
+        "kvolt.cli.router",
+        "only the process that decides for several frontends",
+        "start",
+        None,
+        (*_PROCESS, "router"),
+        parts=(("explain", "kvolt.cli.router_explain"),),
     ),
     "worker": Verb(
         "kvolt.cli.worker", "only one worker, here or joined to another machine", "start", None, _PROCESS
@@ -127,8 +132,9 @@ def _run_verb(name: str, argv: list[str]) -> int:
     module = importlib.import_module(module_name)
     parser = flags.Parser(prog=f"kvolt {name}", description=module.HELP.strip())
     module.configure(parser)
-    if verb.sections:
-        flags.add_settings(parser, verb.home, verb.sections)
+    sections = getattr(module, "SECTIONS", verb.sections)  # a part may need fewer than its verb
+    if sections:
+        flags.add_settings(parser, verb.home, sections)
     try:
         args = parser.parse_args(argv)
     except SystemExit as stop:  # --help was printed

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import msgspec
+
 from kvolt.bench.load.report import Setting
 from kvolt.bench.traces import limit, read_trace, scale_time, small_trace, start_at_zero
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.registry import check_arguments, parse_argument
 from kvolt.engines.sim import SimArguments
-from kvolt.router.policies import ROUTERS
+from kvolt.router.policies import ROUTERS, find_router
+from kvolt.runtime.settings_router import RouterSettings
 from kvolt.twin.cluster import TwinSettings
 
 
@@ -21,7 +24,17 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--workers", type=int, default=1, metavar="N", help="simulated workers (default: 1)")
     group.add_argument("--gpus", type=int, default=1, metavar="N", help="of each worker, for GPU-seconds")
     group.add_argument(
-        "--router", choices=list(ROUTERS), default=next(iter(ROUTERS)), help="who gets a request"
+        "--router",
+        default=next(iter(ROUTERS)),
+        metavar="NAME",
+        help=f"who gets a request: {', '.join(ROUTERS)}, or FILE.py:FUNCTION (default: {next(iter(ROUTERS))})",
+    )
+    group.add_argument(
+        "--router-arg",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="setting of the router, as the section `router` of `kvolt config env` tells them (repeat for more)",
     )
     group.add_argument("--preset", help="how long steps take: a name or a file (`kvolt engine list sim`)")
     group.add_argument(
@@ -49,13 +62,28 @@ def settings_of(args: argparse.Namespace) -> TwinSettings:
         given["preset"] = args.preset
     engine = check_arguments("sim", given)
     assert isinstance(engine, SimArguments)
+    routing = _routing_of(args.router_arg)
+    find_router(args.router, routing)
     return TwinSettings(
         num_workers=args.workers,
         gpus_per_worker=args.gpus,
         router=args.router,
+        routing=routing,
         engine=engine,
         seed=args.seed,
     )
+
+
+def _routing_of(given: list[str]) -> RouterSettings:
+    values = dict(parse_argument(text, flag="--router-arg") for text in given)
+    try:
+        return msgspec.convert(values, RouterSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"--router-arg: {error}",
+            key="router_arg",
+            remedy="`kvolt config env` lists the settings of `router`",
+        ) from error
 
 
 def records_of(args: argparse.Namespace) -> list[TraceRecord]:
@@ -79,4 +107,5 @@ def told_settings(args: argparse.Namespace, settings: TwinSettings) -> dict[str,
         "limit": args.limit,
         "seed": args.seed,
         "arguments": " ".join(args.arg),
+        "router arguments": " ".join(args.router_arg),
     }

@@ -31,8 +31,9 @@ HELP = """
 Runs a trace through many clusters (see `kvolt twin`), every combination of what the axes say, several at once, and
 prints those that no other one beats: the Pareto set of the objectives.
 
-An axis is workers, gpus, router, link_s, seed, arrivals (how much faster than in the trace requests come) or any
-argument of the sim engine (`kvolt engine list sim`): block_size, kv_blocks, scheduling, max_num_seqs, preset ...
+An axis is workers, gpus, router, link_s, seed, arrivals (how much faster than in the trace requests come), a setting
+of the router (router.temperature, router.overlap_weight ...) or any argument of the sim engine
+(`kvolt engine list sim`): block_size, kv_blocks, scheduling, max_num_seqs, preset ...
 
   kvolt twin sweep trace.jsonl --axis workers=2,4,8,16 --axis router=round-robin,least-loaded --out sweep
   kvolt twin sweep trace.jsonl --axis workers=4,8 --axis kv_blocks=4096,16384 --sla ttft=2s,itl=50ms

@@ -35,6 +35,7 @@ Examples:
   kvolt worker --group decode                   the [[workers]] entry named decode
   kvolt worker --arg dtype=float32              an argument of the engine (`kvolt engine list native`)
   kvolt worker --lora sql=./adapters/sql        with a LoRA adapter that clients choose as model "sql"
+  kvolt worker --taint gpu=h100 --taint eu      properties that requests may demand or prefer
   kvolt worker sim-tiny                         the simulated engine: no weights, no torch
   kvolt worker sim-tiny --workers 300           three hundred of them in one process, each registered by itself
 """
@@ -55,6 +56,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="workers in this process, for engines that can (sim) (default: as the config says, 1)",
     )
     parser.add_argument("--role", choices=[role.value for role in Role], help="what this worker does")
+    parser.add_argument(
+        "--taint",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a property that requests may demand or prefer, besides those of the config (repeat for more)",
+    )
     add_engine_flags(parser)
 
 
@@ -85,7 +93,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     engine_name, arguments = check_engine(with_arguments(group, args.arg, args.lora))
     devices = args.devices.split(",") if args.devices else group.devices
     spec = EngineSpec(model=group.model, role=Role(args.role or group.role), devices=tuple(devices))
-    options = WorkerOptions(stuck_after_s=group.stuck_after_s)
+    options = WorkerOptions(stuck_after_s=group.stuck_after_s, taints=(*group.taints, *args.taint))
 
     async def fleet(process: Process) -> None:
         from kvolt.cli.worker_fleet import WorkerFleet

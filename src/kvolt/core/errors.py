@@ -92,7 +92,7 @@ class ConfigError(KvoltError):
 
 
 class Overloaded(KvoltError):
-    """A bounded queue is full. Fields: queue, limit, retry_after_s."""
+    """A bounded queue is full. Fields: queue, limit, retry_after_s, gpu_work (none, unknown, some)."""
 
     code = "overloaded"
     retryable = True
@@ -202,6 +202,13 @@ def _text(value: object, max_chars: int) -> str:
     if len(text) > max_chars:
         text = f"{text[: max_chars - 1]}…"
     return text.encode("utf-8", "replace").decode()
+
+
+def with_fields(error: KvoltError, **fields: FieldValue) -> KvoltError:
+    """The same error with more said of it, where it does not say so itself; one error may be several requests' end."""
+    told = type(error)(error.message, **{**fields, **error.fields})
+    told.__cause__ = error.__cause__
+    return told
 
 
 def from_info(info: ErrorInfo) -> KvoltError:

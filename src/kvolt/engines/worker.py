@@ -32,6 +32,7 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_recovery import KvAnswer, KvQuestion
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Request
+from kvolt.core.withdrawal import Withdraw, Withdrawn, withdrawn_error
 from kvolt.engines.contract import Engine, features_of
 from kvolt.engines.worker_control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
 from kvolt.engines.worker_kv import HISTORY_BYTES, KvJournal
@@ -41,6 +42,7 @@ from kvolt.engines.worker_metrics import (
     FAILED,
     FINISHED,
     REFUSED,
+    WITHDRAWN,
     Labels,
     WorkerMetrics,
 )
@@ -68,6 +70,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """With requests inside and no step for this long the engine is unhealthy; ten times as long before its first."""
     kv_history_bytes: int = HISTORY_BYTES
     """Recent KV events kept for who missed some."""
+    taints: tuple[str, ...] = ()
+    """Besides the engine's own: requests may demand or prefer them."""
 
 
 @dataclass(slots=True)
@@ -116,7 +120,8 @@ class Worker:
         info = await self._engine.start()
         self.features = info.features or features_of(self._engine)
         loras = info.loras or loras_of(self._engine, self.features)
-        self.info = info = msgspec.structs.replace(info, features=self.features, loras=loras)
+        taints = tuple(dict.fromkeys((*info.taints, *self._options.taints)))
+        self.info = info = msgspec.structs.replace(info, features=self.features, loras=loras, taints=taints)
         component = component_name(info.model, info.role, info.card)
         self._set_health(State.READY)
         self._runtime.add_details("engine", self._describe)
@@ -258,6 +263,15 @@ class Worker:
         if self._close(request_id, CANCELLED) is not None:
             self._abort(request_id)
 
+    async def _withdraw(self, request_id: RequestId) -> bool:
+        """Give a request back that has not begun; whether it was so."""
+        if request_id not in self._open or not await self._engine.withdraw(request_id):
+            return False
+        entry = self._close(request_id, WITHDRAWN)
+        if entry is not None:
+            entry.stream.end(withdrawn_error())
+        return True
+
     def _on_deadline(self, request_id: RequestId, after_s: float) -> None:
         entry = self._close(request_id, DEADLINE)
         if entry is not None:
@@ -371,7 +385,10 @@ class Worker:
         server = self._runtime.server
         server.add(endpoint, InstanceId(""), server.generator(self._control, decoder(ControlRequest)))
 
-    async def _control(self, request: ControlRequest) -> AsyncIterator[WorkerAnswer | KvAnswer]:
+    async def _control(self, request: ControlRequest) -> AsyncIterator[WorkerAnswer | KvAnswer | Withdrawn]:
+        if isinstance(request, Withdraw):
+            yield Withdrawn(await self._withdraw(request.request_id))
+            return
         if isinstance(request, KvQuestion):
             for part in recall(self.journal, self.features, request):
                 yield part

@@ -8,6 +8,7 @@ import msgspec
 
 from kvolt.core.errors import Unavailable, Unsupported
 from kvolt.core.kv_recovery import KvAnswer, KvQuestion
+from kvolt.core.withdrawal import Withdraw
 from kvolt.engines.contract import Engine, KvEvents, Lora
 from kvolt.engines.worker_kv import KvJournal
 
@@ -30,8 +31,9 @@ class ListFeatures(msgspec.Struct, frozen=True, tag="list"):
 
 
 WorkerCommand = ClearKv | LoadLora | UnloadLora | ListFeatures
-ControlRequest = WorkerCommand | KvQuestion
-"""All that the control endpoint takes: what operators want done, and what routers want to know (`kv_recovery`)."""
+ControlRequest = WorkerCommand | KvQuestion | Withdraw
+"""All that the control endpoint takes: what operators want done, what routers want to know (`kv_recovery`), and which
+request somebody wants back (`withdrawal`)."""
 
 
 class WorkerAnswer(msgspec.Struct, frozen=True, omit_defaults=True):

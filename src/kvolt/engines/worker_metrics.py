@@ -38,6 +38,8 @@ _COUNTERS = ("kv_event_counts", "finish_counts", "_outcomes")
 _HISTOGRAMS = ("_step_s", "_request_s", "_first_s", "_between_s")
 
 FINISHED, CANCELLED, DEADLINE, FAILED, REFUSED = "finished", "cancelled", "deadline", "failed", "refused"
+WITHDRAWN = "withdrawn"
+"""Asked back before it had begun."""
 
 
 class Labels(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +108,7 @@ class WorkerMetrics(Collector):
         self._pauses: dict[int, tuple[int, float]] = {}
         """Of each rank how many answers its latest decode left unfinished, and the time of steps without them since."""
         self._outcomes: Counter[str] = Counter(
-            {FINISHED: 0, CANCELLED: 0, DEADLINE: 0, FAILED: 0, REFUSED: 0}
+            {FINISHED: 0, CANCELLED: 0, DEADLINE: 0, FAILED: 0, REFUSED: 0, WITHDRAWN: 0}
         )
 
     def on_load(self, load: WorkerLoad) -> None:

@@ -80,6 +80,7 @@ class Admission:
                 queue="requests",
                 limit=self._max_requests,
                 retry_after_s=1,
+                gpu_work="none",
             )
         return self._leave
 
@@ -117,6 +118,7 @@ class Admission:
             queue="workers",
             limit=len(candidates),
             retry_after_s=1,
+            gpu_work="none",
         )
 
 

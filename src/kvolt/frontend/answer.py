@@ -16,6 +16,7 @@ from kvolt.frontend.openai_api.wording import Wording, prompt_logprobs
 from kvolt.frontend.parsers.port import TextParser
 from kvolt.frontend.stops import StopMatcher
 from kvolt.journey.journey import Journey
+from kvolt.router.port import Decision
 
 log = logging.getLogger(__name__)
 
@@ -192,8 +193,16 @@ class Answer(ABC):
         return {"nvext": told} if told else {}
 
     def _workers(self) -> dict[str, Any]:
-        ids = [journey.decision.instance.id for journey in self._journeys if journey.decision is not None]
-        return {"decode_worker_id": ids[0]} if ids else {}
+        made = [journey.decision for journey in self._journeys if journey.decision is not None]
+        return workers_told(made[0]) if made else {}
+
+
+def workers_told(decision: Decision) -> dict[str, Any]:
+    """Who computes an answer, by the names of `nvext.worker_id`."""
+    told: dict[str, Any] = {"decode_worker_id": decision.instance.id}
+    if decision.dp_rank is not None:
+        told["decode_dp_rank"] = decision.dp_rank
+    return told
 
 
 def unfinished(states: Sequence[ChoiceState]) -> KvoltError | None:

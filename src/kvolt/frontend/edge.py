@@ -12,6 +12,7 @@ from kvolt.frontend.openai_api.errors import openai_error
 from kvolt.frontend.openai_api.headers import REQUEST_ID
 from kvolt.frontend.siblings import Siblings
 from kvolt.frontend.trace_recorder import TraceRecorder
+from kvolt.router.kv_metrics import KvCollector
 from kvolt.runtime.http import HttpLimits, HttpServer
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import Network
@@ -35,6 +36,7 @@ def edge_server(
     of it recorded gives the recorder."""
     own = FrontendMetrics(metrics_prefix)
     own.add(ModelsCollector(models, metrics_prefix).collect)
+    own.add(KvCollector(models.routers, metrics_prefix).collect)
     metrics.registry.register(own)
     generation = Generation(runtime, models, admission, own, options, recorder)
     clock = runtime.ports.clock

@@ -45,6 +45,7 @@ from kvolt.frontend.parsers.chain import ParserChain
 from kvolt.frontend.parsers.guided import NamedToolParser, RequiredToolParser
 from kvolt.frontend.parsers.port import TextParser
 from kvolt.frontend.parsers.registry import tool_parser
+from kvolt.frontend.query import check_one, query_body
 from kvolt.frontend.record import RequestRecord
 from kvolt.frontend.trace_recorder import TraceRecorder
 from kvolt.frontend.whole import WholeAnswer
@@ -244,6 +245,8 @@ class Generation:
         record = asked.record
         record.prompt_tokens(sum(map(len, asked.prompts)))
         plan = self._plan(asked)
+        if asked.hints.routing.query_only:
+            return await self._query(asked, plan, requests)
         if asked.body.stream:
             record.hand_over()
 
@@ -259,6 +262,14 @@ class Generation:
         finally:
             _count(record, answer)
             answer.close()
+
+    async def _query(self, asked: _Asked, plan: Plan, requests: list[Request]) -> Response:
+        request = check_one(requests, asked.param)
+        streams = bool(asked.body.stream)
+        timeout_s = self._time_left(asked).total_s
+        body = await query_body(plan, asked.model.road.router, request, timeout_s, streams)
+        headers = {"content-type": "text/event-stream", **_SSE_HEADERS} if streams else {}
+        return Response(200, body, {**headers, **asked.headers})
 
     async def _stream(
         self, asked: _Asked, plan: Plan, requests: list[Request], writer: ResponseWriter

@@ -42,6 +42,7 @@ GAUGES = {
     "*_model_max_num_seqs": Rule.MAX,
     "*_model_max_num_batched_tokens": Rule.MAX,
     "*_model_workers": Rule.MAX,
+    "*_router_queue_pending_requests": Rule.SUM,
     # Of every process:
     "kvolt_connections": Rule.SUM,
     "kvolt_streams_active": Rule.SUM,
@@ -50,6 +51,8 @@ GAUGES = {
     "kvolt_tasks": Rule.SUM,
     "kvolt_discovery_connected": Rule.MIN,
     "kvolt_router_present": Rule.MIN,
+    "kvolt_router_queue_tokens": Rule.SUM,
+    "kvolt_router_unstarted_requests": Rule.SUM,
 }
 """Gauges by name. One that is missing here is kept apart by process, which is never wrong."""
 

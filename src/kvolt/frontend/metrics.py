@@ -6,11 +6,12 @@ place and turned into Prometheus families when somebody asks.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from kvolt.runtime.histogram import Histogram
 
 Labels = tuple[str, ...]
 
@@ -39,28 +40,6 @@ _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65
 
 MAX_MODELS = 256
 """Label values for models; a name beyond them is counted as `other`."""
-
-
-class Histogram:
-    """Counts by bucket; `observe` takes several equal values at once."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += value * count
-
-    def buckets(self) -> list[tuple[str, float]]:
-        running, out = 0, []
-        for bound, count in zip([*self.bounds, float("inf")], self.counts, strict=True):
-            running += count
-            out.append(("+Inf" if bound == float("inf") else str(float(bound)), float(running)))
-        return out
 
 
 class ModelSeries:

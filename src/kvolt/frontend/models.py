@@ -23,12 +23,13 @@ from kvolt.frontend.preprocess import CardProcessor, ParserNames, Processor
 from kvolt.journey.journey import Road
 from kvolt.router.adapters import Adapters
 from kvolt.router.policies import ROUTERS, NewRouter
-from kvolt.router.port import RouterContext
+from kvolt.router.port import Router, RouterContext
 from kvolt.runtime.address import INSTANCES, EndpointAddress, Instance, decode_instance
 from kvolt.runtime.client import EndpointClient, open_stream
 from kvolt.runtime.discovery import Delete, Put, Synced
 from kvolt.runtime.plane import Destination
 from kvolt.runtime.runtime import Runtime
+from kvolt.runtime.settings_router import RouterSettings
 from kvolt.runtime.tasks import Crew
 from kvolt.runtime.wire import MALFORMED
 
@@ -87,6 +88,7 @@ class ModelOptions(msgspec.Struct, frozen=True):
     parsers: ParserNames = ParserNames(None, None)
     """In place of what the card says or its template shows."""
     max_attempts: int = 3
+    router: RouterSettings = RouterSettings()
 
 
 class Models:
@@ -171,6 +173,10 @@ class Models:
     def generations(self, name: str) -> list[Model]:
         """The model of this name with each of its cards, the newest first."""
         return list(reversed(self._models.get(name, {}).values()))
+
+    def routers(self) -> list[Router]:
+        """Of every model with each of its cards."""
+        return [model.road.router for model in self._every()]
 
     def only(self) -> Model:
         """The one model there is, for requests that may leave its name out."""
@@ -271,7 +277,7 @@ class Models:
         processor = CardProcessor(
             card, ports.blocking, options.cache_bytes, options.parsers, ports.clock.wall
         )
-        router = self._new_router(RouterContext(client, self._runtime, info.block_size))
+        router = self._new_router(RouterContext(client, self._runtime, info.block_size, options.router))
         road = Road(router, client, self._crew, options.max_attempts)
         defaults = sampling_defaults(card.defaults)
         return Model(card, processor, client, road, defaults, info.capacity, Adapters(client))

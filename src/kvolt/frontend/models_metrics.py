@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from kvolt.frontend.models import Model, Models
 from kvolt.frontend.token_cache import EncoderStats
+from kvolt.router.queue_metrics import queue_families
 
 _GAUGES: tuple[tuple[str, str, Callable[[Model], int]], ...] = (
     ("model_context_length", "Tokens of prompt and answer together", lambda model: model.card.context_length),
@@ -76,3 +77,10 @@ class ModelsCollector:
             for code, number in model.road.stats.retries.items():
                 reasons.add_metric((model.card.name, code), number)
         yield reasons
+        moves = CounterMetricFamily(
+            "kvolt_journey_moves", "Requests moved to another worker before they had begun", labels=("model",)
+        )
+        for model in models:
+            moves.add_metric((model.card.name,), model.road.stats.num_moves)
+        yield moves
+        yield from queue_families((str(model.client.endpoint), model.road.router) for model in models)

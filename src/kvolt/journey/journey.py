@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvolt.core.delta import Delta
-from kvolt.core.errors import DeadlineExceeded, KvoltError
+from kvolt.core.delta import Delta, Usage
+from kvolt.core.errors import DeadlineExceeded, KvoltError, with_fields
 from kvolt.core.request import Request
+from kvolt.core.withdrawal import was_withdrawn
 from kvolt.journey.machine import (
     Action,
     Delivered,
@@ -32,7 +33,9 @@ from kvolt.journey.machine import (
     Start,
     State,
     Stopped,
+    TakenBack,
 )
+from kvolt.journey.take_back import ask_back
 from kvolt.router.port import Decision, Router
 from kvolt.runtime.call import Call, Deadlines
 from kvolt.runtime.client import EndpointClient
@@ -68,6 +71,8 @@ class JourneyStats:
 
     retries: Counter[str] = field(default_factory=Counter)
     """By the code of the error that made another attempt necessary."""
+    num_moves: int = 0
+    """Requests that were taken back from a worker that had not begun them, and sent to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,8 @@ class Road:
     crew: Crew
     """For attempts after the first, which nobody waits for."""
     max_attempts: int = 3
+    max_moves: int = 2
+    """How often a request may be taken back that has not begun; its router may want less."""
     stats: JourneyStats = field(default_factory=JourneyStats)
 
 
@@ -92,10 +99,12 @@ class Journey:
         "_held",
         "_loop",
         "_machine",
+        "_moving_to",
         "_retry",
         "_road",
         "_started",
         "_to_begin",
+        "_usage",
         "decision",
         "request",
         "sink",
@@ -105,7 +114,7 @@ class Journey:
     def __init__(self, road: Road, request: Request, receiver: Receiver, deadlines: Deadlines) -> None:
         self._road = road
         self._deadlines = deadlines
-        self._machine = JourneyMachine(road.max_attempts)
+        self._machine = JourneyMachine(road.max_attempts, road.max_moves)
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
         self._call: Call | None = None
@@ -113,6 +122,9 @@ class Journey:
         """What the router counts as under way for us."""
         self._to_begin = False
         """Whether it waits to hear of a first token."""
+        self._moving_to: Decision | None = None
+        """Booked as well, while its worker is asked to give it back."""
+        self._usage: Usage | None = None
         self._retry: asyncio.Task[Any] | None = None
         self._held = False
         self.request = request
@@ -137,6 +149,7 @@ class Journey:
         if self._machine.state is State.DONE:
             return
         self._machine.on(Stopped())
+        self._stay()
         self._free()
         if self._retry is not None:
             self._retry.cancel()
@@ -159,8 +172,11 @@ class Journey:
         """A delta that is more than a token; the first of an answer always is."""
         if self._to_begin:
             self._to_begin = False
+            self._stay()
             if self._booked is not None:
-                self._road.router.begun(self._booked)
+                self._road.router.begun(self._booked, delta.cached_tokens)
+        if delta.usage is not None:
+            self._count(delta.usage)
         self.sink.on_item(delta)
 
     def on_end(self, error: KvoltError | None) -> None:
@@ -168,15 +184,54 @@ class Journey:
         machine = self._machine
         if machine.state is State.DONE:
             return
-        self._free()
+        if self._moving_to is not None and was_withdrawn(error):
+            self._move(self._moving_to)
+            return
+        self._stay()
+        self._free(self._usage if error is None else None)
         if machine.state is State.WAITING and self.sink.has_begun:
             machine.on(Delivered())
         action = machine.on(Finished() if error is None else Failed(error))
         if isinstance(action, End):
             self._call = None
-            self.sink.on_end(action.error)
+            self.sink.on_end(self._told(action.error))
         else:
             self._retry = self._road.crew.start(self._go_on(action), f"retry {self.request.request_id}")
+
+    # --- taken back
+
+    def move(self, decision: Decision) -> bool:
+        """The router has booked a better place for a request that has not begun (see `Recall`)."""
+        current = self.decision
+        may_move = self._machine.may_move and self._moving_to is None and not self.sink.has_begun
+        if current is None or not may_move or self._road.crew.closed:
+            return False
+        self._moving_to = decision
+        self._road.crew.start(self._ask_back(current, decision), f"take back {self.request.request_id}")
+        return True
+
+    async def _ask_back(self, current: Decision, decision: Decision) -> None:
+        """That it was given back is said by the end of its stream, which may come before or after the answer."""
+        is_back = False
+        try:
+            is_back = await ask_back(self._road.client.plane, current.instance, self.request.request_id)
+        finally:
+            if not is_back and self._moving_to is decision:
+                self._stay()
+
+    def _move(self, decision: Decision) -> None:
+        action = self._machine.on(TakenBack(decision))
+        self._moving_to = self._call = None
+        self._free()
+        self._booked = decision
+        self._road.stats.num_moves += 1
+        self._retry = self._road.crew.start(self._go_on(action), f"move {self.request.request_id}")
+
+    def _stay(self) -> None:
+        """It will not be moved: it has begun, is over, or its worker keeps it."""
+        decision, self._moving_to = self._moving_to, None
+        if decision is not None:
+            self._road.router.free(decision, None)
 
     # ---
 
@@ -197,7 +252,7 @@ class Journey:
             elif isinstance(action, Open):
                 event = await self._open(action)
             else:
-                return action.error if isinstance(action, End) else None
+                return self._told(action.error) if isinstance(action, End) else None
             if self._machine.state is State.DONE:
                 return None  # cancelled meanwhile
             action = self._machine.on(event)
@@ -228,6 +283,9 @@ class Journey:
         request = self.request
         if decision.kv_sources:
             request = msgspec.structs.replace(request, kv_sources=decision.kv_sources)
+        if decision.dp_rank is not None:
+            routing = msgspec.structs.replace(request.routing, pinned_dp_rank=decision.dp_rank)
+            request = msgspec.structs.replace(request, routing=routing)
         try:
             self._call = await self._road.client.call(
                 request, self, instance=decision.instance, deadlines=self._time_left(), decode=_decode_delta
@@ -239,14 +297,30 @@ class Journey:
             raise
         if self._machine.state is State.DONE:
             self._call.cancel()  # nobody could while it was being opened
-        elif self._held and self._call.stream is not None:
-            self._call.stream.hold()
+        else:
+            if self._held and self._call.stream is not None:
+                self._call.stream.hold()
+            if decision.recall is not None:
+                decision.recall.move = self.move
         return Opened()
 
-    def _free(self) -> None:
+    def _told(self, error: KvoltError | None) -> KvoltError | None:
+        """As the receiver gets it: whether trying again would be the second time that it is computed."""
+        return None if error is None else with_fields(error, gpu_work=self._machine.gpu_work)
+
+    def _count(self, usage: Usage) -> None:
+        """Each choice has its own, at its end; the prompt is the same."""
+        if self._usage is not None:
+            completion_tokens = self._usage.completion_tokens + usage.completion_tokens
+            usage = msgspec.structs.replace(usage, completion_tokens=completion_tokens)
+        self._usage = usage
+
+    def _free(self, usage: Usage | None = None) -> None:
         booked, self._booked = self._booked, None
         if booked is not None:
-            self._road.router.free(booked)
+            if booked.recall is not None:
+                booked.recall.move = None
+            self._road.router.free(booked, usage)
 
     def _time_left(self) -> Deadlines:
         total_s = max(self._started + self._deadlines.total_s - self._loop.time(), 0.0)

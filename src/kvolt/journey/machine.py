@@ -1,7 +1,8 @@
 """What happens to one request and what is to be done next: states, events and actions, no I/O.
 
 A request of which nothing was delivered may be tried elsewhere; once something was, it is never sent a
-second time. Handoff and migration will be further states of this machine.
+second time. Nor is one whose worker has begun it: but one that still waits there may be taken back and sent elsewhere,
+which is no failure of anybody. Handoff and migration will be further states of this machine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from kvolt.core.errors import Cancelled, EngineDied, KvoltError, Unavailable
+from kvolt.core.errors import Cancelled, EngineDied, KvoltError, Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.router.port import Decision
 
@@ -23,6 +24,15 @@ class State(StrEnum):
     """A worker has the request and has answered nothing."""
     STREAMING = "streaming"
     DONE = "done"
+
+
+class GpuWork(StrEnum):
+    """Spent on a request that has ended badly."""
+
+    NONE = "none"
+    UNKNOWN = "unknown"
+    """A worker had it, and was lost or failed before the first token."""
+    SOME = "some"
 
 
 # --- what happens
@@ -48,6 +58,12 @@ class Failed(NamedTuple):
     error: KvoltError
 
 
+class TakenBack(NamedTuple):
+    """Its worker has given it back, of which nothing was begun; there is another place for it."""
+
+    decision: Decision
+
+
 class Finished(NamedTuple):
     pass
 
@@ -56,7 +72,7 @@ class Stopped(NamedTuple):
     """Whoever asked has gone."""
 
 
-Event = Start | Routed | Opened | Delivered | Failed | Finished | Stopped
+Event = Start | Routed | Opened | Delivered | Failed | TakenBack | Finished | Stopped
 
 
 # --- what to do
@@ -89,16 +105,35 @@ class IllegalTransition(Exception):
 class JourneyMachine:
     """One request's. `on` takes an event and says what to do."""
 
-    __slots__ = ("_excluded", "_instance", "_max_attempts", "failure", "num_attempts", "state")
+    __slots__ = (
+        "_excluded",
+        "_instance",
+        "_max_attempts",
+        "_max_moves",
+        "failure",
+        "gpu_work",
+        "num_attempts",
+        "num_moves",
+        "state",
+    )
 
-    def __init__(self, max_attempts: int) -> None:
+    def __init__(self, max_attempts: int, max_moves: int = 0) -> None:
         self.state = State.NEW
         self.num_attempts = 0
+        self.num_moves = 0
+        """How often it was taken back."""
         self._max_attempts = max_attempts
+        self._max_moves = max_moves
         self._instance: InstanceId | None = None
         self._excluded: frozenset[InstanceId] = frozenset()
         self.failure: KvoltError | None = None
         """Why the last attempt failed."""
+        self.gpu_work = GpuWork.NONE
+
+    @property
+    def may_move(self) -> bool:
+        """Whether it can be taken back now."""
+        return self.state is State.WAITING and self.num_moves < self._max_moves
 
     def on(self, event: Event) -> Action:
         step = _TRANSITIONS.get((self.state, type(event)))
@@ -122,6 +157,7 @@ class JourneyMachine:
 
     def _stream(self, event: Delivered) -> Action:
         self.state = State.STREAMING
+        self.gpu_work = GpuWork.SOME
         return Wait()
 
     def _fail_to_route(self, event: Failed) -> Action:
@@ -130,6 +166,9 @@ class JourneyMachine:
         return self._end(self.failure if left_alone else event.error)
 
     def _fail_before_answer(self, event: Failed) -> Action:
+        is_refusal = isinstance(event.error, Overloaded | Unavailable)
+        if self.state is State.WAITING and not is_refusal:
+            self.gpu_work = GpuWork.UNKNOWN
         # Two engines that died of the same request: it may be the request, and a third would be one too many.
         is_deadly = isinstance(event.error, EngineDied) and isinstance(self.failure, EngineDied)
         if is_deadly or not event.error.retryable or self.num_attempts >= self._max_attempts:
@@ -139,6 +178,14 @@ class JourneyMachine:
         self._excluded |= {self._instance}
         self.state = State.ROUTING
         return Route(self._excluded)
+
+    def _move(self, event: TakenBack) -> Action:
+        if not self.may_move:
+            raise IllegalTransition(f"{type(event).__name__} a {self.num_moves + 1}. time")
+        self.state = State.OPENING
+        self.num_moves += 1
+        self._instance = event.decision.instance.id
+        return Open(event.decision)
 
     def _fail(self, event: Failed) -> Action:
         return self._end(event.error)
@@ -165,6 +212,7 @@ _TRANSITIONS: dict[tuple[State, type[Any]], Callable[[JourneyMachine, Any], Acti
     (State.OPENING, Stopped): JourneyMachine._stop,
     (State.WAITING, Delivered): JourneyMachine._stream,
     (State.WAITING, Failed): JourneyMachine._fail_before_answer,
+    (State.WAITING, TakenBack): JourneyMachine._move,
     (State.WAITING, Finished): JourneyMachine._finish,
     (State.WAITING, Stopped): JourneyMachine._stop,
     (State.STREAMING, Failed): JourneyMachine._fail,

@@ -1,4 +1,4 @@
-"""Who may take a request at all: neither failed it, nor lacks its adapter, nor is passed over by a pin.
+"""Who may take a request at all: neither failed it, nor lacks its adapter or a taint, nor is passed over by its caller.
 
 What every router begins with; which of them it takes is its own affair.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Request, Role
+from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.adapters import Adapters
-from kvolt.runtime.address import Instance
+from kvolt.router.registered import Registered
+from kvolt.router.roster import ranks_of
+from kvolt.runtime.address import Instance, InstanceState
 from kvolt.runtime.client import EndpointClient
 
 
@@ -20,29 +22,74 @@ class Eligible:
         self._client = client
         self._role = role
         self._adapters = Adapters(client)
+        self.registered = Registered(client)
 
     def is_anyone(self, request: Request, excluded: frozenset[InstanceId]) -> bool:
         """Whether every candidate will do."""
-        return not excluded and not request.lora and self._role not in request.routing.pins
+        hints = request.routing
+        return (
+            not excluded
+            and not request.lora
+            and not hints.pins
+            and not hints.allowed
+            and not hints.required_taints
+            and hints.pinned_dp_rank is None
+        )
 
     def of(self, request: Request, excluded: frozenset[InstanceId]) -> list[Instance]:
         """At least one, in order of id; Unavailable says why there is none."""
-        pinned = request.routing.pins.get(self._role)
-        lora = request.lora
+        hints, lora = request.routing, request.lora
         able = self._adapters.holders(lora) if lora else self._client.candidates()
         left = [instance for instance in able if instance.id not in excluded]
+        pinned = hints.pins.get(self._role)
         if pinned is not None:
             left = [instance for instance in left if instance.id == pinned]
+        if hints.allowed:
+            left = [instance for instance in left if instance.id in hints.allowed]
+        if hints.required_taints:
+            left = [each for each in left if self.registered.has_taints(each.id, hints.required_taints)]
+        if hints.pinned_dp_rank is not None:
+            infos = self.registered.infos()
+            left = [each for each in left if hints.pinned_dp_rank in ranks_of(infos.get(each.id))]
         if not left:
-            raise self._nobody(pinned, lora, excluded)
+            raise self._nobody(hints, lora, excluded)
         return left
 
-    def _nobody(
-        self, pinned: InstanceId | None, lora: str | None, excluded: frozenset[InstanceId]
-    ) -> Unavailable:
+    def why_not(self, instance: Instance, request: Request) -> str | None:
+        """Why a registered instance may not take a request, for people; None for one that may."""
+        hints, lora = request.routing, request.lora
+        pinned = hints.pins.get(self._role)
+        if instance.state is not InstanceState.READY:
+            return f"it is {instance.state.value} and takes no new requests"
+        if instance not in self._client.candidates():
+            return "it cannot be reached now"
+        if lora and instance not in self._adapters.holders(lora):
+            return f"it does not have the adapter {lora!r}"
+        if pinned is not None and instance.id != pinned:
+            return f"the request is pinned to {pinned}"
+        if hints.allowed and instance.id not in hints.allowed:
+            return "it is none of those that the request allows"
+        if hints.required_taints and not self.registered.has_taints(instance.id, hints.required_taints):
+            return f"it does not have {_named('taint', hints.required_taints)}"
+        rank = hints.pinned_dp_rank
+        if rank is not None and rank not in ranks_of(self.registered.infos().get(instance.id)):
+            return f"it has no data-parallel rank {rank}"
+        return None
+
+    def _nobody(self, hints: RoutingHints, lora: str | None, excluded: frozenset[InstanceId]) -> Unavailable:
+        pinned = hints.pins.get(self._role)
         having = f" with the adapter {lora!r}" if lora else ""
+        if hints.required_taints:
+            having += f" with {_named('taint', hints.required_taints)}"
+        if hints.pinned_dp_rank is not None:
+            having += f" with the data-parallel rank {hints.pinned_dp_rank}"
         if pinned is not None:
             message, reason = f"the pinned instance {pinned}{having} cannot be reached", "pin"
+        elif hints.allowed:
+            message = f"none of the allowed instances{having} can be reached"
+            reason = "none_allowed"
+        elif hints.required_taints or hints.pinned_dp_rank is not None:
+            message, reason = f"no instance{having} can be reached", "none_fits"
         elif lora and not self._adapters.holders(lora):
             message, reason = f"no instance that can be reached has the adapter {lora!r}", "no_adapter"
         elif not excluded and not self._client.candidates():
@@ -51,3 +98,7 @@ class Eligible:
         else:
             message, reason = f"another instance{having} cannot be reached", "none_left"
         return Unavailable(message, endpoint=str(self._client.endpoint), reason=reason)
+
+
+def _named(what: str, names: tuple[str, ...]) -> str:
+    return f"the {what}{'s' if len(names) > 1 else ''} {', '.join(names)}"

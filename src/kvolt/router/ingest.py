@@ -30,6 +30,7 @@ from kvolt.router.ingest_state import (
     Check,
     Clear,
     Compared,
+    Doubted,
     Feed,
     FeedState,
     IngestStats,
@@ -111,6 +112,8 @@ class KvIngest:
         self._at_once = asyncio.Semaphore(self._options.max_asked)
         self._crew = Crew(f"kv ingest {client.endpoint}")
         self._stream: EventStream | None = None
+        self.slots_version = 0
+        """Another one whenever a worker has got or lost its places in the index."""
         self.stats = IngestStats()
 
     def start(self) -> None:
@@ -128,6 +131,7 @@ class KvIngest:
             await self._stream.aclose()
         while self._followed:
             self._followed.popitem()[1].slots.close()
+            self.slots_version += 1
 
     # --- what a router asks
 
@@ -139,6 +143,12 @@ class KvIngest:
         """None where nothing is known of it."""
         followed = self._followed.get(instance_id)
         return None if followed is None else followed.slots.of(dp_rank)
+
+    def resync(self, instance_id: InstanceId) -> None:
+        """Ask a worker for all that it holds. Not an error for one whose events are not taken."""
+        followed = self._followed.get(instance_id)
+        if followed is not None:
+            self._hand(followed, Doubted())
 
     def state_of(self, instance_id: InstanceId) -> FeedState:
         followed = self._followed.get(instance_id)
@@ -184,6 +194,7 @@ class KvIngest:
             self._refused[instance.id] = str(error)
             log.warning("the KV events of %s (%s) are not used: %s", instance.process, instance.id, error)
             return
+        self.slots_version += 1
         feed = Feed(self.stats, self._options.buffer_bytes)
         followed = self._followed[instance.id] = _Followed(instance, feed, slots)
         self._ask_if_needed(followed)
@@ -212,6 +223,7 @@ class KvIngest:
         if followed.asking is not None:
             followed.asking.cancel()
         followed.slots.close()
+        self.slots_version += 1
 
     # --- events
 

@@ -2,7 +2,7 @@
 
     events in order ------------------------------> Apply
     a gap       -> keep what comes, ask for the events since        -> Apply, then what was kept
-    they are gone, another epoch, too much kept, a wrong digest
+    they are gone, another epoch, too much kept, a wrong digest, a doubt
                 -> keep what comes, ask for all that is held        -> Replace, then what was kept
     it cannot say what it holds -> Clear, and on from what comes next
 
@@ -79,6 +79,11 @@ class Quiet:
     """Nothing was heard of it for a while: the last events may be lost with none after them to show it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Doubted:
+    """What the index says of the worker is not what it reports: it is to be asked for all that it holds."""
+
+
 class Comparison(Enum):
     """What a Check showed."""
 
@@ -95,7 +100,7 @@ class Compared:
     comparison: Comparison
 
 
-Input = Told | Replayed | Snapshotted | Refused | Quiet | Compared
+Input = Told | Replayed | Snapshotted | Refused | Quiet | Doubted | Compared
 
 
 # --- actions
@@ -261,6 +266,8 @@ class Feed:
             case Quiet():
                 if self._want is _Want.NOTHING and self._epoch is not None:
                     self._want = _Want.EVENTS
+            case Doubted():
+                self._want = _Want.CONTENTS
         return []
 
     # --- what is told

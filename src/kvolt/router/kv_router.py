@@ -1,50 +1,28 @@
-"""KvRouter: to whom a request costs least, by what each worker holds and what it is busy with.
+"""KvRouter: a Selector over the workers of an endpoint: who they are, who of them may take a request, and the port.
 
-Puts together who may take it (`eligible`), what they hold (an index that somebody feeds), what was sent to them
-(`load`) and a policy. Counts its own decisions at once, and what workers report on top. Routing itself awaits nothing.
+Counts its own decisions at once, and what workers report on top. Routing itself awaits nothing.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
-
+from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
-from kvolt.core.latency import Floats
 from kvolt.core.load import LoadReport
 from kvolt.core.request import Request, Role
 from kvolt.router.eligible import Eligible
-from kvolt.router.expected import ExpectedBlocks
-from kvolt.router.load import Booking, LoadBook
-from kvolt.router.policy import Policy, RequestView, WorkersView, pick
+from kvolt.router.gossip import PlaceBookings
+from kvolt.router.learning import Watch
+from kvolt.router.policy import Policy
 from kvolt.router.port import Decision
-from kvolt.router.roster import Field, Roster
-from kvolt.runtime.address import Instance
+from kvolt.router.roster import ranks_of
+from kvolt.router.selector import Choice, Explained, Holders, PlaceLoad, Selector
+from kvolt.router.stats import RouterStats
+from kvolt.runtime.address import EndpointAddress, Instance
 from kvolt.runtime.client import EndpointClient
-
-_OUTPUT_TOKENS = 256.0
-"""Expected of an answer of which nobody said how long it will be."""
-
-
-class Holders(Protocol):
-    """Which worker holds which blocks."""
-
-    def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        """How many blocks of a prompt, from the first on, each slot holds."""
-        ...
-
-    def slot_of(self, instance_id: InstanceId) -> int | None:
-        """None where nothing is known of it."""
-        ...
-
-
-class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    temperature: float = 0.0
+from kvolt.runtime.settings_router import RouterSettings
 
 
 class KvRouter:
@@ -57,109 +35,135 @@ class KvRouter:
         policy: Policy,
         now: Callable[[], float],
         rng: random.Random,
-        options: RouterOptions | None = None,
+        settings: RouterSettings | None = None,
         role: Role = Role.AGGREGATED,
+        watch: Watch | None = None,
     ) -> None:
         self._client = client
         self._eligible = Eligible(client, role)
-        self._holders = holders
-        self._policy = policy
-        self._now = now
-        self._rng = rng
-        self._options = options or RouterOptions()
-        self._book = LoadBook()
-        self._expected = ExpectedBlocks()
-        self._roster = Roster(client, self._book, self._expected.drop_row)
+        self._known_version: int | None = None
+        self._everyone: tuple[list[Instance], tuple[InstanceId, ...]] | None = None
+        self.on_relief: Callable[[], None] = _nobody_waits
+        """Called when a worker may have got room without `begun` or `free`; of who lets requests wait."""
+        client.on_change(self._on_change)
+        self.selector = Selector(holders, policy, now, rng, settings, watch)
+
+    @property
+    def endpoint(self) -> EndpointAddress:
+        return self._client.endpoint
+
+    @property
+    def stats(self) -> RouterStats:
+        return self.selector.stats
 
     @property
     def num_under_way(self) -> int:
         """Decisions that are not over."""
-        return self._book.num_bookings
+        return self.selector.num_under_way
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        left = self._candidates(request, excluded)
-        now = self._now()
-        block_size = request.block_size or 1
-        asked = RequestView(
-            request.num_prompt_tokens,
-            block_size,
-            request.routing.expected_output_tokens or _OUTPUT_TOKENS,
-        )
-        field = self._roster.field(left)
-        workers = self._look(asked, request, field, now)
-        costs = self._policy(asked, workers)
-        index = pick(costs, self._rng, self._options.temperature)
-        overlap = int(workers.overlap_blocks[index])
-        prefill_s = float(workers.prefill_s[index])
-        row = int(field.rows[index])
-        ticket = self._book.book(
-            row,
-            asked.prompt_tokens,
-            asked.prompt_tokens - overlap * block_size,
-            asked.num_blocks + asked.output_tokens / block_size,
-            prefill_s,
-            now,
-        )
-        self._expected.send(row, ticket, request.sequence_hashes)
-        predicted_s = float(workers.queue_s[index]) + prefill_s
-        return Decision(left[index], overlap, predicted_s * 1e3, booking=ticket)
+        """However busy all are: who lets requests wait asks `try_route`."""
+        return self._decide(self._choose(request, excluded))
 
-    def begun(self, decision: Decision) -> None:
-        self._compute(decision.booking, self._book.begin(decision.booking, self._now()))
+    def try_route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision | None:
+        """None when every instance that could take it has enough to do already. Unavailable as `route`."""
+        choice = self._choose(request, excluded)
+        return None if choice.is_saturated else self._decide(choice)
 
-    def free(self, decision: Decision) -> None:
-        self._compute(decision.booking, self._book.free(decision.booking, self._now()))
+    def foresee_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:
+        """Until its first token, if it were routed now; None where `try_route` would give nothing. Books nothing."""
+        choice = self._choose(request, excluded)
+        return None if choice.is_saturated else choice.predicted_s
 
-    def _compute(self, ticket: int, booking: Booking | None) -> None:
-        """Its prompt is computed, or never will be."""
-        if booking is not None:
-            self._expected.end(booking.row, ticket)
+    def queue_s(self, decision: Decision) -> float:
+        """Until the prompts are computed that were sent to its place, this and later ones included."""
+        return self.selector.queue_s(decision.booking)
+
+    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
+        self.selector.begun(decision.booking, cached_tokens)
+
+    def free(self, decision: Decision, usage: Usage | None) -> None:
+        self.selector.free(decision.booking, usage)
 
     async def close(self) -> None:
         """What feeds the index is somebody else's."""
 
     def on_report(self, report: LoadReport) -> None:
-        member = self._roster.member(InstanceId(report.instance))
-        if member is not None:
-            self._book.on_report(member.row, report.load)
+        self._look()
+        self.selector.on_report(report)
+        self.on_relief()
+
+    def _on_change(self) -> None:
+        self.on_relief()
+
+    def own_loads(self) -> Sequence[PlaceBookings]:
+        """For gossip: what is booked here."""
+        return self.selector.own_loads()
+
+    def set_others(self, told: PlaceBookings) -> None:
+        """From gossip: what all other routers have booked at a place."""
+        self._look()
+        self.selector.set_others(told)
+        self.on_relief()
+
+    def explain(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> list[Explained]:
+        """Every candidate with the terms of its cost, the least costly first."""
+        return self.selector.explain(request, self._candidates(request, excluded))
+
+    def left_out(self, request: Request) -> list[tuple[Instance, str]]:
+        """Every registered worker that may not take a request, and why, for people."""
+        told = [(each, self._eligible.why_not(each, request)) for each in self._client.instances()]
+        return [(instance, why) for instance, why in told if why is not None]
+
+    def held_by(self, instance_id: InstanceId) -> str:
+        """How it is known what a worker holds, for people."""
+        return "index"
+
+    def process_of(self, instance_id: InstanceId) -> str:
+        """Of a worker that is registered."""
+        return self._client.instance(instance_id).process
+
+    def loads(self) -> list[PlaceLoad]:
+        self._look()
+        return self.selector.loads()
 
     # ---
 
-    def _candidates(self, request: Request, excluded: frozenset[InstanceId]) -> list[Instance]:
+    def _choose(self, request: Request, excluded: frozenset[InstanceId]) -> Choice:
+        return self.selector.choose(request, self._candidates(request, excluded))
+
+    def _decide(self, choice: Choice) -> Decision:
+        is_query = choice.request.routing.query_only
+        instance_id, dp_rank = choice.place
+        has_several = len(ranks_of(self._eligible.registered.infos().get(instance_id))) > 1
+        return Decision(
+            self._client.instance(instance_id),
+            choice.overlap_blocks,
+            choice.predicted_s * 1e3,
+            booking=0 if is_query else self.selector.book(choice),
+            dp_rank=dp_rank if has_several else None,
+        )
+
+    def _candidates(self, request: Request, excluded: frozenset[InstanceId]) -> Sequence[InstanceId]:
+        self._look()
         if self._eligible.is_anyone(request, excluded):
             everyone = self._client.candidates()
             if everyone:
-                return everyone
-        return self._eligible.of(request, excluded)
+                if self._everyone is None or self._everyone[0] is not everyone:
+                    self._everyone = (everyone, _ids(everyone))
+                return self._everyone[1]
+        return _ids(self._eligible.of(request, excluded))
 
-    def _look(self, asked: RequestView, request: Request, field: Field, now: float) -> WorkersView:
-        book, rows, prices = self._book, field.rows, field.prices
-        overlap = self._overlap(asked, request, field)
-        decoding = book.decoding[rows]
-        new_tokens = asked.prompt_tokens - overlap * asked.block_size
-        return WorkersView(
-            overlap_blocks=overlap,
-            prefill_tokens=book.prefill_tokens[rows],
-            blocks=book.blocks[rows],
-            requests=book.requests[rows],
-            decoding=decoding,
-            queue_s=np.maximum(book.idle_at[rows] - now, 0.0),
-            prefill_s=prices.prefill_s(asked.prompt_tokens, new_tokens),
-            slowdown_s=prices.slowdown_s(
-                asked.prompt_tokens, asked.output_tokens, decoding, book.context_tokens[rows]
-            ),
-            total_blocks=prices.total_blocks,
-        )
+    def _look(self) -> None:
+        registered = self._eligible.registered
+        if registered.version != self._known_version:
+            self._known_version = registered.version
+            self.selector.set_workers(registered.infos())
 
-    def _overlap(self, asked: RequestView, request: Request, field: Field) -> Floats:
-        """Of each candidate, less the last block where it is all there: an engine computes the last token anyway."""
-        overlap = np.zeros(len(field.rows))
-        hashes = request.sequence_hashes[: (asked.prompt_tokens - 1) // asked.block_size]
-        if hashes:
-            overlap = self._expected.find(hashes, field.rows)
-            found = self._holders.find(hashes)
-            for index, instance in enumerate(field.instances):
-                slot = self._holders.slot_of(instance.id)
-                if slot is not None and slot < len(found):
-                    overlap[index] = max(overlap[index], found[slot])
-        return overlap
+
+def _nobody_waits() -> None:
+    pass
+
+
+def _ids(instances: Sequence[Instance]) -> tuple[InstanceId, ...]:
+    return tuple(instance.id for instance in instances)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 
+from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
 from kvolt.router.eligible import Eligible
@@ -43,10 +44,10 @@ class LeastLoadedRouter:
     def _count(self, instance: Instance) -> int:
         return self._under_way.get(instance.id, 0)
 
-    def begun(self, decision: Decision) -> None:
+    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
         """A request counts the same before and after."""
 
-    def free(self, decision: Decision) -> None:
+    def free(self, decision: Decision, usage: Usage | None) -> None:
         instance_id = decision.instance.id
         number = self._under_way.pop(instance_id, 0) - 1
         if number > 0:

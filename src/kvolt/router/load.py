@@ -6,12 +6,14 @@ Prompts are computed one after the other, so of a worker's backlog one figure is
 computed all that it was sent. A booking moves it by what the prompt will take. The first token of a request shows how
 far that was wrong: from then on it takes what those take that are left.
 
-Others send to the same workers, too. What a worker reports beyond our own bookings is kept as theirs until its next
-report.
+Others send to the same workers, too. Routers tell each other what they have booked (`gossip`); who tells nothing shows
+only in what a worker reports beyond our own bookings. Of the two the larger counts, since the one lags behind the other
+and is no other requests than the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +21,14 @@ import numpy.typing as npt
 
 from kvolt.core.latency import Floats
 from kvolt.core.load import WorkerLoad
+from kvolt.router.gossip import PlaceBookings
+from kvolt.router.place import Place
 
 Rows = npt.NDArray[np.intp]
 
 _FIRST_ROWS = 16
+_LEAST_REQUESTS = 0.5
+"""Requests come whole; what is less is what sums of floats leave."""
 
 
 @dataclass(slots=True)
@@ -37,6 +43,11 @@ class Booking:
     """What it holds or will hold, prompt and answer."""
     prefill_s: float
     has_begun: bool = False
+
+    @property
+    def new_blocks(self) -> float:
+        """Of those, what it does not find there: the share of its prompt that is computed."""
+        return self.blocks * self.prefill_tokens / max(self.prompt_tokens, 1)
 
 
 class LoadBook:
@@ -55,10 +66,22 @@ class LoadBook:
         self.decoding = np.zeros(_FIRST_ROWS)
         self.context_tokens = np.zeros(_FIRST_ROWS)
         """Of the requests that decode."""
+        self._coming_blocks = np.zeros(_FIRST_ROWS)
+        """New ones of prompts that are not computed yet: a worker that reports does not have them in it."""
+        self._used_blocks = np.zeros(_FIRST_ROWS)
+        self._has_reported = np.zeros(_FIRST_ROWS)
         self.idle_at = np.zeros(_FIRST_ROWS)
         self._pending_s = np.zeros(_FIRST_ROWS)
-        self._foreign_requests = np.zeros(_FIRST_ROWS)
-        self._foreign_blocks = np.zeros(_FIRST_ROWS)
+        self.others_idle_at = np.zeros(_FIRST_ROWS)
+        """When it would have computed what the others have told that they sent it."""
+        self._told_requests = np.zeros(_FIRST_ROWS)
+        self._told_decoding = np.zeros(_FIRST_ROWS)
+        self._told_prefill_tokens = np.zeros(_FIRST_ROWS)
+        self._told_blocks = np.zeros(_FIRST_ROWS)
+        self._told_context_tokens = np.zeros(_FIRST_ROWS)
+        self._reported_requests = np.zeros(_FIRST_ROWS)
+        self._reported_blocks = np.zeros(_FIRST_ROWS)
+        """Beyond our own."""
 
     @property
     def num_bookings(self) -> int:
@@ -100,6 +123,7 @@ class LoadBook:
         self._bookings[ticket] = booking
         self.prefill_tokens[row] += prefill_tokens
         self.blocks[row] += blocks
+        self._coming_blocks[row] += booking.new_blocks
         self.requests[row] += 1
         return ticket
 
@@ -111,6 +135,7 @@ class LoadBook:
         booking.has_begun = True
         row = booking.row
         self.prefill_tokens[row] -= booking.prefill_tokens
+        self._coming_blocks[row] -= booking.new_blocks
         self.decoding[row] += 1
         self.context_tokens[row] += booking.prompt_tokens
         self.idle_at[row] = now + self._left_s(booking)
@@ -129,6 +154,7 @@ class LoadBook:
             self.context_tokens[row] -= booking.prompt_tokens
         else:
             self.prefill_tokens[row] -= booking.prefill_tokens
+            self._coming_blocks[row] -= booking.new_blocks
             without_s = max(float(self.idle_at[row]) - booking.prefill_s, now)
             self.idle_at[row] = min(without_s, now + self._left_s(booking))
         return booking
@@ -138,16 +164,80 @@ class LoadBook:
         self._pending_s[booking.row] -= booking.prefill_s
         return max(float(self._pending_s[booking.row]), 0.0)
 
-    # --- what workers say
+    # --- what others have there
+
+    def queue_s(self, rows: Rows | slice, now: float) -> Floats:
+        """Until all prompts are computed that were sent there, ours and others'."""
+        own = np.maximum(self.idle_at[rows] - now, 0.0)
+        return own + np.maximum(self.others_idle_at[rows] - now, 0.0)
+
+    def has_own(self, rows: Rows | slice) -> npt.NDArray[np.bool_]:
+        """Where anything is of our own sending."""
+        others = np.maximum(self._told_requests[rows], self._reported_requests[rows])
+        has: npt.NDArray[np.bool_] = self.requests[rows] - others >= _LEAST_REQUESTS
+        return has
+
+    def used_blocks(self, rows: Rows) -> Floats:
+        """In use there now or soon, by the worker's own word where it has given it: requests that share blocks hold
+        fewer together than they do one by one."""
+        reported = self._used_blocks[rows] + self._coming_blocks[rows]
+        return np.where(self._has_reported[rows] > 0, reported, self.blocks[rows])
 
     def on_report(self, row: int, load: WorkerLoad) -> None:
-        """What is there beyond our own is others'."""
-        own_requests = float(self.requests[row] - self._foreign_requests[row])
-        own_blocks = float(self.blocks[row] - self._foreign_blocks[row])
+        """What a worker is busy with; what is there beyond our own is others'."""
+        own_requests = float(self.requests[row]) - self._others_requests(row)
+        own_blocks = float(self.blocks[row]) - self._others_blocks(row)
         requests = max(load.running + load.waiting - own_requests, 0.0)
         # Without others' requests it is our own that hold more, or less, than was expected of them.
         blocks = max(load.kv_used_blocks - own_blocks, 0.0) if requests else 0.0
-        self.requests[row] += requests - self._foreign_requests[row]
-        self.decoding[row] += requests - self._foreign_requests[row]
-        self.blocks[row] += blocks - self._foreign_blocks[row]
-        self._foreign_requests[row], self._foreign_blocks[row] = requests, blocks
+        self._count_others(row, -1.0)
+        self._reported_requests[row], self._reported_blocks[row] = requests, blocks
+        self._used_blocks[row], self._has_reported[row] = load.kv_used_blocks, 1.0
+        self._count_others(row, 1.0)
+
+    def set_others(self, row: int, told: PlaceBookings, now: float) -> None:
+        """What the other routers have there, by their own word."""
+        self._count_others(row, -1.0)
+        self._told_requests[row] = told.requests
+        self._told_decoding[row] = told.decoding
+        self._told_prefill_tokens[row] = told.prefill_tokens
+        self._told_blocks[row] = told.blocks
+        self._told_context_tokens[row] = told.context_tokens
+        self._count_others(row, 1.0)
+        self.others_idle_at[row] = now + told.queue_s
+
+    def own(self, rows: Mapping[Place, int], now: float) -> list[PlaceBookings]:
+        """What we have at these places ourselves, where there is anything."""
+        at = np.fromiter(rows.values(), dtype=np.intp, count=len(rows))
+        others = np.maximum(self._told_requests[at], self._reported_requests[at])
+        amounts = (
+            self.requests[at] - others,
+            self.decoding[at] - (self._told_decoding[at] - self._told_requests[at] + others),
+            self.prefill_tokens[at] - self._told_prefill_tokens[at],
+            self.blocks[at] - np.maximum(self._told_blocks[at], self._reported_blocks[at]),
+            self.context_tokens[at] - self._told_context_tokens[at],
+            self.idle_at[at] - now,
+        )
+        by_place = np.maximum(np.stack(amounts, axis=1), 0.0).tolist()
+        return [
+            PlaceBookings(*place, *of_place)
+            for place, of_place in zip(rows, by_place, strict=True)
+            if of_place[0] >= _LEAST_REQUESTS
+        ]
+
+    def _count_others(self, row: int, sign: float) -> None:
+        self.requests[row] += sign * self._others_requests(row)
+        self.decoding[row] += sign * self._others_decoding(row)
+        self.prefill_tokens[row] += sign * self._told_prefill_tokens[row]
+        self.blocks[row] += sign * self._others_blocks(row)
+        self.context_tokens[row] += sign * self._told_context_tokens[row]
+
+    def _others_requests(self, row: int) -> float:
+        return max(float(self._told_requests[row]), float(self._reported_requests[row]))
+
+    def _others_decoding(self, row: int) -> float:
+        """Of those that nobody tells of all are taken to decode."""
+        return float(self._told_decoding[row] - self._told_requests[row]) + self._others_requests(row)
+
+    def _others_blocks(self, row: int) -> float:
+        return max(float(self._told_blocks[row]), float(self._reported_blocks[row]))

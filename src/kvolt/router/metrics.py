@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvolt.router.service import RouterLink, RouterService
+from kvolt.router.queue_metrics import queue_families
+from kvolt.router.remote import RouterLink
+from kvolt.router.service import RouterService
 
 
 class RouterCollector(Collector):
@@ -26,6 +28,8 @@ class RouterCollector(Collector):
         yield CounterMetricFamily(
             "kvolt_router_refusals", "Requests that no worker could take", value=self._service.num_refused
         )
+        components = self._service.components.items()
+        yield from queue_families((endpoint, component.router) for endpoint, component in components)
 
 
 class LinkCollector(Collector):

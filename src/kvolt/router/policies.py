@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
+from kvolt.core.errors import ConfigError
+from kvolt.router.custom_policy import CustomPolicy, is_custom
+from kvolt.router.direct import DirectRouter
 from kvolt.router.exact import ExactRouter
 from kvolt.router.least_loaded import LeastLoadedRouter, PowerOfTwoRouter, RandomRouter
-from kvolt.router.policy import classic, latency
+from kvolt.router.named_policies import classic_of, latency_of, policy_named, shadow_of
+from kvolt.router.policy import Policy
 from kvolt.router.port import RoundRobinRouter, Router, RouterContext
+from kvolt.router.queued import QueueOptions, QueueRouter
+from kvolt.runtime.settings_router import RouterSettings
 
 NewRouter = Callable[[RouterContext], Router]
 
@@ -17,7 +22,32 @@ ROUTERS: dict[str, NewRouter] = {
     "least-loaded": lambda context: LeastLoadedRouter(context.client),
     "power-of-two": lambda context: PowerOfTwoRouter(context.client, context.runtime.ports.rng),
     "random": lambda context: RandomRouter(context.client, context.runtime.ports.rng),
-    "latency": partial(ExactRouter, policy=latency()),
-    "classic": partial(ExactRouter, policy=classic()),
+    "direct": lambda context: DirectRouter(context.client),
+    "latency": lambda context: _late(context, "latency", latency_of(context.settings)),
+    "classic": lambda context: _late(context, "classic", classic_of(context.settings)),
 }
 """The first is the default."""
+
+
+def find_router(name: str, settings: RouterSettings | None = None) -> NewRouter:
+    """One of ROUTERS, or one with somebody's own policy. ConfigError before anything runs: for a name that there is
+    not, and for a policy, or a shadow of the settings, that does not work."""
+    if settings is not None:
+        shadow_of(settings)
+    if not is_custom(name):
+        if name not in ROUTERS:
+            known = f"known: {', '.join(ROUTERS)}, FILE.py:FUNCTION, MODULE:FUNCTION"
+            raise ConfigError(f"there is no router {name!r}", key="router", remedy=known)
+        return ROUTERS[name]
+    CustomPolicy(name, latency_of(RouterSettings()))
+    return lambda context: _late(context, name, policy_named(name, context.settings))
+
+
+def _late(context: RouterContext, name: str, policy: Policy) -> Router:
+    """One that knows what workers hold; requests wait in it while all of them have enough to do."""
+    inner = ExactRouter(context, policy)
+    inner.selector.stats.policy = name
+    settings = context.settings
+    if not settings.queue:
+        return inner
+    return QueueRouter(inner, context.runtime.ports.clock.monotonic, QueueOptions.of(settings))

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import KvSource, Request, Role
 from kvolt.router.eligible import Eligible
 from kvolt.runtime.address import Instance
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.runtime import Runtime
+from kvolt.runtime.settings_router import RouterSettings
+
+
+class Recall:
+    """How a router moves a request that has not begun: who carries the request puts in how."""
+
+    __slots__ = ("move",)
+
+    def __init__(self) -> None:
+        self.move: Callable[[Decision], bool] | None = None
+        """Told where else it could go, already booked there; whether it tries to. If not, or if it is too late, that is
+        given to `free`, as everything that is booked. None while it cannot be moved. Must not raise."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -24,6 +38,13 @@ class Decision(msgspec.Struct, frozen=True):
     kv_sources: tuple[KvSource, ...] = ()
     booking: int = 0
     """For the router that made it: what it counts as under way."""
+    dp_rank: int | None = None
+    """Which data-parallel rank of the instance; None where the instance may choose."""
+    recall: Recall | None = None
+    """Of a router that may want the request back before it has begun."""
+
+
+_AS_THEY_COME = RouterSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +55,7 @@ class RouterContext:
     runtime: Runtime
     block_size: int
     """Of the hashes that requests come with."""
+    settings: RouterSettings = _AS_THEY_COME
 
 
 class Router(Protocol):
@@ -47,14 +69,17 @@ class Router(Protocol):
         """
         ...
 
-    def begun(self, decision: Decision) -> None:
-        """The first token of the answer has come. At most once for each, and before `free`. Must not raise."""
+    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
+        """The first token of the answer has come, and how much of the prompt was not computed, if the worker says.
+
+        At most once for each, and before `free`. Must not raise.
+        """
         ...
 
-    def free(self, decision: Decision) -> None:
+    def free(self, decision: Decision, usage: Usage | None) -> None:
         """What came of this decision is over: answered, failed, cancelled or never begun. Once for each.
 
-        Must not raise.
+        With the worker's own counts where it was answered to its end. Must not raise.
         """
         ...
 
@@ -79,10 +104,10 @@ class RoundRobinRouter:
         self._turn += 1
         return Decision(left[self._turn % len(left)])
 
-    def begun(self, decision: Decision) -> None:
+    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
         """Who is busy does not matter here."""
 
-    def free(self, decision: Decision) -> None:
+    def free(self, decision: Decision, usage: Usage | None) -> None:
         """Nothing was booked."""
 
     async def close(self) -> None:

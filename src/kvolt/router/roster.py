@@ -1,152 +1,128 @@
-"""Roster: the workers of one endpoint as rows of a LoadBook, with what each said of itself when it registered.
+"""Roster: the places where a request can go, as rows of a LoadBook, with what each worker said of itself. Pure.
 
-Read off once per change of the instances, not once per request. Owns which instance is which row.
+A place is one data-parallel rank of one worker: it has its own blocks, its own queue and its own row. What does not
+change from request to request is worked out once per change of the workers, as arrays over the candidates.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.ids import InstanceId
-from kvolt.core.latency import Floats, StepModel, prompt_s
+from kvolt.core.latency import Floats
 from kvolt.router.load import LoadBook, Rows
-from kvolt.runtime.address import Instance
-from kvolt.runtime.client import EndpointClient
-from kvolt.runtime.wire import MALFORMED
+from kvolt.router.lookup import Lookups, side_by_side
+from kvolt.router.place import Place
+from kvolt.router.prices import Prices
 
-log = logging.getLogger(__name__)
-
-_decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
-
-_GUESSED_TOKEN_S = 50e-6
-"""What a prompt token takes where the worker did not say: about that of an 8B model on a large GPU."""
-
-_MOST_CHUNKS = 64
-"""Of a prompt whose time is worked out: a worker that says that its steps are tiny must not cost us an hour."""
+_MAX_FIELDS = 64
+"""Sets of candidates that are kept: all of them, those of an adapter, those of a taint."""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One worker."""
-
-    row: int
-    info: EngineInfo | None
-
-
-class Prices:
-    """What a prompt takes at each candidate, from the step models that they registered.
-
-    Workers that share a model, as nearly all do, are worked out together.
-    """
-
-    def __init__(self, infos: Sequence[EngineInfo | None]) -> None:
-        groups: dict[tuple[StepModel | None, int], list[int]] = {}
-        self.total_blocks = np.zeros(len(infos))
-        for index, info in enumerate(infos):
-            chunk = 0 if info is None else info.capacity.max_batch_tokens
-            groups.setdefault((None if info is None else info.step_model, chunk), []).append(index)
-            if info is not None:
-                self.total_blocks[index] = info.capacity.kv_total_blocks
-        self._groups = [
-            (model, chunk, np.array(indexes, dtype=np.intp)) for (model, chunk), indexes in groups.items()
-        ]
-
-    def prefill_s(self, prompt_tokens: int, new_tokens: Floats) -> Floats:
-        """In chunks as large as the worker's steps are."""
-        times = np.empty(len(new_tokens))
-        for model, chunk, indexes in self._groups:
-            news = new_tokens[indexes]
-            if model is None:
-                times[indexes] = news * _GUESSED_TOKEN_S
-                continue
-            known: dict[float, float] = {}
-            for index, new in zip(indexes, news, strict=True):  # few of them differ: most hold nothing
-                if new not in known:
-                    least = -(-int(new) // _MOST_CHUNKS)
-                    known[new] = prompt_s(model, prompt_tokens, prompt_tokens - int(new), max(chunk, least))
-                times[index] = known[new]
-        return times
-
-    def slowdown_s(
-        self, prompt_tokens: int, output_tokens: float, decoding: Floats, context: Floats
-    ) -> Floats:
-        """By how much longer so many decode steps take with one more sequence in them."""
-        times = np.zeros(len(decoding))
-        for model, _, indexes in self._groups:
-            if model is None:
-                continue
-            alone = model.decode_s_each(decoding[indexes], context[indexes])
-            joined = model.decode_s_each(decoding[indexes] + 1, context[indexes] + prompt_tokens)
-            times[indexes] = np.maximum(joined - alone, 0.0) * output_tokens
-        return np.where(decoding > 0, times, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Field:
-    """The candidates for a request."""
+    """The candidates for a request, an element each in every array."""
 
-    instances: Sequence[Instance]
+    places: tuple[Place, ...]
+    index_of: Mapping[Place, int]
     rows: Rows
+    at: Rows | slice
+    """The same for reading arrays over rows: a slice where it can be, which costs a fraction."""
     prices: Prices
+    total_blocks: Floats
+    """0 where it is not known."""
+    max_seqs: Floats
+    """Requests that it computes at once, and prompt tokens in a step; infinite where they are not known."""
+    max_batch_tokens: Floats
+    taints: tuple[frozenset[str], ...]
+    nothing: Floats
+    """Zeros, to be read only."""
+    lookups: Lookups | None = None
+    """Kept here by who looks into the indexes."""
+    limits: tuple[Floats, Floats] | None = None
+    """Kept here by who says when a place has enough to do."""
 
 
 class Roster:
-    """Of one endpoint, for as long as its client lives."""
+    """See the module."""
 
-    def __init__(self, client: EndpointClient, book: LoadBook, on_gone: Callable[[int], None]) -> None:
-        """`on_gone` is told the row of a worker that is no more."""
-        self._client = client
+    def __init__(
+        self, book: LoadBook, on_come: Callable[[int], None], on_gone: Callable[[int], None]
+    ) -> None:
+        """`on_come` and `on_gone` are told the row of a place that is new or no more."""
         self._book = book
+        self._on_come = on_come
         self._on_gone = on_gone
-        self._members: dict[InstanceId, Member] = {}
-        self._is_known = False
-        self._everyone: Field | None = None
-        client.on_change(self._forget)
+        self._infos: dict[InstanceId, EngineInfo | None] = {}
+        self._rows: dict[Place, int] = {}
+        self._fields: dict[tuple[tuple[InstanceId, ...], int | None], Field] = {}
+        self._latest: tuple[tuple[InstanceId, ...], Field] | None = None
 
-    def _forget(self) -> None:
-        self._is_known = False
-        self._everyone = None
+    @property
+    def places(self) -> Mapping[Place, int]:
+        """All of them, with their rows."""
+        return self._rows
 
-    def member(self, instance_id: InstanceId) -> Member | None:
-        self._look()
-        return self._members.get(instance_id)
-
-    def field(self, instances: Sequence[Instance]) -> Field:
-        """The candidates; they are nearly always the same, all of them."""
-        self._look()
-        if self._everyone is not None and self._everyone.instances is instances:
-            return self._everyone
-        members = [self._members[instance.id] for instance in instances]
-        rows = np.array([member.row for member in members], dtype=np.intp)
-        field = Field(instances, rows, Prices([member.info for member in members]))
-        if instances is self._client.candidates():
-            self._everyone = field
-        return field
-
-    def _look(self) -> None:
-        if self._is_known:
-            return
-        self._is_known = True
-        there = {instance.id: instance for instance in self._client.instances()}
-        for instance_id in [each for each in self._members if each not in there]:
-            row = self._members.pop(instance_id).row
+    def set_workers(self, infos: Mapping[InstanceId, EngineInfo | None]) -> None:
+        """These and no others; None for one of which nothing is known."""
+        wanted = {Place(each, rank) for each, info in infos.items() for rank in ranks_of(info)}
+        for place in [each for each in self._rows if each not in wanted]:
+            row = self._rows.pop(place)
             self._book.drop_row(row)
             self._on_gone(row)
-        for instance_id, instance in there.items():
-            known = self._members.get(instance_id)
-            row = self._book.add_row() if known is None else known.row
-            self._members[instance_id] = Member(row, _info_of(instance))
+        for place in sorted(wanted - self._rows.keys()):
+            row = self._rows[place] = self._book.add_row()
+            self._on_come(row)
+        self._infos = dict(infos)
+        self._fields.clear()
+        self._latest = None
+
+    def field(self, allowed: Sequence[InstanceId], dp_rank: int | None = None) -> Field:
+        """The places of these workers, of one rank only if it is named. Who is not known is left out."""
+        if dp_rank is None and self._latest is not None and self._latest[0] is allowed:
+            return self._latest[1]
+        ids = tuple(allowed)
+        field = self._fields.get((ids, dp_rank))
+        if field is None:
+            if len(self._fields) >= _MAX_FIELDS:
+                self._fields.clear()
+            field = self._fields[ids, dp_rank] = self._new_field(ids, dp_rank)
+        if dp_rank is None:
+            self._latest = (ids, field)
+        return field
+
+    def _new_field(self, ids: tuple[InstanceId, ...], dp_rank: int | None) -> Field:
+        known = self._infos
+        places = [
+            Place(each, rank)
+            for each in ids
+            if each in known
+            for rank in ranks_of(known[each])
+            if dp_rank is None or rank == dp_rank
+        ]
+        places.sort(key=self._rows.__getitem__)  # so that they lie side by side
+        rows = np.array([self._rows[place] for place in places], dtype=np.intp)
+        infos = [known[place.instance_id] for place in places]
+        nothing = np.zeros(len(places))
+        nothing.flags.writeable = False
+        return Field(
+            tuple(places),
+            {place: index for index, place in enumerate(places)},
+            rows,
+            side_by_side(rows),
+            Prices(infos),
+            np.array([0.0 if info is None else info.capacity.kv_total_blocks for info in infos]),
+            np.array([np.inf if info is None else info.capacity.max_num_seqs for info in infos]),
+            np.array([np.inf if info is None else info.capacity.max_batch_tokens for info in infos]),
+            tuple(frozenset(() if info is None else info.taints) for info in infos),
+            nothing,
+        )
 
 
-def _info_of(instance: Instance) -> EngineInfo | None:
-    try:
-        return _decode_info(instance.info)
-    except MALFORMED:
-        log.warning("instance %s says of itself what cannot be read", instance.id)
-        return None
+def ranks_of(info: EngineInfo | None) -> tuple[int, ...]:
+    """Of a worker: at least one, each once."""
+    return tuple(dict.fromkeys(info.dp_ranks)) or (0,) if info is not None else (0,)

@@ -1,74 +1,61 @@
-"""One router for several frontends: a service that decides for all, and the port of those who ask it.
+"""One router for several frontends, as a process: it decides for all of them and carries nothing.
 
-The service watches the components that it is asked about and holds a router for each, so that one rotation
-goes over all frontends. It decides and carries nothing: a frontend that cannot ask it decides alone at once,
-and asks again by itself when it can.
+Watches the components that it is asked about and holds a router for each, so that one rotation, one index and one set
+of bookings stand for all frontends. What it books for a frontend lasts until that one says that it is over, or is lost:
+bookings belong to a session, which is a stream that the frontend holds open.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
 
 import msgspec
 
-from kvolt.core.errors import DeadlineExceeded, ErrorInfo, KvoltError, Unavailable, from_info, to_info
+from kvolt.core.errors import KvoltError, Overloaded, Unavailable, to_info
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import KvSource, Request, StopConditions
-from kvolt.router.port import Decision, RoundRobinRouter, Router
-from kvolt.runtime.address import EndpointAddress, Instance, InstanceState
-from kvolt.runtime.call import Deadlines
+from kvolt.core.request import Request
+from kvolt.router.explanation import EXPLAIN_ENDPOINT, Explanation, explain_route
+from kvolt.router.policies import ROUTERS, NewRouter
+from kvolt.router.port import Decision, Router, RouterContext
+from kvolt.router.queued import QueueRouter
+from kvolt.router.service_messages import (
+    SESSION_ENDPOINT,
+    Attach,
+    Begun,
+    Freed,
+    Moved,
+    News,
+    RouteAnswer,
+    RouteQuestion,
+    answer_of,
+    router_endpoint,
+)
+from kvolt.runtime.address import EndpointAddress, Instance
 from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.plane import IncomingStream
 from kvolt.runtime.runtime import Runtime
+from kvolt.runtime.server import decoder
+from kvolt.runtime.settings_router import RouterSettings
+from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)
 
 MAX_COMPONENTS = 1024
 """Watched at once; the one not asked about for longest makes room."""
+MAX_SESSIONS = 4096
+MAX_HELD = 1_000_000
+"""Bookings of one session."""
 
-_ASK_S = 1.0
-_REST_S = 1.0
-"""After a router that did not answer in time: a silent one must not cost every request its deadline."""
 _SYNC_S = 0.5
-_MAX_ASKS = 2
+_PATIENCE_S = 0.3
+"""A question that is not decided by then is told to wait, and again: so silence means that there is no router."""
 
-_NO_TOKENS = StopConditions(max_tokens=1)
-
-
-def router_endpoint(namespace: str) -> EndpointAddress:
-    """Where the router of a namespace is asked."""
-    return EndpointAddress(namespace, "router", "route")
-
-
-class RouteQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which instance of an endpoint is to get this request?"""
-
-    endpoint: str
-    request: Request
-    """Without tokens and hashes: whoever decides by content will have to be sent them."""
-    excluded: tuple[InstanceId, ...] = ()
-
-
-class RouteAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A Decision by name, or the router's own refusal.
-
-    A refusal is an answer and no failed call, so that it cannot be mistaken for a router that is stopping.
-    """
-
-    instance: InstanceId | None = None
-    overlap_blocks: int = 0
-    predicted_ms: float | None = None
-    kv_sources: tuple[KvSource, ...] = ()
-    refused: ErrorInfo | None = None
-
-
-_decode_answer = msgspec.msgpack.Decoder(RouteAnswer).decode
-
-
-# --- The router process -------------------------------------------------------------------------------
+_decode_word = msgspec.msgpack.Decoder(Attach | News).decode
 
 
 @dataclass(slots=True)
@@ -77,7 +64,95 @@ class Component:
 
     client: EndpointClient
     router: Router
+    block_size: int
     num_decisions: int = 0
+
+    async def close(self) -> None:
+        await self.router.close()
+        await self.client.close()
+
+
+class Session:
+    """One frontend's bookings."""
+
+    def __init__(self, stream: IncomingStream) -> None:
+        self._stream = stream
+        self._held: dict[int, tuple[Router, Decision]] = {}
+        self._num_moves = 0
+        self.is_over = False
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def hold(self, ticket: int, router: Router, decision: Decision) -> None:
+        """At once over again when the session is."""
+        self.free(ticket)
+        if self.is_over:
+            router.free(decision, None)
+            return
+        self._held[ticket] = (router, decision)
+        if decision.recall is not None:
+            decision.recall.move = partial(self._move, ticket, router)
+
+    def _move(self, ticket: int, router: Router, elsewhere: Decision) -> bool:
+        """Who carries the request is told; what comes of it is told as of any other."""
+        if ticket not in self._held or not self._stream.writable:
+            return False
+        self._num_moves += 1
+        to_ticket = -self._num_moves  # who asks counts upwards
+        self.hold(to_ticket, router, elsewhere)
+        self._stream.send(Moved(ticket, to_ticket, answer_of(elsewhere)))
+        return True
+
+    def hear(self, begun: Iterable[Begun], freed: Iterable[Freed]) -> None:
+        """Of tickets that are not held nothing is said: they were never decided, or are over."""
+        for first in begun:
+            held = self._held.get(first.ticket)
+            if held is not None:
+                held[0].begun(held[1], first.cached_tokens)
+        for end in freed:
+            self.free(end.ticket, end)
+
+    def free(self, ticket: int, end: Freed | None = None) -> None:
+        held = self._held.pop(ticket, None)
+        if held is not None:
+            held[0].free(held[1], None if end is None else end.usage)
+
+    def close(self) -> None:
+        self.is_over = True
+        while self._held:
+            self.free(next(iter(self._held)))
+
+
+class _Patience:
+    """A question that has to wait, and whoever asked it is told so now and then. Given up with the block."""
+
+    def __init__(
+        self, crew: Crew, router: QueueRouter, request: Request, excluded: frozenset[InstanceId]
+    ) -> None:
+        self._router = router
+        self._routing = crew.start(router.route(request, excluded), "wait")
+        self._is_taken = False
+
+    async def wait(self) -> bool:
+        """Whether it is decided."""
+        return bool((await asyncio.wait([self._routing], timeout=_PATIENCE_S))[0])
+
+    def take(self) -> Decision:
+        self._is_taken = True
+        decision: Decision = self._routing.result()
+        return decision
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        routing = self._routing
+        if self._is_taken or routing.cancel():
+            return
+        if not routing.cancelled() and routing.exception() is None:
+            self._router.free(routing.result(), None)  # decided in the very tick in which it was given up
 
 
 class RouterService:
@@ -87,191 +162,160 @@ class RouterService:
         self,
         runtime: Runtime,
         namespace: str,
-        new_router: Callable[[EndpointClient], Router] = RoundRobinRouter,
+        new_router: NewRouter = ROUTERS["round-robin"],
+        settings: RouterSettings | None = None,
         max_components: int = MAX_COMPONENTS,
     ) -> None:
         self._runtime = runtime
         self._endpoint = router_endpoint(namespace)
         self._new_router = new_router
+        self._settings = settings or RouterSettings()
         self._max_components = max_components
         self._opening = asyncio.Lock()
+        self._waiting = Crew("waiting requests", on_error=lambda error: None)
+        """What they fail of is told to who asked."""
         self.components: dict[str, Component] = {}
         """By endpoint, the one not asked about for longest first."""
+        self.sessions: dict[str, Session] = {}
         self.num_refused = 0
+
+    @property
+    def num_held(self) -> int:
+        """What all frontends together have under way."""
+        return sum(session.num_held for session in self.sessions.values())
+
+    def routers(self) -> list[Router]:
+        """Of all components that are watched."""
+        return [component.router for component in self.components.values()]
 
     async def start(self) -> Instance:
         self._runtime.add_details("router", self._describe)
+        server = self._runtime.server
+        server.add(SESSION_ENDPOINT, InstanceId(""), self._on_word)
+        explain = server.generator(self._explain, decoder(RouteQuestion))
+        server.add(EXPLAIN_ENDPOINT, InstanceId(""), explain)
         return await self._runtime.serve(self._endpoint, self._serve, RouteQuestion)
 
     async def close(self) -> None:
         await self._runtime.withdraw(self._endpoint)
+        self._runtime.server.remove(SESSION_ENDPOINT)
+        self._runtime.server.remove(EXPLAIN_ENDPOINT)
+        await self._waiting.close()
+        while self.sessions:
+            self.sessions.popitem()[1].close()
         while self.components:
-            await self.components.popitem()[1].client.close()
+            await self.components.popitem()[1].close()
 
     def _describe(self) -> dict[str, int]:
         return {
             "components": len(self.components),
             "decisions": sum(component.num_decisions for component in self.components.values()),
+            "sessions": len(self.sessions),
+            "bookings": self.num_held,
         }
+
+    # --- sessions
+
+    def _on_word(self, stream: IncomingStream) -> None:
+        match stream.decode_body(_decode_word):
+            case Attach(session=name):
+                self._attach(name, stream)
+            case News(session=name, begun=begun, freed=freed):
+                session = self.sessions.get(name)
+                if session is not None:
+                    session.hear(begun, freed)
+                stream.end()
+
+    def _attach(self, name: str, stream: IncomingStream) -> None:
+        if len(self.sessions) >= MAX_SESSIONS:
+            raise Overloaded(
+                f"{MAX_SESSIONS} processes ask this router already", queue="sessions", limit=MAX_SESSIONS
+            )
+        if name in self.sessions:
+            raise KvoltError(f"there is a session {name} already")
+        session = self.sessions[name] = Session(stream)
+
+        def end(error: KvoltError) -> None:
+            if session.num_held:
+                log.info("a frontend is gone (%s): %d requests are over", error.message, session.num_held)
+            self.sessions.pop(name, None)
+            session.close()
+
+        stream.on_cancel = end
+
+    # --- questions
 
     async def _serve(self, question: RouteQuestion) -> AsyncIterator[RouteAnswer]:
         try:
-            component = await self._component(question.endpoint)
-            decision = await component.router.route(question.request, frozenset(question.excluded))
+            session = self._session_of(question)
+            component = await self._component(question)
+            request, excluded = question.whole_request(), frozenset(question.excluded)
+            router = component.router
+            if isinstance(router, QueueRouter) and not request.routing.query_only:
+                decision = router.route_now(request, excluded)
+                if decision is None:
+                    async with _Patience(self._waiting, router, request, excluded) as patience:
+                        while not await patience.wait():
+                            yield RouteAnswer(waits=True)
+                        decision = patience.take()
+            else:
+                decision = await router.route(request, excluded)
         except KvoltError as error:
             self.num_refused += 1
             yield RouteAnswer(refused=to_info(error))
             return
         component.num_decisions += 1
-        # Nobody tells us how it ends: over here nothing stays booked.
-        component.router.free(decision)
-        yield RouteAnswer(
-            decision.instance.id, decision.overlap_blocks, decision.predicted_ms, decision.kv_sources
-        )
-
-    async def _component(self, endpoint: str) -> Component:
-        component = self.components.pop(endpoint, None)
-        if component is None:
-            component = await self._open(endpoint)
+        if session is None or request.routing.query_only:
+            router.free(decision, None)
         else:
-            self.components[endpoint] = component
+            session.hold(question.ticket, router, decision)
+        yield answer_of(decision)
+
+    async def _explain(self, question: RouteQuestion) -> AsyncIterator[Explanation]:
+        component = await self._component(question)
+        yield explain_route(component.router, question.whole_request(), self._runtime.options.name)
+
+    def _session_of(self, question: RouteQuestion) -> Session | None:
+        """With what it had to say besides. Unavailable for one that is over: who asks will begin another."""
+        if not question.session:
+            return None
+        session = self.sessions.get(question.session)
+        if session is None:
+            raise Unavailable("the session is over", endpoint=str(self._endpoint), reason="no_session")
+        session.hear(question.begun, question.freed)
+        if session.num_held >= MAX_HELD:
+            raise Overloaded(
+                f"{MAX_HELD} requests of this frontend are under way", queue="session", limit=MAX_HELD
+            )
+        return session
+
+    async def _component(self, question: RouteQuestion) -> Component:
+        component = self.components.pop(question.endpoint, None)
+        if component is None:
+            component = await self._open(question)
+        else:
+            self.components[question.endpoint] = component
+        if question.block_size and component.block_size and question.block_size != component.block_size:
+            raise Unavailable(
+                f"blocks of {question.endpoint} have {component.block_size} tokens here and "
+                f"{question.block_size} at who asks: run the same version of kvolt on both",
+                endpoint=question.endpoint,
+                reason="block_size",
+            )
         await component.client.wait_synced(_SYNC_S)
         return component
 
-    async def _open(self, endpoint: str) -> Component:
+    async def _open(self, question: RouteQuestion) -> Component:
+        endpoint = question.endpoint
         address = EndpointAddress.parse(endpoint)
         async with self._opening:
             if endpoint in self.components:
                 return self.components[endpoint]
             while len(self.components) >= self._max_components:
                 oldest = next(iter(self.components))
-                await self.components.pop(oldest).client.close()
+                await self.components.pop(oldest).close()
             client = await self._runtime.client(address)
-            component = self.components[endpoint] = Component(client, self._new_router(client))
+            context = RouterContext(client, self._runtime, question.block_size, self._settings)
+            component = Component(client, self._new_router(context), question.block_size)
+            self.components[endpoint] = component
             return component
-
-
-# --- Those who ask it ---------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class LinkStats:
-    """How asking went, for metrics."""
-
-    num_answered: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    """Requests routed without the router, by reason."""
-
-
-class RouterLink:
-    """A process's way to the router process, shared by all its models."""
-
-    def __init__(self, client: EndpointClient, ask_s: float = _ASK_S) -> None:
-        self._client = client
-        self._deadlines = Deadlines(connect_s=ask_s, first_s=ask_s, between_s=ask_s, total_s=ask_s)
-        self._loop = asyncio.get_running_loop()
-        self._resting_until = 0.0
-        self._answers = True
-        self.stats = LinkStats()
-
-    @property
-    def present(self) -> bool:
-        """Whether a router would be asked now."""
-        return bool(self._client.candidates()) and self._loop.time() >= self._resting_until
-
-    async def ask(self, question: RouteQuestion) -> RouteAnswer | None:
-        """None when there is no router to be had now; says so once, and once when there is one again."""
-        routers = self._client.candidates()
-        if not routers:
-            self._alone("absent", "none can be reached")
-            return None
-        if self._loop.time() < self._resting_until:
-            self._alone("resting", "it did not answer in time")
-            return None
-        try:
-            # The first by id, so that all frontends of a namespace ask the same one; others stand by.
-            answer = await self._call(question, routers[0])
-        except KvoltError as error:
-            if isinstance(error, DeadlineExceeded):
-                self._resting_until = self._loop.time() + _REST_S
-            self._alone(error.code, error.message)
-            return None
-        if not self._answers:
-            self._answers = True
-            log.info("the router answers again")
-        self.stats.num_answered += 1
-        return answer
-
-    async def _call(self, question: RouteQuestion, router: Instance) -> RouteAnswer:
-        async with await self._client.stream(question, router, self._deadlines, _decode_answer) as stream:
-            answer: RouteAnswer | None = await anext(stream, None)
-        if answer is None:
-            raise KvoltError("it ended without an answer")
-        return answer
-
-    def _alone(self, reason: str, why: str) -> None:
-        self.stats.fallbacks[reason] += 1
-        if self._answers:
-            self._answers = False
-            log.warning("no router (%s): choosing workers by our own round-robin until there is one", why)
-
-
-class RemoteRouter:
-    """The Router port for one component, decided by the router process; by ourselves while there is none."""
-
-    def __init__(self, link: RouterLink, client: EndpointClient) -> None:
-        self._link = link
-        self._client = client
-        self._endpoint = str(client.endpoint)
-        self._local = RoundRobinRouter(client)  # which books nothing, and neither does who is asked
-
-    async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        asked = _without_content(request)
-        left_out = excluded
-        for _ in range(_MAX_ASKS):
-            answer = await self._link.ask(RouteQuestion(self._endpoint, asked, tuple(sorted(left_out))))
-            if answer is None:
-                break
-            if answer.refused is not None:
-                error = from_info(answer.refused)
-                if not isinstance(error, Unavailable):
-                    raise error
-                break  # it knows nobody; we may have heard of somebody already
-            instance = self._find(answer.instance)
-            if instance is not None:
-                return Decision(instance, answer.overlap_blocks, answer.predicted_ms, answer.kv_sources)
-            # Lost to us and not yet to the router, or known to it and not yet to us.
-            self._link.stats.fallbacks["unusable_instance"] += 1
-            left_out = left_out | self._unusable() | {answer.instance or InstanceId("")}
-        return await self._local.route(request, excluded)
-
-    def begun(self, decision: Decision) -> None:
-        """Nothing is booked."""
-
-    def free(self, decision: Decision) -> None:
-        """Nothing is booked."""
-
-    async def close(self) -> None:
-        """The way to who is asked is shared."""
-
-    def _find(self, instance_id: InstanceId | None) -> Instance | None:
-        return next((found for found in self._client.candidates() if found.id == instance_id), None)
-
-    def _unusable(self) -> frozenset[InstanceId]:
-        usable = {instance.id for instance in self._client.candidates()}
-        return frozenset(
-            instance.id
-            for instance in self._client.instances()
-            if instance.state is InstanceState.READY and instance.id not in usable
-        )
-
-
-def _without_content(request: Request) -> Request:
-    return Request(
-        request_id=request.request_id,
-        model=request.model,
-        token_ids=(),
-        stop=_NO_TOKENS,
-        lora=request.lora,
-        routing=request.routing,
-    )

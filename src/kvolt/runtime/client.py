@@ -151,6 +151,11 @@ class EndpointClient:
     def closed(self) -> bool:
         return self._crew.closed
 
+    @property
+    def plane(self) -> RequestPlane:
+        """For who has more to say to an instance than this endpoint takes."""
+        return self._plane
+
     # --- instances
 
     def instances(self) -> list[Instance]:

@@ -146,13 +146,18 @@ AnyResponse = Response | StreamingResponse
 
 
 def json_error(
-    status: int, message: str, code: str, param: str | None = None, headers: Mapping[str, str] = _NO_HEADERS
+    status: int,
+    message: str,
+    code: str,
+    param: str | None = None,
+    headers: Mapping[str, str] = _NO_HEADERS,
+    details: Mapping[str, str] = _NO_HEADERS,
 ) -> Response:
-    """An error in the shape that OpenAI clients read."""
+    """An error in the shape that OpenAI clients read; details are ours, which they pass over."""
     kind = (
         "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     )
-    error = {"message": message, "type": kind, "param": param, "code": code}
+    error = {"message": message, "type": kind, "param": param, "code": code, **details}
     return Response(status, msgspec.json.encode({"error": error}), headers)
 
 

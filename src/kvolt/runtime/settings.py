@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, inspect
 
+from kvolt.runtime.settings_router import ROUTER_NAMES, RouterName, RouterSettings
+
 MIB = 1024 * 1024
 _WEEK_S = 7 * 24 * 3600
 
@@ -149,13 +151,14 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         ),
     ] = 1
     router: Annotated[
-        Literal["round-robin", "least-loaded", "power-of-two", "random", "latency", "classic"],
+        RouterName,
         Meta(
             description="Who gets a request: each worker in turn; the one with the fewest of this process's "
-            "requests under way, of all or of two that are drawn; any; or by the KV that workers hold, where it adds "
-            "the fewest seconds (latency) or blocks, as Dynamo counts them (classic)."
+            "requests under way, of all or of two that are drawn; any; only whom the caller names (direct); by the KV "
+            "that workers hold, where it adds the fewest seconds (latency) or blocks, as Dynamo counts them (classic); "
+            "or by one's own function (FILE.py:FUNCTION, MODULE:FUNCTION)."
         ),
-    ] = "round-robin"
+    ] = ROUTER_NAMES[0]
     max_body_bytes: Annotated[Bytes, Meta(description="Largest request body.")] = 16 * MIB
     request_timeout_s: Annotated[Seconds, Meta(description="Limit for one request, queueing included.")] = (
         600.0
@@ -243,6 +246,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = 1
     devices: Annotated[list[str], Meta(description="Devices that each process may use, by index or id.")] = []
+    taints: Annotated[
+        list[str], Meta(description="Properties that requests may demand or prefer, such as gpu=h100.")
+    ] = []
     stuck_after_s: Annotated[
         Seconds,
         Meta(
@@ -275,6 +281,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     admin: AdminSettings = AdminSettings()
     log: LogSettings = LogSettings()
     frontend: FrontendSettings = FrontendSettings()
+    router: RouterSettings = RouterSettings()
     supervisor: SupervisorSettings = SupervisorSettings()
     workers: list[WorkerSettings] = msgspec.field(default_factory=_default_workers)
 
@@ -312,7 +319,7 @@ class Leaf(msgspec.Struct, frozen=True):
         return (
             tuple(str(value) for value in self.info.values)
             if isinstance(self.info, inspect.LiteralType)
-            else ()
+            else tuple(self.extra.get("known", ()))
         )
 
     @property

@@ -1,7 +1,7 @@
 """What a sweep varies: axes by name, each with its values; the points of their grid; the cluster of each point. Pure.
 
-An axis is data: a name of `_OF_CLUSTER`, or any argument of the sim engine. What will be a setting of the twin one day
-is an axis by having a line there.
+An axis is data: a name of `_OF_CLUSTER`, a setting of the router (`router.temperature`), or any argument of the sim
+engine. What will be a setting of the twin one day is an axis by having a line there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from kvolt.core.errors import ConfigError
 from kvolt.engines.registry import check_arguments
 from kvolt.engines.sim_arguments import SimArguments
+from kvolt.runtime.settings_router import RouterSettings
 from kvolt.twin.cluster import TwinSettings
 
 Axes = Mapping[str, Sequence[Any]]
@@ -35,6 +36,8 @@ _OF_CLUSTER = {
     "seed": "seed",
 }
 """Axis and field of TwinSettings."""
+_OF_ROUTER = "router."
+"""What an axis begins with that is a setting of the router."""
 
 MAX_POINTS = 10_000
 _EXAMPLE = "for example --axis workers=2,4,8 --axis kv_blocks=4096,16384"
@@ -50,7 +53,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 def axis_names() -> list[str]:
     own = set(_OF_CLUSTER.values())
     engine = [field.name for field in msgspec.structs.fields(SimArguments) if field.name not in own]
-    return [*_OF_CLUSTER, ARRIVALS, *engine]
+    router = [_OF_ROUTER + field.name for field in msgspec.structs.fields(RouterSettings)]
+    return [*_OF_CLUSTER, ARRIVALS, *engine, *router]
 
 
 def parse_axis(text: str) -> tuple[str, list[Any]]:
@@ -125,6 +129,8 @@ def setup_of(base: Setup, point: Point) -> Setup:
             arrivals *= _factor(value)
         elif name in _OF_CLUSTER:
             settings[_OF_CLUSTER[name]] = value
+        elif name.startswith(_OF_ROUTER):
+            settings["routing"][name.removeprefix(_OF_ROUTER)] = value
         else:
             engine[name] = value
     arguments = check_arguments("sim", {name: value for name, value in engine.items() if value is not None})
@@ -132,7 +138,11 @@ def setup_of(base: Setup, point: Point) -> Setup:
     try:
         made = msgspec.convert(settings, TwinSettings)
     except msgspec.ValidationError as error:
-        told = ", ".join(f"{name}={value}" for name, value in point.items() if name in _OF_CLUSTER)
+        told = ", ".join(
+            f"{name}={value}"
+            for name, value in point.items()
+            if name in _OF_CLUSTER or name.startswith(_OF_ROUTER)
+        )
         raise ConfigError(
             f"no cluster has {told}: {error}", key="axis", remedy="correct the value"
         ) from error

@@ -7,38 +7,43 @@ the ports are virtual: time, network, chance, blocking calls. Discovery and even
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Annotated, Self
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from kvolt.core.card import card_hash
 from kvolt.core.endpoints import GENERATE, component_name
 from kvolt.core.request import Role
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.worker import Worker
 from kvolt.journey.journey import Road
-from kvolt.router.policies import ROUTERS
-from kvolt.router.port import Router, RouterContext
+from kvolt.router.custom_policy import is_custom
+from kvolt.router.policies import ROUTERS, find_router
+from kvolt.router.port import RouterContext
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.clock import new_id
 from kvolt.runtime.connection import ConnectionOptions
 from kvolt.runtime.connections import tcp_plane
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
-from kvolt.runtime.events_mem import MemBus, MemEvents
+from kvolt.runtime.events_mem import MemEvents
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
+from kvolt.runtime.settings_router import RouterSettings
 from kvolt.runtime.tasks import Crew
 from kvolt.testing.link import LinkProfile
 from kvolt.testing.network import VirtualNetwork
 from kvolt.testing.ports import VirtualProcess
-from kvolt.twin.watching import ClusterWatch
+from kvolt.twin.trouble import Trouble, every, new_bus
+from kvolt.twin.watching import ClusterWatch, EngineWatch
 
 MODEL = "sim-tiny"
 NAMESPACE = "twin"
 _START_S = 30.0
+_DRAIN_S = 3600.0
+"""A worker that goes has as long as its requests take."""
 _CONNECTIONS = ConnectionOptions(heartbeat_s=3600.0, dead_after_s=3 * 3600.0)
 """No process of a twin falls silent, so that nobody has to ask every second."""
 
@@ -50,16 +55,29 @@ class TwinSettings(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_worker: Annotated[int, Meta(ge=1)] = 1
     """For GPU-seconds; how fast so many are is in the engine's preset."""
     router: str = next(iter(ROUTERS))
+    routing: RouterSettings = RouterSettings()
     engine: SimArguments = SimArguments()
     link_s: Annotated[float, Meta(ge=0)] = 0.0001
     """One way between two processes."""
     seed: int = 0
     merge_steps: bool = True
     """So that the cost of a run follows what happens in it, and not how many tokens come of it; the figures stay."""
+    trouble: Trouble = Trouble()
 
     def __post_init__(self) -> None:
-        if self.router not in ROUTERS:
-            raise ValueError(f"unknown router {self.router!r}; known: {', '.join(ROUTERS)}")
+        if self.router not in ROUTERS and not is_custom(self.router):
+            raise ValueError(
+                f"unknown router {self.router!r}; known: {', '.join(ROUTERS)}, FILE.py:FUNCTION, MODULE:FUNCTION"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """One worker's process."""
+
+    runtime: Runtime
+    worker: Worker
+    watch: EngineWatch
 
 
 class TwinCluster:
@@ -71,60 +89,111 @@ class TwinCluster:
         self._network = VirtualNetwork(
             random.Random(f"{settings.seed}/network"), profile=LinkProfile(latency_s=settings.link_s)
         )
-        self._store, self._bus = MemStore(), MemBus()
+        self._store, self._bus = MemStore(), new_bus(settings.trouble, settings.seed)
         self._runtimes: list[Runtime] = []
-        self._workers: list[Worker] = []
+        self._members: list[_Member] = []
+        """Those that take requests, the oldest first."""
+        self._leaving: list[_Member] = []
+        self._num_workers = 0
+        """That there ever were."""
+        self._rng = random.Random(f"{settings.seed}/trouble")
         self._crew = Crew("twin")
-        self._router: Router | None = None
-        self.engines: list[SimEngine] = []
+        self._frontend: Runtime | None = None
+        self._road: Road | None = None
 
     @classmethod
-    async def start(cls, settings: TwinSettings, watch: ClusterWatch) -> tuple[Self, Road]:
-        """All workers registered and reached, and the way to them."""
+    async def start(cls, settings: TwinSettings, watch: ClusterWatch) -> Self:
+        """All workers registered and reached."""
         cluster = cls(settings, watch)
         try:
-            return cluster, await cluster._start()
+            await cluster._start()
         except BaseException:
             await cluster.close()
             raise
+        return cluster
 
-    async def _start(self) -> Road:
-        for number in range(self._settings.num_workers):
-            await self._add_worker(f"w{number}")
-        frontend = await self._add_process("f0")
-        card = self.engines[0].card
-        component = component_name(MODEL, Role.AGGREGATED, card_hash(card))
+    @property
+    def road(self) -> Road:
+        """The way to the workers; another one when the router has begun anew."""
+        assert self._road is not None
+        return self._road
+
+    async def _start(self) -> None:
+        for _ in range(self._settings.num_workers):
+            await self._add_worker()
+        frontend = self._frontend = await self._add_process("f0")
+        info = self._members[0].worker.info
+        assert info is not None  # it has started
+        component = component_name(MODEL, Role.AGGREGATED, info.card)
         client = await frontend.client(EndpointAddress(NAMESPACE, component, GENERATE))
         await client.wait_synced(_START_S)
         for instance in client.candidates():  # or the first requests would wait for connections
             await frontend.plane.reach(instance.address, _START_S)
-        return self._road(client)
+        self._road = self._new_road(client)
+        trouble = self._settings.trouble
+        if trouble.router_restart_s is not None:
+            self._crew.start(every(trouble.router_restart_s, self._restart_router), "router restarts")
+        if trouble.churn_s is not None:
+            self._crew.start(every(trouble.churn_s, self._churn), "churn")
 
-    def _road(self, client: EndpointClient) -> Road:
-        context = RouterContext(client, self._runtimes[-1], self._settings.engine.block_size)
-        self._router = ROUTERS[self._settings.router](context)
-        return Road(self._router, client, self._crew)
+    def _new_road(self, client: EndpointClient) -> Road:
+        settings = self._settings
+        assert self._frontend is not None
+        # A policy stays as it was at the start: what comes out is a function of what went in.
+        routing = replace(settings.routing, reload_s=0.0)
+        context = RouterContext(client, self._frontend, settings.engine.block_size, routing)
+        return Road(find_router(settings.router)(context), client, self._crew)
 
     async def close(self) -> None:
-        if self._router is not None:
-            await self._router.close()
+        if self._road is not None:
+            await self._road.router.close()
         for runtime in reversed(self._runtimes):
             await runtime.close()
-        for worker in self._workers:
-            await worker.close()
+        for member in (*self._members, *self._leaving):
+            await member.worker.close()
         await self._crew.close()
         self._network.close()
 
-    async def _add_worker(self, name: str) -> None:
+    # --- trouble
+
+    async def _restart_router(self) -> None:
+        """What is under way ends on the old road, whose router hears of nothing any more."""
+        before = self.road
+        self._road = self._new_road(before.client)
+        await before.router.close()
+
+    async def _churn(self) -> None:
+        """First one comes, so that there are always as many."""
+        await self._add_worker()
+        going = self._members.pop(self._rng.randrange(len(self._members) - 1))
+        self._leaving.append(going)
+        self._crew.start(self._leave(going), "a worker that goes")
+
+    async def _leave(self, member: _Member) -> None:
+        await member.runtime.close(_DRAIN_S)
+        await member.worker.close()
+        member.watch.leave()
+        self._runtimes.remove(member.runtime)
+        self._leaving.remove(member)
+
+    # --- processes
+
+    async def _add_worker(self) -> None:
+        name = f"w{self._num_workers}"
+        settings, trouble = self._settings, self._settings.trouble
+        slow_by = trouble.slow_by if self._num_workers < trouble.slow_workers else 1.0
+        self._num_workers += 1
         runtime = await self._add_process(name)
-        settings = self._settings
-        arguments = replace(settings.engine, merge_steps=settings.merge_steps, paper=True)
-        engine = SimEngine(
-            EngineSpec(model=MODEL, role=Role.AGGREGATED), arguments, self._watch.add_worker(name)
+        arguments = replace(
+            settings.engine,
+            merge_steps=settings.merge_steps,
+            paper=True,
+            speed=settings.engine.speed / slow_by,
         )
+        watch = self._watch.add_worker(name)
+        engine = SimEngine(EngineSpec(model=MODEL, role=Role.AGGREGATED), arguments, watch)
         worker = Worker(runtime, engine, NAMESPACE)
-        self.engines.append(engine)
-        self._workers.append(worker)
+        self._members.append(_Member(runtime, worker, watch))
         await worker.start()
         self._crew.start(worker.run(), name)
 

@@ -17,6 +17,7 @@ from kvolt.bench.load.sla import Sla
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim_arguments import step_model_of
+from kvolt.router.custom_policy import is_custom, policy_text
 from kvolt.twin.axes import Point, Setup
 from kvolt.twin.figures import Figures
 
@@ -46,16 +47,22 @@ def trace_digest(records: Iterable[TraceRecord]) -> str:
 
 
 def point_digest(setup: Setup, trace: str, sla: Sla | None) -> str:
-    """Of all that decides the figures; of a preset what it says, since a file may change under its name."""
+    """Of all that decides the figures; of a preset and a policy what is in them, for a file may change."""
     model = step_model_of(setup.settings.engine)
     told: dict[str, Any] = {
         "format": FORMAT,
         "setup": msgspec.to_builtins(setup),
         "model": [type(model).__name__, msgspec.to_builtins(model)],
+        "policies": [_policy_digest(name) for name in (setup.settings.router, setup.settings.routing.shadow)],
         "trace": trace,
         "sla": None if sla is None else sla.limits,
     }
     return hashlib.sha256(_encode(told)).hexdigest()[:32]
+
+
+def _policy_digest(name: str | None) -> str | None:
+    """Of a policy in a file, what is in it; of others their name is enough."""
+    return hashlib.sha256(policy_text(name)).hexdigest() if name is not None and is_custom(name) else None
 
 
 class PointsFile:

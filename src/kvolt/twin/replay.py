@@ -24,7 +24,7 @@ from kvolt.core.errors import KvoltError
 from kvolt.core.ids import RequestId, SequenceHash
 from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.core.trace import TraceRecord
-from kvolt.journey.journey import Journey, Road
+from kvolt.journey.journey import Journey
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.streams import StepSink
 from kvolt.runtime.tasks import Crew, Scope
@@ -80,6 +80,8 @@ class TwinRun:
         self.watch = ClusterWatch(settings.engine)
         self.misses = Misses(tally.sla, self.watch.prompt_alone_s)
         self.was_cut = False
+        self.cluster: TwinCluster | None = None
+        """While it runs."""
         self._replay: Replay | None = None
 
     def run(self, records: Iterable[TraceRecord], on_sample: OnSample = lambda sample: None) -> None:
@@ -87,13 +89,13 @@ class TwinRun:
         settings = self.settings
 
         async def main() -> None:
-            cluster, road = await TwinCluster.start(settings, self.watch)
+            cluster = self.cluster = await TwinCluster.start(settings, self.watch)
             try:
-                self._replay = Replay(road, self, on_sample)
+                self._replay = Replay(cluster, self, on_sample)
                 if not self.was_cut:
                     await self._replay.run(reblock(records, settings.engine.block_size))
             finally:
-                self._replay = None
+                self._replay = self.cluster = None
                 await cluster.close()
 
         with _rare_collections():
@@ -107,10 +109,10 @@ class TwinRun:
 
 
 class Replay:
-    """One trace on one road."""
+    """One trace on the road of one cluster."""
 
-    def __init__(self, road: Road, run: TwinRun, on_sample: OnSample) -> None:
-        self._road = road
+    def __init__(self, cluster: TwinCluster, run: TwinRun, on_sample: OnSample) -> None:
+        self._cluster = cluster
         self._tally = run.tally
         self._watch = run.watch
         self._misses = run.misses
@@ -154,7 +156,7 @@ class Replay:
         watch = Watch(number, turn, record, self._origin_s, self._tally.latencies["itl"].record)
         self._tally.started(watch.due_s)
         request = self._request(number, record)
-        journey = Journey(self._road, request, watch, _DEADLINES)
+        journey = Journey(self._cluster.road, request, watch, _DEADLINES)
         try:
             await journey.begin()
             sample = await watch.done

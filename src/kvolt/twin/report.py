@@ -66,13 +66,12 @@ def make_twin_report(facts: RunFacts, run: TwinRun) -> TwinReport:
 
 def _twin_facts(run: TwinRun) -> TwinFacts:
     settings, watch, tally = run.settings, run.watch, run.tally
-    # Whoever is there at the start is there to the end: nobody comes or goes yet.
     lifetime_s = watch.ended_s or 0.0
     gpus = settings.gpus_per_worker
     return TwinFacts(
         router=settings.router,
         gpus_per_worker=gpus,
-        gpu_seconds=gpus * lifetime_s * len(watch.workers),
+        gpu_seconds=gpus * sum(worker.lifetime_s(lifetime_s) for worker in watch.workers),
         busy_gpu_seconds=gpus * sum(worker.busy_s for worker in watch.workers),
         hits={
             Tier.DEVICE: TierHits(
@@ -81,8 +80,8 @@ def _twin_facts(run: TwinRun) -> TwinFacts:
             )
         },
         preemptions=watch.num_preemptions,
-        activity=watch.activity.data(lifetime_s, len(watch.workers), settings.engine.kv_blocks),
-        workers=[_worker_facts(worker, lifetime_s) for worker in watch.workers],
+        activity=watch.activity.data(lifetime_s, settings.num_workers, settings.engine.kv_blocks),
+        workers=[_worker_facts(worker, worker.lifetime_s(lifetime_s)) for worker in watch.workers],
         misses=run.misses.data(),
     )
 

@@ -53,6 +53,18 @@ class EngineWatch:
         self._speed = speed
         self._add = cluster.activity.add
         self._now = asyncio.get_running_loop().time
+        self._came_at = self._now()
+        self._left_at: float | None = None
+
+    def leave(self) -> None:
+        """It is there no more."""
+        self._left_at = self._now()
+
+    def lifetime_s(self, end_s: float) -> float:
+        """Of a run that took so long, how long it was there."""
+        origin_s = self._cluster.origin_s
+        left_at = origin_s + end_s if self._left_at is None else self._left_at
+        return max(0.0, min(left_at - origin_s, end_s) - max(self._came_at - origin_s, 0.0))
 
     def on_step(self, plan: StepPlan, time_s: float, load: WorkerLoad) -> None:
         end_s = self._now() - self._cluster.origin_s

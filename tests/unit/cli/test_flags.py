@@ -77,5 +77,6 @@ def test_help_shows_description_default_and_environment_name(monkeypatch: pytest
     text = parser_for("frontend").format_help()
     assert "Port of the HTTP API; 0 takes any free one. (default: 8000; env KVOLT_FRONTEND_PORT)" in text
     assert "usage: kvolt serve [-h] [--config FILE] [SETTINGS]\n" in text
+    unwrapped = " ".join(text.split())
     for leaf in leaves().values():
-        assert f"env {leaf.env})" in text
+        assert f"env {leaf.env})" in unwrapped

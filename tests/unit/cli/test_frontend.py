@@ -5,27 +5,50 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.unit.engines.lab import NAMESPACE, Lab
 
 from kvolt.cli.frontend import _new_router
 from kvolt.router.policies import ROUTERS
+from kvolt.router.port import Router, RouterContext
+from kvolt.router.queued import who_decides
+from kvolt.router.remote import RemoteRouter, RouterLink
 from kvolt.runtime.settings import FrontendSettings, Settings
+from kvolt.testing import run_virtual
 
 
-class Part:
-    """A process of several."""
-
-    new_router = "decided in common"
+def settings_of(router: Any) -> Settings:
+    return Settings(frontend=FrontendSettings(router=router))
 
 
-@pytest.mark.parametrize(
-    ("router", "part", "wanted"),
-    [
-        ("round-robin", None, ROUTERS["round-robin"]),
-        ("least-loaded", None, ROUTERS["least-loaded"]),
-        ("latency", None, ROUTERS["latency"]),
-        ("round-robin", Part(), Part.new_router),
-        ("least-loaded", Part(), ROUTERS["least-loaded"]),  # each process by what it has under way itself
-    ],
-)
-def test_the_router_of_the_settings(router: Any, part: Any, wanted: object) -> None:
-    assert _new_router(Settings(frontend=FrontendSettings(router=router)), part) is wanted
+@pytest.mark.parametrize("router", ["round-robin", "least-loaded", "latency"])
+def test_one_process_decides_for_itself(router: str) -> None:
+    assert _new_router(settings_of(router), None) is ROUTERS[router]
+
+
+@pytest.mark.parametrize("router", list(ROUTERS))
+def test_several_ask_their_router_and_can_decide_alone_without_an_index_each(router: str) -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            worker = await lab.worker("w0")
+            client = await lab.client(worker)
+            runtime = await lab.runtime("edge")
+            link = await RouterLink.to(runtime, NAMESPACE)
+            await link.wait_synced(1.0)
+            context = RouterContext(client, runtime, 16)
+            made = _new_router(settings_of(router), link)(context)
+            assert isinstance(made, RemoteRouter)
+            alone = ROUTERS[router](context)
+            assert type(made._local) is type(alone)
+            assert not has_index(made._local)
+            assert has_index(alone) == (router in ("latency", "classic"))
+            await made.close()
+            await alone.close()
+            await link.close()
+
+    run_virtual(scenario)
+
+
+def has_index(router: Router) -> bool:
+    """Whether it follows the workers' KV events."""
+    ingest: Any = getattr(who_decides(router), "ingest", None)
+    return ingest is not None and ingest._stream is not None

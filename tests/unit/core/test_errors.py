@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvolt.core import errors
-from kvolt.core.errors import ErrorInfo, Fault, KvoltError, from_info, to_info
+from kvolt.core.errors import ErrorInfo, Fault, KvoltError, Overloaded, from_info, to_info, with_fields
 
 
 def tree(root: type[KvoltError] = KvoltError) -> list[type[KvoltError]]:
@@ -103,3 +103,12 @@ def test_repr_shows_the_fields() -> None:
 def test_fields_are_the_errors_own() -> None:
     first, second = KvoltError("a", x=1), KvoltError("b")
     assert (first.fields, second.fields) == ({"x": 1}, {})
+
+
+def test_more_can_be_said_of_an_error_that_is_several_requests_end() -> None:
+    shared = Overloaded("full", queue="q")
+    shared.__cause__ = KeyError("x")
+    told = with_fields(shared, gpu_work="none", queue="other")
+    assert (type(told), told.message, told.fields) == (Overloaded, "full", {"gpu_work": "none", "queue": "q"})
+    assert told.__cause__ is shared.__cause__
+    assert shared.fields == {"queue": "q"}

@@ -19,7 +19,7 @@ from tests.unit.engines.lab import (
     until,
 )
 
-from kvolt.core.card import ModelCard, card_hash
+from kvolt.core.card import EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import Delta, FinishReason, StepOutput
 from kvolt.core.endpoints import CARD, LOAD_TOPIC
 from kvolt.core.errors import (
@@ -36,6 +36,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Grammar, GrammarKind
 from kvolt.engines.sim_model import next_token
+from kvolt.engines.worker import WorkerOptions
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.call import Deadlines, ResponseStream
 from kvolt.runtime.client import open_stream
@@ -342,5 +343,16 @@ def test_who_is_registered_can_compute() -> None:
             assert early == [[]]
             keys = list(await watcher.discovery.get_prefix(prefix))
             assert sorted(key.split("/")[3] for key in keys) == ["card", "generate"]
+
+    run_virtual(scenario)
+
+
+def test_taints_of_the_operator_are_registered_with_the_engines_own() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            options = WorkerOptions(taints=("gpu=h100", "eu", "eu"))
+            running = await lab.worker("w0", options=options)
+            (instance,) = (await lab.client(running)).instances()
+            assert msgspec.msgpack.decode(instance.info, type=EngineInfo).taints == ("gpu=h100", "eu")
 
     run_virtual(scenario)

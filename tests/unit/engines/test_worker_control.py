@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from tests.unit.engines.adapter_lab import BROKEN, WithAdapters
 from tests.unit.engines.lab import (
+    ARGUMENTS,
     LIMITS,
     NAMESPACE,
     Lab,
     RunningWorker,
     ScriptedEngine,
     make_request,
+    sim,
     start_stream,
     until,
 )
@@ -25,6 +27,7 @@ from kvolt.core.card import EngineInfo
 from kvolt.core.delta import StepOutput
 from kvolt.core.endpoints import CONTROL
 from kvolt.core.errors import InvalidRequest, NotFound, Unavailable, Unsupported
+from kvolt.core.ids import RequestId
 from kvolt.core.kv_digest import digest_of
 from kvolt.core.kv_events import KvDigest, Stored
 from kvolt.core.kv_recovery import (
@@ -36,8 +39,10 @@ from kvolt.core.kv_recovery import (
     KvSnapshotPart,
 )
 from kvolt.core.packed_hashes import HASHES_DTYPE
+from kvolt.core.withdrawal import was_withdrawn
 from kvolt.engines.worker_control import ClearKv, ListFeatures, LoadLora, UnloadLora, WorkerAnswer
 from kvolt.frontend.clear_kv import clear_kv_blocks
+from kvolt.journey.take_back import ask_back
 from kvolt.runtime.address import EndpointAddress, InstanceState
 from kvolt.runtime.client import EndpointClient, open_stream
 from kvolt.runtime.plane import Destination
@@ -242,6 +247,32 @@ def test_a_frontend_whose_workers_cannot_says_so() -> None:
                 await clear_kv_blocks(edge.runtime, edge.models)
             with pytest.raises(Unsupported):
                 await edge.runtime.command("clear_kv_blocks", b"")  # nobody was put in charge here
+
+    run_virtual(scenario)
+
+
+def test_a_request_that_has_not_begun_is_given_back_and_its_stream_ends_with_the_reason() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", sim(msgspec.structs.replace(ARGUMENTS, max_num_seqs=1)))
+            client = await lab.client(running)
+            instance, engine = client.candidates()[0], running.engine
+            first = await start_stream(client, make_request("first", tokens=50))
+            second = await start_stream(client, make_request("second"))
+            await until(lambda: engine.load().waiting == 1)
+            assert not await ask_back(client.plane, instance, RequestId("first")), "it is being computed"
+            assert not await ask_back(client.plane, instance, RequestId("nobody's"))
+            assert await ask_back(client.plane, instance, RequestId("second"))
+            assert not await ask_back(client.plane, instance, RequestId("second"))
+            with pytest.raises(Unavailable) as caught:
+                await anext(second)
+            assert was_withdrawn(caught.value)
+            assert not was_withdrawn(Unavailable("draining", reason="draining"))
+            assert not was_withdrawn(None)
+            assert (list(running.worker._open), engine.load().waiting) == (["first"], 0)
+            assert sum([len(delta.token_ids) async for delta in first]) == 50
+            assert running.worker.metrics._outcomes["withdrawn"] == 1
+            assert running.worker.metrics._prompt_tokens == 20, "the other prompt was never computed"
 
     run_virtual(scenario)
 

@@ -118,7 +118,14 @@ def test_every_way_a_request_can_end_is_counted_once() -> None:
                 for name, count in now.items()
                 if name.startswith("kvolt_worker_requests_total")
             }
-            assert outcomes == {"finished": 1, "failed": 1, "cancelled": 1, "deadline": 1, "refused": 1}
+            assert outcomes == {
+                "finished": 1,
+                "failed": 1,
+                "cancelled": 1,
+                "deadline": 1,
+                "refused": 1,
+                "withdrawn": 0,
+            }
             assert now["dynamo_component_requests_total"] == 4
             assert now["dynamo_component_inflight_requests"] == 0
             assert now["dynamo_component_cancellation_total"] == 1

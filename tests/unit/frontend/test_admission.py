@@ -59,7 +59,12 @@ def test_the_bound_on_requests_holds_and_is_given_back() -> None:
         with admit(door):
             with pytest.raises(Overloaded) as caught, admit(door):
                 pytest.fail("one too many")
-            assert caught.value.fields == {"queue": "requests", "limit": 2, "retry_after_s": 1}
+            assert caught.value.fields == {
+                "queue": "requests",
+                "limit": 2,
+                "retry_after_s": 1,
+                "gpu_work": "none",
+            }
             assert door.num_running == 2
         with pytest.raises(ValueError, match="oops"), admit(door):
             raise ValueError("oops")

@@ -389,6 +389,64 @@ def test_hints_reach_the_worker() -> None:
     served(body, lambda: Answering(*WHOLE))
 
 
+# --- where it goes
+
+
+def test_a_query_names_the_worker_and_sends_nothing() -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        worker = {"decode_worker_id": running.worker._instance}
+        whole = await edge.chat({"x-kvolt-query-only": "1"}, max_tokens=5)
+        assert (whole.status, whole.json["choices"], whole.json["object"]) == (200, [], "chat.completion")
+        assert whole.json["nvext"]["worker_id"] == worker
+        tokens = whole.json["nvext"]["token_ids"]
+        assert whole.json["usage"]["prompt_tokens"] == len(tokens) > 0
+        streamed = await edge.chat(nvext={"annotations": ["query_instance_id:"]}, stream=True)
+        assert streamed.headers["content-type"] == "text/event-stream"
+        (chunk,) = streamed.chunks
+        assert (chunk["nvext"]["worker_id"], chunk["nvext"]["token_ids"]) == (worker, tokens)
+        several = await edge.complete({"x-kvolt-query-only": "1"}, prompt=["a", "b"])
+        assert (several.status, several.json["error"]["param"]) == (400, "prompt")
+        assert running.engine.submitted == []
+        # What it named can be asked for.
+        answer = await edge.chat(nvext={"backend_instance_id": worker["decode_worker_id"]})
+        assert answer.status == 200
+
+    served(body, lambda: Answering(*WHOLE))
+
+
+def test_a_worker_that_is_not_there_is_a_503_that_says_so() -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        for headers in (
+            {"x-dynamo-worker-instance-id": "nobody"},
+            {"x-kvolt-allowed-instance-ids": "nobody"},
+            {"x-kvolt-required-taints": "gpu"},
+            {"x-kvolt-dp-rank": "4"},
+        ):
+            for query in ({}, {"x-kvolt-query-only": "1"}):
+                answer = await edge.chat({**headers, **query}, max_tokens=2)
+                assert answer.status == 503
+                assert "reached" in answer.json["error"]["message"]
+
+    served(body)
+
+
+def test_bad_values_for_the_router_are_a_400_with_the_fields_name() -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        for nvext, name in (
+            ({"router": {"temperature": -1}}, "nvext.router.temperature"),
+            ({"dp_rank": -1}, "nvext.dp_rank"),
+            ({"router": {"allowed_worker_ids": "a"}}, "nvext.router.allowed_worker_ids"),
+            (
+                {"routing_constraints": {"required_taints": "gpu"}},
+                "nvext.routing_constraints.required_taints",
+            ),
+        ):
+            answer = await edge.chat(nvext=nvext, max_tokens=2)
+            assert (answer.status, answer.json["error"]["param"]) == (400, name)
+
+    served(body)
+
+
 # --- unknown fields
 
 

@@ -28,7 +28,7 @@ from kvolt.frontend.merged_metrics import (
 from kvolt.frontend.metrics import FrontendMetrics
 from kvolt.frontend.models_metrics import ModelsCollector
 from kvolt.router.metrics import LinkCollector
-from kvolt.router.service import LinkStats
+from kvolt.router.remote import LinkStats
 from kvolt.runtime.connections import tcp_plane
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import SocketNetwork

@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.engines.lab import ARGUMENTS, MODEL, Frontend, Lab, sim, until
 from tests.unit.frontend.serving import WHOLE, Answering
 
-from kvolt.frontend.metrics import FrontendMetrics, Histogram
+from kvolt.frontend.metrics import FrontendMetrics
+from kvolt.runtime.histogram import Histogram
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import run_virtual
 

@@ -167,8 +167,8 @@ def test_nvext_shows_only_what_has_a_mechanism() -> None:
     for field in NOT_YET:
         assert field in SCHEMAS["NvExt"]["description"]
         assert field.removeprefix("nvext.") not in shown
-    assert "router" not in shown
-    assert "RouterTargets" not in SCHEMAS
+    assert "temperature" in SCHEMAS["RouterOverrides"]["properties"]
+    assert "ttft_target" not in SCHEMAS["RouterOverrides"]["properties"]
     assert {"priority", "osl"} <= SCHEMAS["AgentHints"]["properties"].keys()
     assert "strict_priority" not in SCHEMAS["AgentHints"]["properties"]
     extra_fields = shown["extra_fields"]["anyOf"][0]["items"]["enum"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -10,16 +11,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from tests.unit.engines.lab import (
+    ARGUMENTS,
     LIMITS,
     Lab,
     RunningWorker,
     ScriptedEngine,
     is_empty,
     make_request,
+    sim,
     until,
 )
 
-from kvolt.core.delta import Delta, FinishReason, StepOutput
+from kvolt.core.delta import Delta, FinishReason, StepOutput, Usage
 from kvolt.core.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -34,9 +37,11 @@ from kvolt.core.errors import (
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource, Request
+from kvolt.engines.sim import SimEngine
 from kvolt.journey.journey import Journey, Road
 from kvolt.journey.machine import State
-from kvolt.router.port import Decision, RoundRobinRouter, Router
+from kvolt.journey.take_back import ask_back
+from kvolt.router.port import Decision, Recall, RoundRobinRouter, Router
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.streams import StepSink
@@ -69,9 +74,9 @@ class Fixed:
 
     async def close(self) -> None: ...
 
-    def begun(self, decision: Decision) -> None: ...
+    def begun(self, decision: Decision, cached_tokens: int | None) -> None: ...
 
-    def free(self, decision: Decision) -> None: ...
+    def free(self, decision: Decision, usage: Usage | None) -> None: ...
 
 
 class Booking:
@@ -82,6 +87,8 @@ class Booking:
         self.num_booked = 0
         self.open: list[Decision] = []
         self.begun_once: list[Decision] = []
+        self.cached: list[int | None] = []
+        self.usages: list[Usage | None] = []
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         decision = await self._router.route(request, excluded)
@@ -92,14 +99,16 @@ class Booking:
     async def close(self) -> None:
         await self._router.close()
 
-    def begun(self, decision: Decision) -> None:
+    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
         assert any(each is decision for each in self.open), "it is over, or never was"
         assert not any(each is decision for each in self.begun_once)
         self.begun_once.append(decision)
+        self.cached.append(cached_tokens)
 
-    def free(self, decision: Decision) -> None:
+    def free(self, decision: Decision, usage: Usage | None) -> None:
         self.open.remove(decision)  # a second time raises
-        self._router.free(decision)
+        self.usages.append(usage)
+        self._router.free(decision, usage)
 
 
 class Inbox:
@@ -235,6 +244,27 @@ def test_the_decision_is_obeyed_and_its_sources_travel_with_the_request() -> Non
     staged(body, make)
 
 
+def test_the_router_hears_what_was_cached_and_what_it_came_to() -> None:
+    async def body(stage: Stage) -> None:
+        for name, tokens, choices, is_cancelled in (
+            ("a", 6, 1, False),
+            ("b", 4, 3, False),
+            ("c", 300, 1, True),
+        ):
+            request = make_request(name, tokens=tokens, choices=choices)
+            async with await Deltas.of(stage.road(), request, LIMITS) as deltas:
+                await anext(deltas)
+                if not is_cancelled:
+                    assert [delta async for delta in deltas]
+        assert [booking.cached for booking in stage.bookings] == [[0], [16], [16]]
+        first, several, cancelled = (booking.usages for booking in stage.bookings)
+        assert first == [Usage(prompt_tokens=20, completion_tokens=6)]
+        assert several == [Usage(prompt_tokens=20, completion_tokens=12, cached_tokens=16)]
+        assert cancelled == [None]
+
+    staged(body, lambda: [None])
+
+
 def test_a_refusal_of_the_router_is_the_answer() -> None:
     async def body(stage: Stage) -> None:
         for error in (Overloaded("too many wait"), Unavailable("nobody")):
@@ -249,6 +279,169 @@ def test_a_refusal_of_the_router_is_the_answer() -> None:
             await Deltas.of(stage.road(Fixed(Overloaded("full"))), make_request(), LIMITS)
 
     staged(body, lambda: [None])
+
+
+# --- taken back
+
+
+def with_recall(decision: Decision) -> Decision:
+    return replace(decision, recall=Recall())
+
+
+async def waiting_at_first(stage: Stage, road: Road, inbox: Inbox, decision: Decision) -> Journey:
+    """The first worker computes one long answer and can do no other: the request waits there."""
+    journey = Journey(road, make_request(tokens=6), inbox, LIMITS)
+    await journey.begin()
+    await until(lambda: stage.workers[0].engine.load().waiting == 1)
+    assert decision.recall is not None
+    assert decision.recall.move is not None
+    return journey
+
+
+async def busy(stage: Stage) -> Journey:
+    journey = Journey(stage.road(Fixed(stage.decision(0))), make_request("long", tokens=400), Inbox(), LIMITS)
+    await journey.begin()
+    await until(lambda: stage.workers[0].engine.load().running == 1)
+    return journey
+
+
+def alone() -> SimEngine:
+    return sim(replace(ARGUMENTS, max_num_seqs=1))
+
+
+def test_a_request_that_waits_at_its_worker_can_be_moved() -> None:
+    async def body(stage: Stage) -> None:
+        first = await busy(stage)
+        inbox, here, there = Inbox(), with_recall(stage.decision(0)), with_recall(stage.decision(1))
+        road = stage.road(Fixed(here))
+        journey = await waiting_at_first(stage, road, inbox, here)
+        booking = stage.bookings[-1]
+        booking.open.append(there)
+        assert here.recall is not None
+        assert here.recall.move is not None
+        assert here.recall.move(there)
+        assert not journey.move(there), "it is asked for already"
+        await until(lambda: bool(inbox.ends))
+        assert (inbox.ends, inbox.num_tokens) == ([None], 6)
+        assert journey.decision is there
+        assert (journey.num_attempts, road.stats.num_moves, road.stats.retries) == (1, 1, {})
+        assert here.recall.move is None
+        assert booking.begun_once == [there]
+        assert [usage is None for usage in booking.usages] == [True, False]
+        first.cancel()
+        await until(lambda: is_empty(stage.workers[0].engine))
+        tokens = stage.workers[0].worker.metrics
+        assert tokens._prompt_tokens == 20, "the other prompt was never computed there"
+
+    staged(body, lambda: [alone(), None])
+
+
+def test_what_its_worker_has_begun_stays_there() -> None:
+    async def body(stage: Stage) -> None:
+        inbox, here, there = Inbox(), with_recall(stage.decision(0)), with_recall(stage.decision(1))
+        road = stage.road(Fixed(here))
+        journey = Journey(road, make_request(tokens=6), inbox, LIMITS)
+        await journey.begin()
+        booking = stage.bookings[-1]
+        booking.open.append(there)
+        assert journey.move(there), "nobody here knows yet that it is being computed"
+        await until(lambda: there not in booking.open)
+        await until(lambda: bool(inbox.ends))
+        assert (inbox.ends, inbox.num_tokens, road.stats.num_moves) == ([None], 6, 0)
+        assert journey.decision is here
+        assert not journey.move(there), "it is over"
+
+    staged(body, lambda: [None, None])
+
+
+@pytest.mark.parametrize("when", ["asking", "moved"])
+def test_a_request_that_is_cancelled_while_it_is_moved_leaves_nothing(when: str) -> None:
+    async def body(stage: Stage) -> None:
+        first = await busy(stage)
+        inbox, here, there = Inbox(), with_recall(stage.decision(0)), with_recall(stage.decision(1))
+        road = stage.road(Fixed(here))
+        journey = await waiting_at_first(stage, road, inbox, here)
+        stage.bookings[-1].open.append(there)
+        assert journey.move(there)
+        if when == "moved":
+            await until(lambda: road.stats.num_moves == 1)
+        journey.cancel()
+        assert stage.bookings[-1].open == []
+        first.cancel()
+        await until(lambda: all(is_empty(running.engine) for running in stage.workers))
+        await until(lambda: len(stage.crew) == 0)
+        assert inbox.ends == []
+        stage.nothing_left()
+
+    staged(body, lambda: [alone(), None])
+
+
+def test_a_request_whose_new_worker_is_gone_is_tried_elsewhere() -> None:
+    async def body(stage: Stage) -> None:
+        first = await busy(stage)
+        here = with_recall(stage.decision(0))
+        gone = Decision(replace(stage.decision(1).instance, id=InstanceId("gone"), address="w1:9"))
+        inbox, road = Inbox(), stage.road(Fixed(here, stage.decision(1)))
+        journey = await waiting_at_first(stage, road, inbox, here)
+        stage.bookings[-1].open.append(gone)
+        assert journey.move(gone)
+        await until(lambda: bool(inbox.ends))
+        assert (inbox.ends, inbox.num_tokens) == ([None], 6)
+        assert (road.stats.num_moves, road.stats.retries, journey.num_attempts) == (
+            1,
+            {"connect_failed": 1},
+            2,
+        )
+        first.cancel()
+
+    staged(body, lambda: [alone(), None])
+
+
+def test_who_may_not_be_moved_is_not() -> None:
+    async def body(stage: Stage) -> None:
+        first = await busy(stage)
+        here = with_recall(stage.decision(0))
+        inbox, road = Inbox(), replace_moves(stage.road(Fixed(here)), 0)
+        journey = await waiting_at_first(stage, road, inbox, here)
+        assert not journey.move(stage.decision(1))
+        journey.cancel()
+        first.cancel()
+
+    staged(body, lambda: [alone(), None])
+
+
+def replace_moves(road: Road, max_moves: int) -> Road:
+    return dataclasses.replace(road, max_moves=max_moves)
+
+
+def test_a_request_that_was_given_back_and_has_no_other_place_is_tried_elsewhere() -> None:
+    async def body(stage: Stage) -> None:
+        first = await busy(stage)
+        here = with_recall(stage.decision(0))
+        inbox, road = Inbox(), stage.road(Fixed(here, stage.decision(1)))
+        journey = await waiting_at_first(stage, road, inbox, here)
+        assert await ask_back(stage.client.plane, here.instance, journey.request.request_id)
+        assert not await ask_back(stage.client.plane, here.instance, journey.request.request_id)
+        await until(lambda: bool(inbox.ends))
+        assert (inbox.ends, inbox.num_tokens, road.stats.retries) == ([None], 6, {"unavailable": 1})
+        nobody = replace(here.instance, address="w0:9")
+        assert not await ask_back(stage.client.plane, nobody, journey.request.request_id)
+        first.cancel()
+
+    staged(body, lambda: [alone(), None])
+
+
+@pytest.mark.parametrize(("num_tokens", "spent"), [(0, "none"), (2, "some")])
+def test_an_error_says_whether_anything_was_computed(num_tokens: int, spent: str) -> None:
+    async def body(stage: Stage) -> None:
+        inbox = Inbox()
+        await Journey(stage.road(max_attempts=1), make_request(), inbox, LIMITS).begin()
+        await until(lambda: bool(inbox.ends))
+        (error,) = inbox.ends
+        assert error is not None
+        assert error.fields["gpu_work"] == spent
+
+    staged(body, lambda: [Refusing(Overloaded("full"), num_tokens)])
 
 
 # --- elsewhere
@@ -607,9 +800,9 @@ class Dozing:
 
     async def close(self) -> None: ...
 
-    def begun(self, decision: Decision) -> None: ...
+    def begun(self, decision: Decision, cached_tokens: int | None) -> None: ...
 
-    def free(self, decision: Decision) -> None: ...
+    def free(self, decision: Decision, usage: Usage | None) -> None: ...
 
 
 def test_a_router_has_no_more_time_than_the_request() -> None:

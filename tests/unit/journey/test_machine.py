@@ -31,6 +31,7 @@ from kvolt.journey.machine import (
     Event,
     Failed,
     Finished,
+    GpuWork,
     IllegalTransition,
     JourneyMachine,
     Open,
@@ -40,6 +41,7 @@ from kvolt.journey.machine import (
     Start,
     State,
     Stopped,
+    TakenBack,
     Wait,
 )
 from kvolt.router.port import Decision
@@ -78,6 +80,7 @@ EVENTS: list[Event] = [
     Failed(WorkerLost("lost")),
     Finished(),
     Stopped(),
+    TakenBack(to("b")),
 ]
 LEGAL: dict[tuple[State, type], tuple[State, type]] = {
     (State.NEW, Start): (State.ROUTING, Route),
@@ -90,6 +93,7 @@ LEGAL: dict[tuple[State, type], tuple[State, type]] = {
     (State.OPENING, Stopped): (State.DONE, End),
     (State.WAITING, Delivered): (State.STREAMING, Wait),
     (State.WAITING, Failed): (State.ROUTING, Route),
+    (State.WAITING, TakenBack): (State.OPENING, Open),
     (State.WAITING, Finished): (State.DONE, End),
     (State.WAITING, Stopped): (State.DONE, End),
     (State.STREAMING, Failed): (State.DONE, End),
@@ -99,7 +103,7 @@ LEGAL: dict[tuple[State, type], tuple[State, type]] = {
 
 
 def at(state: State, max_attempts: int = 3) -> JourneyMachine:
-    machine = JourneyMachine(max_attempts)
+    machine = JourneyMachine(max_attempts, max_moves=2)
     for event in WAY[state]:
         machine.on(event)
     assert machine.state is state
@@ -175,6 +179,39 @@ def test_why_the_last_one_failed_says_more_than_that_nobody_is_left() -> None:
     assert machine.on(Failed(full)) == End(full)
 
 
+def test_what_is_taken_back_goes_elsewhere_and_that_is_no_attempt() -> None:
+    machine = at(State.WAITING)
+    for name in ("b", "c"):
+        assert machine.may_move
+        assert machine.on(TakenBack(to(name))) == Open(to(name))
+        assert not machine.may_move, "nobody has it yet"
+        machine.on(Opened())
+    assert (machine.num_attempts, machine.num_moves, machine.may_move) == (1, 2, False)
+    before = inside(machine)
+    with pytest.raises(IllegalTransition, match=r"TakenBack a 3\. time"):
+        machine.on(TakenBack(to("d")))
+    assert inside(machine) == before
+    assert machine.on(Failed(WorkerLost("w"))) == Route(frozenset({InstanceId("c")})), "who had it last"
+    assert not JourneyMachine(3).may_move
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "spent"),
+    [
+        (State.ROUTING, Overloaded("full"), GpuWork.NONE),
+        (State.OPENING, ConnectFailed("c"), GpuWork.NONE),
+        (State.WAITING, Overloaded("full"), GpuWork.NONE),
+        (State.WAITING, EngineFailed("e"), GpuWork.UNKNOWN),
+        (State.WAITING, WorkerLost("w"), GpuWork.UNKNOWN),
+        (State.STREAMING, WorkerLost("w"), GpuWork.SOME),
+    ],
+)
+def test_whether_anything_was_computed_in_vain(state: State, error: KvoltError, spent: GpuWork) -> None:
+    machine = at(state, max_attempts=1)
+    assert machine.on(Failed(error)) == End(error)
+    assert machine.gpu_work is spent
+
+
 def test_stopping_is_cancelled_and_finishing_is_no_error() -> None:
     action = at(State.STREAMING).on(Stopped())
     assert isinstance(action, End)
@@ -182,10 +219,10 @@ def test_stopping_is_cancelled_and_finishing_is_no_error() -> None:
     assert at(State.WAITING).on(Finished()) == End(None)
 
 
-@given(st.integers(1, 4), st.lists(st.sampled_from(range(9)), max_size=40))
+@given(st.integers(1, 4), st.lists(st.sampled_from(range(10)), max_size=40))
 def test_random_walks(max_attempts: int, picks: list[int]) -> None:
     """However the world behaves: few attempts, none after something was delivered, one end."""
-    machine = JourneyMachine(max_attempts)
+    machine = JourneyMachine(max_attempts, max_moves=2)
     actions: list[Action] = []
     delivered = False
     tried: list[InstanceId] = []
@@ -200,6 +237,7 @@ def test_random_walks(max_attempts: int, picks: list[int]) -> None:
             Failed(EngineFailed("e")),
             Finished(),
             Stopped(),
+            TakenBack(to(f"m{number}")),
         ][pick]
         try:
             action = machine.on(event)
@@ -210,8 +248,14 @@ def test_random_walks(max_attempts: int, picks: list[int]) -> None:
         if isinstance(action, Route):
             assert not delivered
             assert action.excluded == frozenset(tried)
+        if isinstance(event, TakenBack):
+            assert not delivered
+            tried.pop()
         if isinstance(action, Open):
             tried.append(action.decision.instance.id)
-    assert sum(isinstance(action, Open) for action in actions) == machine.num_attempts <= max_attempts
+    num_opened = sum(isinstance(action, Open) for action in actions)
+    assert num_opened == machine.num_attempts + machine.num_moves
+    assert machine.num_attempts <= max_attempts
+    assert machine.num_moves <= 2
     ends = [number for number, action in enumerate(actions) if isinstance(action, End)]
     assert ends == ([len(actions) - 1] if machine.state is State.DONE else [])

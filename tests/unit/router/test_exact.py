@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from tests.unit.engines.lab import ARGUMENTS, Lab, make_request, sim, until
 
 from kvolt.core.delta import Delta
 from kvolt.core.endpoints import LOAD_TOPIC
-from kvolt.core.errors import KvoltError
+from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.hashing import SequenceHasher, request_seed
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
@@ -20,9 +21,11 @@ from kvolt.core.request import Request
 from kvolt.journey.journey import Journey, Road
 from kvolt.router.exact import ExactRouter
 from kvolt.router.ingest_state import FeedState
+from kvolt.router.policies import ROUTERS, find_router
 from kvolt.router.policy import classic, latency
 from kvolt.router.port import RouterContext
 from kvolt.runtime.call import Deadlines
+from kvolt.runtime.settings_router import RouterSettings
 from kvolt.runtime.streams import StepSink
 from kvolt.runtime.tasks import Crew
 from kvolt.testing import run_virtual
@@ -133,18 +136,66 @@ def test_what_workers_report_is_heard_and_nonsense_is_not() -> None:
             await asyncio.sleep(0.01)
             decision = await scene.router.route(prompt("a", tuple(range(40))))
             assert decision.instance.id == ids[2]
-            scene.router.free(decision)
+            scene.router.free(decision, None)
             await close()
 
     run_virtual(scenario)
 
 
-async def begun(lab: Lab, policy: Any) -> tuple[Scene, Any]:
+def test_ones_own_policy_decides_and_changes_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+
+    def write(sign: str) -> None:
+        path.write_text(f"def cost(request, workers):\n    return {sign}workers.requests\n")
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            write("+")
+            new_router = find_router(f"{path}:cost")
+            scene, close = await begun(
+                lab, new_router, RouterSettings(shadow="latency", reload_s=2.0, queue=False)
+            )
+
+            async def where(number: int) -> set[str]:
+                return {
+                    (await scene.router.route(prompt(str(each), (1,)))).instance.id for each in range(number)
+                }
+
+            assert len(await where(3)) == 3
+            write("-1 * ")
+            await asyncio.sleep(3.0)
+            last = await where(5)
+            assert len(last) == 1
+            path.write_text("nonsense(")
+            await asyncio.sleep(3.0)
+            assert await where(1) == last
+            shadow = scene.router.selector.shadow
+            assert shadow is not None
+            assert shadow.stats.num_decisions == 9
+            assert shadow.stats.num_agreed < 9
+            await close()
+
+    run_virtual(scenario)
+
+
+def test_a_router_is_found_by_its_name_or_refused_at_once(tmp_path: Path) -> None:
+    assert find_router("latency") is ROUTERS["latency"]
+    for name, settings in (
+        ("fastest", RouterSettings()),
+        (f"{tmp_path}/none.py:cost", RouterSettings()),
+        ("latency", RouterSettings(shadow="fastest")),
+    ):
+        with pytest.raises(ConfigError):
+            find_router(name, settings)
+
+
+async def begun(lab: Lab, policy: Any, settings: RouterSettings | None = None) -> tuple[Scene, Any]:
     workers = [await lab.worker(f"w{number}", sim(PRICED)) for number in range(3)]
     runtime = await lab.runtime("edge")
     client = await runtime.client(workers[0].endpoint)
     await until(lambda: len(client.candidates()) == 3)
-    router = ExactRouter(RouterContext(client, runtime, BLOCK), policy)
+    context = RouterContext(client, runtime, BLOCK, settings or RouterSettings())
+    router = ExactRouter(context, policy) if settings is None else policy(context)
     await until(lambda: router.ingest.num_in(FeedState.EXACT) == 3)
     crew = Crew("journeys")
 

@@ -1,4 +1,4 @@
-"""The native index is built from the source that lies here, and kvolt installs without it where it cannot be."""
+"""The native modules are built from the sources that lie here, and kvolt installs without where they cannot be."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvolt.router import index
+from kvolt.router import index, prices
 
 ROOT = Path(__file__).parents[3]
-SOURCE = ROOT / "src" / "kvolt" / "router" / "_index_native.c"
+FOLDER = ROOT / "src" / "kvolt" / "router"
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +37,19 @@ class App:
 
 
 def hook_in(hook: ModuleType, root: Path) -> Any:
-    (root / hook.SOURCE).parent.mkdir(parents=True)
+    (root / hook.FOLDER).mkdir(parents=True)
+    for module in hook.MODULES:
+        (root / hook.FOLDER / f"{module}.c").write_text("int x;")
     return hook.NativeIndexHook(str(root), {}, None, None, str(root), "wheel", app=App())
 
 
 @pytest.mark.skipif(not index.IS_NATIVE, reason="there is no native index here")
-def test_the_module_was_built_from_this_source() -> None:
-    from kvolt.router import _index_native
-
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
-    assert digest == _index_native.SOURCE_DIGEST, "the C file has changed: `pip install -e .` builds it anew"
+def test_the_modules_were_built_from_these_sources(hook: ModuleType) -> None:
+    assert {path.stem for path in FOLDER.glob("*.c")} == set(hook.MODULES)
+    for name in hook.MODULES:
+        module = importlib.import_module(f"kvolt.router.{name}")
+        digest = hashlib.sha256((FOLDER / f"{name}.c").read_bytes()).hexdigest()
+        assert digest == module.SOURCE_DIGEST, f"{name}.c has changed: `pip install -e .` builds it anew"
 
 
 def test_a_machine_with_a_compiler_has_it(hook: ModuleType) -> None:
@@ -53,6 +57,7 @@ def test_a_machine_with_a_compiler_has_it(hook: ModuleType) -> None:
     if hook.find_compiler() is None or not has_headers:
         pytest.skip("no compiler here")
     assert index.IS_NATIVE, "`pip install -e .` builds it"
+    assert prices.native_look is not None
 
 
 def test_without_a_compiler_a_wheel_is_plain_and_says_so(
@@ -60,50 +65,46 @@ def test_without_a_compiler_a_wheel_is_plain_and_says_so(
 ) -> None:
     monkeypatch.setenv("CC", "")
     made = hook_in(hook, tmp_path)
-    (tmp_path / hook.SOURCE).write_text("int x;")
     build_data: dict[str, Any] = {"force_include": {}, "pure_python": True}
     made.initialize("standard", build_data)
     made.finalize("standard", build_data, "")
     assert build_data == {"force_include": {}, "pure_python": True}
-    (warning,) = made.app.warnings
-    assert "in Python: no C compiler" in warning
+    assert len(made.app.warnings) == len(hook.MODULES)
+    assert all("in Python: no C compiler" in warning for warning in made.app.warnings)
 
 
 def test_a_compiler_that_fails_leaves_no_old_module(
     hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = hook_in(hook, tmp_path)
-    name = f"_index_native{sysconfig.get_config_var('EXT_SUFFIX')}"
-    old = (tmp_path / hook.SOURCE).with_name(name)
+    old = tmp_path / hook.FOLDER / f"_index_native{SUFFIX}"
     old.write_text("of an older source")
-    (tmp_path / hook.SOURCE).write_text("int x;")
     monkeypatch.setenv("CC", "sh -c 'echo no such header >&2; exit 1' --")
     made.initialize("editable", {})
     assert not old.exists()
     assert "no such header" in made.app.warnings[0]
     monkeypatch.setenv("CC", "/no/such/compiler")
     made.initialize("editable", {})
-    assert "/no/such/compiler" in made.app.warnings[1]
-    assert [path.name for path in old.parent.iterdir()] == ["_index_native.c"]
+    assert "/no/such/compiler" in made.app.warnings[-1]
+    assert {path.name for path in old.parent.iterdir()} == {f"{module}.c" for module in hook.MODULES}
 
 
 def test_a_wheel_carries_what_was_compiled(
     hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = hook_in(hook, tmp_path)
-    (tmp_path / hook.SOURCE).write_text("int x;")
     compiler = tmp_path / "cc"
     compiler.write_text('#!/bin/sh\nfor last; do :; done\necho "$@" > "$last"\n')
     compiler.chmod(0o700)
     monkeypatch.setenv("CC", str(compiler))
     build_data: dict[str, Any] = {"force_include": {}, "pure_python": True}
     made.initialize("standard", build_data)
-    ((built, place),) = build_data["force_include"].items()
-    assert place.startswith("kvolt/router/_index_native.")
-    assert "KVOLT_SOURCE_DIGEST" in Path(built).read_text()
+    places = build_data["force_include"]
+    assert set(places.values()) == {f"kvolt/router/{module}{SUFFIX}" for module in hook.MODULES}
+    assert all("KVOLT_SOURCE_DIGEST" in Path(built).read_text() for built in places)
     assert (build_data["pure_python"], build_data["infer_tag"]) == (False, True)
     made.finalize("standard", build_data, "")
-    assert not Path(built).exists()
+    assert not any(Path(built).exists() for built in places)
 
 
 def test_which_compiler(hook: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

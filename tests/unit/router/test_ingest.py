@@ -393,6 +393,25 @@ def test_a_wrong_index_is_noticed_and_put_right() -> None:
     run_virtual(scenario)
 
 
+def test_a_worker_is_asked_for_all_when_a_router_doubts() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", engine := Telling())
+            router = await Router.of(lab, running)
+            await router.exact(running)
+            engine.tell(stored(1, 2))
+            await asyncio.sleep(0.1)
+            slot = router.ingest.slot_of(running.worker._instance)
+            assert slot is not None
+            router.index.store(slot, (99,))
+            router.ingest.resync(running.worker._instance)
+            await asyncio.sleep(0.1)
+            assert router.blocks(running) == {1, 2}
+            router.ingest.resync(InstanceId("nobody"))
+
+    run_virtual(scenario)
+
+
 def test_a_worker_that_cannot_tell_all_is_followed_from_now_on(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with Lab() as lab:

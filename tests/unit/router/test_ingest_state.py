@@ -13,6 +13,7 @@ from kvolt.router.ingest_state import (
     Clear,
     Compared,
     Comparison,
+    Doubted,
     Feed,
     FeedState,
     IngestStats,
@@ -245,6 +246,16 @@ def test_a_quiet_worker_that_is_asked_already_is_not_asked_twice() -> None:
     lab = following()
     lab.give(told(7), Quiet())
     assert lab.now == (RECOVERING, SINCE_5)
+
+
+def test_a_doubt_asks_for_all_and_what_is_known_stays_until_it_is_there() -> None:
+    lab = following()
+    assert lab.give(Doubted()) == []
+    assert lab.now == (RECOVERING, KvContents())
+    lab.give(Doubted())
+    assert applied(lab.give(told(5), snapshot(5))) == [5]
+    lab.give(AGREE)
+    assert lab.now == (EXACT, None)
 
 
 def test_a_wrong_digest_asks_for_all() -> None:

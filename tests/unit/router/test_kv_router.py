@@ -9,16 +9,22 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from msgspec.structs import replace
-from tests.unit.engines.lab import ARGUMENTS, Lab, RunningWorker, make_request, sim, until
+from tests.unit.engines.lab import ARGUMENTS, Lab, RunningWorker, ScriptedEngine, make_request, sim, until
 
-from kvolt.core.errors import Unavailable
-from kvolt.core.ids import InstanceId, SequenceHash
+from kvolt.core.card import EngineInfo
+from kvolt.core.errors import KvoltError, Unavailable
+from kvolt.core.ids import InstanceId, RequestId, SequenceHash
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Request, Role, RoutingHints
-from kvolt.router.kv_router import KvRouter, RouterOptions
+from kvolt.journey.journey import Journey, Road
+from kvolt.router.kv_router import KvRouter
 from kvolt.router.policy import Policy, classic, latency
+from kvolt.runtime.call import Deadlines
 from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.settings_router import RouterSettings
+from kvolt.runtime.streams import StepSink
+from kvolt.runtime.tasks import Crew
 from kvolt.testing import run_virtual
 
 BLOCK = 16
@@ -30,7 +36,11 @@ class Shelf:
     def __init__(self) -> None:
         self.blocks: dict[InstanceId, set[int]] = {}
 
-    def slot_of(self, instance_id: InstanceId) -> int | None:
+    @property
+    def slots_version(self) -> int:
+        return hash(tuple(self.blocks))
+
+    def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
         return list(self.blocks).index(instance_id) if instance_id in self.blocks else None
 
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
@@ -56,12 +66,13 @@ def prompt(*hashes: int, more_tokens: int = 1) -> Request:
 class Scene:
     """Three idle workers and a router over them."""
 
-    def __init__(self, client: EndpointClient, policy: Policy) -> None:
+    def __init__(
+        self, client: EndpointClient, policy: Policy, settings: RouterSettings | None = None
+    ) -> None:
         self.time_s = 0.0
         self.shelf = Shelf()
-        self.router = KvRouter(
-            client, self.shelf, policy, lambda: self.time_s, random.Random(1), RouterOptions()
-        )
+        settings = settings or RouterSettings(saturated_seqs=1.0, saturated_batches=8.0)
+        self.router = KvRouter(client, self.shelf, policy, lambda: self.time_s, random.Random(1), settings)
         self.ids = [instance.id for instance in client.candidates()]
 
 
@@ -85,8 +96,8 @@ def test_a_prompt_goes_to_who_holds_it(policy: Policy) -> None:
         for _ in range(2):
             decision = await here.router.route(prompt(1, 2, 3, 4))
             assert (decision.instance.id, decision.overlap_blocks) == (here.ids[2], 3)
-            here.router.begun(decision)
-            here.router.free(decision)
+            here.router.begun(decision, None)
+            here.router.free(decision, None)
         assert here.router.num_under_way == 0
 
     scene(body, policy)
@@ -108,12 +119,12 @@ def test_what_was_sent_counts_at_once_and_what_is_over_no_more(policy: Policy) -
             await here.router.route(prompt(*range(100 * number, 100 * number + 9))) for number in range(3)
         ]
         assert sorted(decision.instance.id for decision in sent) == here.ids
-        here.router.free(sent[1])
+        here.router.free(sent[1], None)
         again = await here.router.route(prompt(7, 8, 9))
         assert again.instance == sent[1].instance
         for decision in (sent[0], sent[2], again):
-            here.router.free(decision)
-            here.router.free(decision)
+            here.router.free(decision, None)
+            here.router.free(decision, None)
         assert here.router.num_under_way == 0
 
     scene(body, policy)
@@ -136,13 +147,13 @@ def test_a_prompt_follows_one_with_the_same_beginning_that_is_not_computed_yet()
         here.time_s = 0.05  # most of it is computed: to wait for the rest is quicker than to begin elsewhere
         second = await here.router.route(prompt(*range(1, 40), 77))
         assert second.instance == first.instance
-        assert second.overlap_blocks == 39
-        here.router.begun(first)
-        here.router.free(second)
-        here.router.free(first)
+        assert second.overlap_blocks == 32  # in sixteenths, see `expected`
+        here.router.begun(first, None)
+        here.router.free(second, None)
+        here.router.free(first, None)
         third = await here.router.route(prompt(*range(1, 40)))
         assert third.overlap_blocks == 0, "nobody said that it is held"
-        here.router.free(third)
+        here.router.free(third, None)
 
     scene(body, latency())
 
@@ -191,7 +202,159 @@ def test_workers_that_come_and_go_leave_nothing() -> None:
         others = [await here.router.route(prompt(number)) for number in range(4)]
         assert here.router.num_under_way == 6, "those of the one that is gone are forgotten"
         for decision in (*sent, *others):
-            here.router.free(decision)
+            here.router.free(decision, None)
         assert here.router.num_under_way == 0
 
     scene(body, latency())
+
+
+def test_when_all_are_saturated_who_can_wait_is_told_and_who_cannot_is_sent_all_the_same() -> None:
+    async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
+        kept = []
+        while (decision := here.router.try_route(prompt(len(kept)))) is not None:
+            kept.append(decision)
+            here.router.begun(decision, None)
+        assert len(kept) == 3 * ARGUMENTS.max_num_seqs
+        extra = await here.router.route(prompt(5))
+        assert extra.instance.id in here.ids
+        here.router.free(extra, None)
+        here.router.free(kept[0], None)
+        again = here.router.try_route(prompt(6))
+        assert again is not None
+        assert again.instance == kept[0].instance
+
+    scene(body, latency())
+
+
+def test_what_others_said_to_have_sent_keeps_nobody_away_for_ever() -> None:
+    async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
+        full = WorkerLoad(running=ARGUMENTS.max_num_seqs)
+        for instance_id in here.ids:  # and no report will ever come again
+            here.router.on_report(LoadReport(instance_id, full))
+        ours = [here.router.try_route(prompt(number)) for number in range(4)]
+        assert [decision is not None for decision in ours] == [True, True, True, False]
+        assert {decision.instance.id for decision in ours if decision is not None} == set(here.ids)
+
+    scene(body, latency())
+
+
+def test_who_lets_requests_wait_hears_of_room_and_can_ask_ahead() -> None:
+    async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
+        heard: list[str] = []
+        here.router.on_relief = lambda: heard.append("room")
+        here.router.on_report(LoadReport(here.ids[0], WorkerLoad()))
+        assert heard == ["room"]
+        await workers[2].runtime.cordon()
+        await until(lambda: len(client.candidates()) == 2)
+        assert len(heard) > 1
+        foreseen_s = here.router.foresee_s(prompt(more_tokens=400))
+        assert foreseen_s == pytest.approx(0.05)
+        assert here.router.num_under_way == 0
+        sent = [await here.router.route(prompt(more_tokens=400)) for _ in range(3)]
+        places = [decision.instance.id for decision in sent]
+        assert [here.router.queue_s(decision) for decision in sent] == [
+            pytest.approx(0.05 * places.count(place)) for place in places
+        ]
+        here.router.free(sent[0], None)
+        assert here.router.queue_s(sent[0]) == 0.0, "it is nowhere"
+        for number in range(2 * ARGUMENTS.max_num_seqs):
+            await here.router.route(prompt(number))
+        assert here.router.foresee_s(prompt()) is None
+
+    scene(body, latency())
+
+
+def test_a_query_books_nothing() -> None:
+    async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
+        here.shelf.blocks = {here.ids[1]: {1, 2}}
+        asked = replace(prompt(1, 2, 3), routing=RoutingHints(query_only=True))
+        for _ in range(3):
+            told = await here.router.route(asked)
+            assert (told.instance.id, told.overlap_blocks) == (here.ids[1], 2)
+            assert here.router.num_under_way == 0
+            here.router.free(told, None)
+
+    scene(body, latency())
+
+
+def test_only_those_are_asked_that_the_caller_allows() -> None:
+    async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
+        here.shelf.blocks = {here.ids[0]: {1, 2}}
+
+        async def where(**hints: object) -> str:
+            request = replace(prompt(1, 2, 3), routing=RoutingHints(**hints))  # type: ignore[arg-type]
+            return (await here.router.route(request)).instance.id
+
+        assert await where(allowed=(here.ids[2], InstanceId("nobody"))) == here.ids[2]
+        for hints, why in (
+            ({"allowed": (InstanceId("nobody"),)}, "none_allowed"),
+            ({"required_taints": ("gpu", "eu")}, "none_fits"),
+            ({"pinned_dp_rank": 3}, "none_fits"),
+            ({"pins": {Role.AGGREGATED: here.ids[0]}, "allowed": (here.ids[1],)}, "pin"),
+        ):
+            with pytest.raises(Unavailable) as caught:
+                await where(**hints)
+            assert caught.value.fields["reason"] == why
+
+    scene(body, latency())
+
+
+def test_each_candidate_is_explained_and_every_place_has_its_load() -> None:
+    async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
+        decision = await here.router.route(prompt(1, 2))
+        told = here.router.explain(prompt(7))
+        assert {each.instance for each in told} == set(here.ids)
+        assert [each.requests for each in here.router.loads()] == [
+            float(each == decision.instance.id) for each in here.ids
+        ]
+
+    scene(body, latency())
+
+
+class Ranked(ScriptedEngine):
+    """Two ranks, and nothing is ever answered."""
+
+    async def start(self) -> EngineInfo:
+        return replace(await super().start(), dp_ranks=(0, 1))
+
+
+class Deaf:
+    steps: StepSink | None = None
+    has_begun = False
+
+    def on_item(self, delta: object) -> None:
+        raise AssertionError("nothing is answered")
+
+    def on_end(self, error: KvoltError | None) -> None:
+        raise AssertionError(f"it ended: {error}")
+
+
+def test_a_rank_is_chosen_and_reaches_the_engine() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", engine := Ranked())
+            client = await lab.client(running)
+            await until(lambda: len(client.candidates()) == 1)
+            here = Scene(client, latency())
+            crew = Crew("journeys")
+            journeys = []
+            for number in range(4):
+                asked = replace(prompt(number), request_id=RequestId(str(number)))
+                journey = Journey(Road(here.router, client, crew), asked, Deaf(), Deadlines())
+                await journey.begin()
+                journeys.append(journey)
+                await until(lambda number=number: len(engine.submitted) > number)  # type: ignore[misc]
+            sent = [request.routing.pinned_dp_rank for request in engine.submitted]
+            assert sent == [journey.decision.dp_rank for journey in journeys if journey.decision is not None]
+            assert sorted(map(int, filter(None, sent))) == [1, 1]
+            pinned = replace(prompt(9), routing=RoutingHints(pinned_dp_rank=1))
+            assert (await here.router.route(pinned)).dp_rank == 1
+            for journey in journeys:
+                journey.cancel()
+            await crew.close()
+            stray = replace(prompt(9), routing=RoutingHints(pinned_dp_rank=5))
+            with pytest.raises(Unavailable, match="rank 5"):
+                async with await client.stream(stray) as answers:
+                    await anext(answers)
+
+    run_virtual(scenario)

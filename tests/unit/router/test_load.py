@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvolt.core.ids import InstanceId
 from kvolt.core.load import WorkerLoad
+from kvolt.router.gossip import PlaceBookings
 from kvolt.router.load import LoadBook
+from kvolt.router.place import Place
 
 
 def figures(book: LoadBook, row: int) -> tuple[float, float, float, float, float]:
@@ -127,3 +131,38 @@ def test_nothing_is_left_when_all_is_over(moves: list[tuple[str, int, float]]) -
     for row in rows:
         assert figures(book, row) == pytest.approx((0, 0, 0, 0, 0))
         assert book.idle_at[row] <= now + 1e-6 or not moves
+
+
+def told(requests: float, decoding: float = 0.0, queue_s: float = 0.0) -> PlaceBookings:
+    return PlaceBookings(InstanceId("w"), 0, requests, decoding, 30.0, 12.0, 70.0, queue_s)
+
+
+def test_what_other_routers_tell_is_counted_with_ours_and_not_as_ours() -> None:
+    book = LoadBook()
+    row = book.add_row()
+    place = Place(InstanceId("w"), 0)
+    ours = book.book(row, 10, 8, 4.0, 1.0, 0.0)
+    book.set_others(row, told(3, 2, queue_s=5.0), 0.0)
+    assert figures(book, row) == (38, 16, 4, 2, 70)
+    assert book.queue_s(np.array([row]), 2.0).tolist() == [3.0]
+    assert book.queue_s(np.array([row]), 0.5).tolist() == [5.0]
+    assert book.own({place: row}, 0.25) == [PlaceBookings(place.instance_id, 0, 1, 0, 8, 4, 0, 0.75)]
+    book.begin(ours, 1.0)
+    assert book.own({place: row}, 1.0) == [PlaceBookings(place.instance_id, 0, 1, 1, 0, 4, 10, 0)]
+    book.free(ours, 1.0)
+    assert book.own({place: row}, 1.0) == []
+    book.set_others(row, PlaceBookings(place.instance_id), 1.0)
+    assert figures(book, row) == (0, 0, 0, 0, 0)
+
+
+def test_a_report_and_another_routers_word_are_the_same_requests() -> None:
+    book = LoadBook()
+    row = book.add_row()
+    book.on_report(row, WorkerLoad(running=3, kv_used_blocks=20))
+    book.set_others(row, told(2, 1), 0.0)
+    assert figures(book, row) == (30, 20, 3, 2, 70), "one of the three is of somebody who tells nothing"
+    book.on_report(row, WorkerLoad(running=1, kv_used_blocks=2))
+    assert figures(book, row) == (30, 12, 2, 1, 70), "the report may be the older one"
+    book.on_report(row, WorkerLoad())
+    book.set_others(row, told(0), 0.0)
+    assert book.requests[row] == 0

@@ -25,7 +25,7 @@ ASKED = RequestView(prompt_tokens=640, block_size=64, output_tokens=128)
 
 def workers(**given: list[float]) -> WorkersView:
     size = len(next(iter(given.values())))
-    names = WorkersView.__dataclass_fields__
+    names = WorkersView.__struct_fields__
     return WorkersView(**{name: np.array(given.get(name, [0.0] * size)) for name in names})
 
 
@@ -53,8 +53,11 @@ def test_latency_minds_those_who_decode_there() -> None:
 
 
 def test_latency_avoids_a_cache_that_would_overflow() -> None:
-    seen = workers(prefill_s=[0.1, 0.3], blocks=[100, 0], total_blocks=[50, 50])
+    seen = workers(prefill_s=[0.1, 0.3], room_s=[1.0, 0.0])
     assert best(latency()(ASKED, seen)) == 1
+    assert best(latency(LatencyWeights(room=0.1))(ASKED, seen)) == 0
+    waiting = workers(prefill_s=[0.1, 0.1], queue_s=[2.0, 1.5], room_s=[1.0, 1.8])
+    assert latency()(ASKED, waiting).tolist() == pytest.approx([2.1, 1.9]), "room is made while it waits"
 
 
 def test_the_least_is_taken_and_equals_by_chance() -> None:

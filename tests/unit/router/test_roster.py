@@ -1,64 +1,85 @@
-"""What a prompt takes at each worker: by the model that it registered, in its own chunks; a guess where it has none."""
+"""Who there is: a row for each rank of each worker, kept while it is there; candidates as arrays."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import numpy as np
-import pytest
-
 from kvolt.core.card import Capacity, EngineInfo
-from kvolt.core.ids import CardHash
-from kvolt.core.latency import LatencyModel, OccupancyModel
-from kvolt.core.load import StepStats
+from kvolt.core.ids import CardHash, InstanceId
 from kvolt.core.request import Role
-from kvolt.router.roster import Prices
+from kvolt.router.load import LoadBook
+from kvolt.router.roster import Place, Roster
+
+A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
 
 
-def info(chunk: int = 100, **models: Any) -> EngineInfo:
+def info(**given: Any) -> EngineInfo:
     return EngineInfo(
         engine="sim",
         role=Role.AGGREGATED,
         model="m",
         card=CardHash("c"),
         block_size=16,
-        capacity=Capacity(max_num_seqs=8, max_batch_tokens=chunk, kv_total_blocks=50),
-        **models,
+        capacity=Capacity(max_num_seqs=8, max_batch_tokens=100, kv_total_blocks=50),
+        **given,
     )
 
 
-LINEAR = LatencyModel(base_s=1.0, prefill_token_s=0.1, batch_s=0.5, context_token_s=0.01)
+class Seen:
+    """A roster, and whom it told of."""
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+        self.roster = Roster(LoadBook(), self.rows.add, self.rows.remove)
 
 
-def test_each_worker_by_its_own_model_and_chunks() -> None:
-    made = Prices([info(latency=LINEAR), info(chunk=50, latency=LINEAR), None])
-    times = made.prefill_s(100, np.array([100.0, 100.0, 100.0]))
-    assert times.tolist() == pytest.approx([11.0, 12.0, 100 * 50e-6])
-    assert made.total_blocks.tolist() == [50, 50, 0]
+def test_each_rank_is_a_place_of_its_own() -> None:
+    seen = Seen()
+    seen.roster.set_workers({A: info(dp_ranks=(0, 1, 1)), B: info(dp_ranks=()), C: None})
+    assert sorted(seen.roster.places) == [(A, 0), (A, 1), (B, 0), (C, 0)]
+    assert set(seen.roster.places.values()) == seen.rows
+    field = seen.roster.field((A, B, C))
+    assert field.places == ((A, 0), (A, 1), (B, 0), (C, 0))
+    assert [seen.roster.places[place] for place in field.places] == field.rows.tolist()
+    assert field.total_blocks.tolist() == [50, 50, 50, 0]
+    assert field.max_seqs.tolist() == [8, 8, 8, math.inf]
+    assert field.max_batch_tokens.tolist() == [100, 100, 100, math.inf]
+    assert seen.roster.field((A, C), dp_rank=1).places == ((A, 1),)
 
 
-def test_what_is_held_takes_no_time() -> None:
-    made = Prices([info(latency=LINEAR), info(latency=LINEAR)])
-    assert made.prefill_s(100, np.array([100.0, 20.0])).tolist() == pytest.approx([11.0, 3.0])
+def test_who_stays_keeps_its_row_and_who_goes_gives_it_back() -> None:
+    seen = Seen()
+    seen.roster.set_workers({A: info(dp_ranks=(0, 1)), B: info()})
+    row = seen.roster.places[Place(B, 0)]
+    before = seen.roster.field((A, B))
+    seen.roster.set_workers({B: info(taints=("gpu",)), C: None})
+    assert seen.roster.places[Place(B, 0)] == row
+    assert len(seen.rows) == 2
+    field = seen.roster.field((A, B))
+    assert field is not before
+    assert (field.places, field.taints) == (((B, 0),), (frozenset({"gpu"}),))
 
 
-def test_one_more_slows_down_those_who_decode() -> None:
-    occupancy = OccupancyModel(decode_base_s=0.1, decode_share_s=1.0, kv_tokens=1000)
-    made = Prices([info(latency=LINEAR), info(occupancy_latency=occupancy), info(latency=LINEAR), None])
-    decoding, context = np.array([2.0, 2.0, 0.0, 3.0]), np.array([200.0, 200.0, 0.0, 10.0])
-    times = made.slowdown_s(100, 10.0, decoding, context)
-    assert times.tolist() == pytest.approx([10 * (0.5 + 1.0), 10 * 0.1, 0.0, 0.0])
+def test_the_same_candidates_are_worked_out_once() -> None:
+    seen = Seen()
+    seen.roster.set_workers({A: None, B: None})
+    everyone = (A, B)
+    field = seen.roster.field(everyone)
+    assert seen.roster.field(everyone) is field
+    assert seen.roster.field([A, B]) is field
+    assert seen.roster.field((A,)) is not field
+    for number in range(100):
+        seen.roster.field((A, InstanceId(str(number))))
+    assert len(seen.roster._fields) <= 64
+    again = seen.roster.field(everyone)
+    assert again.places == field.places
 
 
-def test_a_worker_with_tiny_steps_costs_us_little() -> None:
-    calls: list[StepStats] = []
-
-    class Counted(LatencyModel, frozen=True):
-        def step_s(self, step: StepStats) -> float:
-            calls.append(step)
-            return 1.0
-
-    made = Prices([info(chunk=1, latency=Counted())])
-    made.prefill_s(1_000_000, np.array([1_000_000.0]))
-    assert len(calls) <= 64
-    assert sum(step.prefill_tokens for step in calls) == 1_000_000
+def test_a_list_that_changes_is_looked_at_again() -> None:
+    seen = Seen()
+    seen.roster.set_workers({A: None, B: None})
+    allowed = [A]
+    assert seen.roster.field(allowed).places == ((A, 0),)
+    allowed.append(B)
+    assert seen.roster.field(allowed).places == ((A, 0), (B, 0))

@@ -13,18 +13,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tests.unit.engines.adapter_lab import WithAdapters
 from tests.unit.engines.lab import NAMESPACE, Lab, RunningWorker, make_request, until
 
+from kvolt.core.delta import Usage
 from kvolt.core.errors import ConfigError, KvoltError, Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.metrics import LinkCollector, RouterCollector
-from kvolt.router.port import Decision
-from kvolt.router.service import (
-    RemoteRouter,
-    RouteQuestion,
-    RouterLink,
-    RouterService,
-    router_endpoint,
-)
+from kvolt.router.port import Decision, RoundRobinRouter
+from kvolt.router.remote import RemoteRouter, RouterLink
+from kvolt.router.service import RouterService
+from kvolt.router.service_messages import RouteQuestion, router_endpoint
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.runtime import Runtime
 from kvolt.testing import run_virtual
@@ -54,11 +51,12 @@ async def start_edge(lab: Lab, name: str, workers: list[RunningWorker], with_rou
     runtime = await lab.runtime(name)
     routers = await runtime.client(router_endpoint(NAMESPACE))
     client = await runtime.client(workers[0].endpoint)
-    link = RouterLink(routers)
+    link = RouterLink(runtime, routers)
+    lab._closing.append(link.close)
     await until(lambda: len(client.candidates()) == len(workers))
     if with_router:
         await until(lambda: link.present)
-    return Edge(runtime, client, link, RemoteRouter(link, client))
+    return Edge(runtime, client, link, RemoteRouter(link, client, RoundRobinRouter(client)))
 
 
 def pinned(instance: str) -> Request:
@@ -89,7 +87,7 @@ def test_two_frontends_take_one_turn_over_four_workers() -> None:
 
 
 def test_without_a_router_it_decides_alone_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvolt.router.service")
+    caplog.set_level(logging.INFO, "kvolt.router.remote")
 
     async def scenario() -> None:
         async with Lab() as lab:
@@ -100,7 +98,7 @@ def test_without_a_router_it_decides_alone_and_says_so_once(caplog: pytest.LogCa
             assert list(Counter(await edge.turns(10)).values()) == [5, 5]
             assert loop.time() == begun, "a request waited for a router that is not there"
             assert len(caplog.messages) == 1
-            assert "round-robin" in caplog.messages[0]
+            assert "by ourselves" in caplog.messages[0]
             told = exposed(LinkCollector(edge.link))
             assert 'kvolt_router_fallbacks_total{reason="absent"} 10.0' in told
             assert "kvolt_router_present 0.0" in told
@@ -221,9 +219,9 @@ class FullRouter:
 
     async def close(self) -> None: ...
 
-    def begun(self, decision: Decision) -> None: ...
+    def begun(self, decision: Decision, cached_tokens: int | None) -> None: ...
 
-    def free(self, decision: Decision) -> None: ...
+    def free(self, decision: Decision, usage: Usage | None) -> None: ...
 
 
 def test_what_the_router_refuses_for_load_is_refused() -> None:
@@ -274,14 +272,14 @@ def test_what_is_watched_is_bounded_and_nonsense_is_refused() -> None:
                 question = RouteQuestion(f"{NAMESPACE}.other-{number}.generate", make_request())
                 answer = await edge.link.ask(question)
                 assert answer is not None
-                assert answer.refused is not None
-                assert answer.refused.code == Unavailable.code
+                assert answer.answer.refused is not None
+                assert answer.answer.refused.code == Unavailable.code
             assert len(service.components) == 3
             assert str(workers[0].endpoint) in service.components
             answer = await edge.link.ask(RouteQuestion("../..", make_request()))
             assert answer is not None
-            assert answer.refused is not None
-            assert answer.refused.code == ConfigError.code
+            assert answer.answer.refused is not None
+            assert answer.answer.refused.code == ConfigError.code
             assert "kvolt_router_refusals_total 6.0" in exposed(RouterCollector(service))
             await service.close()
             assert not service.components

@@ -11,6 +11,7 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.latency import LatencyModel
 from kvolt.engines.sim import SimArguments
 from kvolt.engines.step_plan import Scheduling
+from kvolt.runtime.settings_router import RouterSettings
 from kvolt.twin.axes import Setup, axis_names, check_axes, num_points, parse_axis, points_of, setup_of
 from kvolt.twin.cluster import TwinSettings
 
@@ -70,12 +71,14 @@ def test_a_point_changes_what_it_names_and_nothing_else() -> None:
         "scheduling": "sglang",
         "arrivals": 2,
         "latency": {"base_s": 0.5},
+        "router.temperature": 0.5,
     }
     setup = setup_of(BASE, point)
     settings = setup.settings
     assert (settings.num_workers, settings.gpus_per_worker, settings.router) == (7, 2, "least-loaded")
     assert (settings.engine.kv_blocks, settings.engine.scheduling) == (99, Scheduling.SGLANG)
     assert settings.engine.latency == LatencyModel(base_s=0.5)
+    assert settings.routing == RouterSettings(temperature=0.5)
     assert (settings.engine.block_size, settings.seed, setup.arrivals) == (32, 5, 2.0)
     assert setup_of(BASE, {}) == BASE
 
@@ -129,6 +132,7 @@ def test_of_very_many_points_some_may_be_drawn() -> None:
         ({"arrivals": "fast"}, "arrivals=fast is no factor"),
         ({"max_num_seqs": 4, "max_batch_tokens": 2}, "max_batch_tokens"),
         ({"latency": {"bas_s": 1}}, "bas_s"),
+        ({"router.temperature": -1}, "router.temperature=-1"),
     ],
 )
 def test_values_that_cannot_be(point: dict[str, Any], words: str) -> None:

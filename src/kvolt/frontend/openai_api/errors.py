@@ -39,6 +39,8 @@ CANCELLED_STATUS = 499
 
 _MAX_RETRY_AFTER_S = 3600
 
+_HEADER_OF = {"gpu_work": "x-kvolt-gpu-work"}
+
 
 class UnsupportedMediaType(InvalidRequest):
     """The body is not declared as JSON. Fields: content_type."""
@@ -110,9 +112,9 @@ def openai_error(error: BaseException) -> Response:
     info = to_info(error)
     message, code = _words(error, info)
     param = info.fields.get("param")
-    return json_error(
-        status, message, code, str(param) if param is not None else None, _headers(error, status)
-    )
+    details = _details(error, status)
+    headers = _headers(error, status) | {_HEADER_OF[name]: value for name, value in details.items()}
+    return json_error(status, message, code, str(param) if param is not None else None, headers, details)
 
 
 def error_event(error: BaseException) -> bytes:
@@ -136,6 +138,12 @@ def _code(error: KvoltError, info: ErrorInfo) -> str:
     if isinstance(error, DeadlineExceeded):
         return "timeout"
     return error.code
+
+
+def _details(error: KvoltError, status: int) -> dict[str, str]:
+    """Whether trying again would be the second time that it is computed."""
+    spent = error.fields.get("gpu_work")
+    return {"gpu_work": spent} if isinstance(spent, str) and (status == 429 or status >= 500) else {}
 
 
 def _headers(error: KvoltError, status: int) -> dict[str, str]:

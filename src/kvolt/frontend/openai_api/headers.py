@@ -15,16 +15,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import msgspec
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.core.request import RoutingHints
+from kvolt.core.ids import InstanceId
+from kvolt.core.request import Role, RoutingHints
 from kvolt.frontend.openai_api.errors import UnsupportedMediaType
 from kvolt.frontend.openai_api.nvext import (
     MAX_SALT_CHARS,
     SALT_PATTERN,
+    UNSET_RANK,
     NvExt,
+    RouterOverrides,
+    RoutingConstraints,
     check_nvext,
     refuse_not_yet,
 )
@@ -45,18 +50,18 @@ SESSION: tuple[tuple[str, str | None], ...] = (
 )
 """A conversation's header and, where an agent has sub-agents, the one that names the sub-agent's own."""
 
+WORKER = ("x-kvolt-worker-instance-id", "x-dynamo-worker-instance-id", "x-worker-instance-id")
+DP_RANK = ("x-kvolt-dp-rank", "x-dynamo-dp-rank", "x-dp-rank", "x-data-parallel-rank")
+ALLOWED = ("x-kvolt-allowed-instance-ids",)
+REQUIRED_TAINTS = ("x-kvolt-required-taints",)
+QUERY_ONLY = ("x-kvolt-query-only",)
+
 DEMANDS: dict[str, tuple[str, ...]] = {
-    "nvext.backend_instance_id": (
-        "x-kvolt-worker-instance-id",
-        "x-dynamo-worker-instance-id",
-        "x-worker-instance-id",
-    ),
     "nvext.prefill_worker_id": (
         "x-kvolt-prefill-instance-id",
         "x-dynamo-prefill-instance-id",
         "x-prefill-instance-id",
     ),
-    "nvext.dp_rank": ("x-kvolt-dp-rank", "x-dynamo-dp-rank", "x-dp-rank", "x-data-parallel-rank"),
     "nvext.prefill_dp_rank": ("x-kvolt-prefill-dp-rank", "x-dynamo-prefill-dp-rank", "x-prefill-dp-rank"),
     "nvext.agent_hints.strict_priority": (
         "x-kvolt-request-strict-priority",
@@ -68,6 +73,7 @@ DEMANDS: dict[str, tuple[str, ...]] = {
 FLAGS = {"1": True, "true": True, "0": False, "false": False}
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 MAX_NAME_CHARS = 256
+MAX_LISTED = 1024
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _NAME = re.compile(r"[\x21-\x7e]{1,256}")
@@ -101,7 +107,9 @@ NO_HINTS = RequestHints()
 
 
 def _names() -> Iterable[str]:
-    for group in (REQUEST_ID, TENANT, PRIORITY, TIMEOUT_MS, TIMING, TRACEPARENT, *DEMANDS.values()):
+    own = (REQUEST_ID, TENANT, PRIORITY, TIMEOUT_MS, TIMING, TRACEPARENT)
+    routing = (WORKER, DP_RANK, ALLOWED, REQUIRED_TAINTS, QUERY_ONLY)
+    for group in (*own, *routing, *DEMANDS.values()):
         yield from group
     for root, child in SESSION:
         yield root
@@ -155,34 +163,81 @@ def check_json(headers: Mapping[str, str]) -> None:
         )
 
 
+T = TypeVar("T")
+
 _NO_NVEXT = NvExt()
 _NO_ROUTING = RoutingHints()
+_NO_CONSTRAINTS = RoutingConstraints()
+_NO_OVERRIDE = RouterOverrides()
 
 
 def _routing(
     headers: Mapping[str, str], nvext: NvExt, tenant: str | None, body_priority: int | None
 ) -> RoutingHints:
     agent = nvext.agent_hints
-    constraints = nvext.routing_constraints
+    constraints = nvext.routing_constraints or _NO_CONSTRAINTS
+    override = nvext.router or _NO_OVERRIDE
+    pinned = _name(headers, WORKER)
+    if pinned is None and (named := _either(nvext.backend_instance_id, nvext.decode_worker_id)) is not None:
+        pinned = str(named)
+    required = _list_of(headers, REQUIRED_TAINTS)
+    hints = RoutingHints(
+        tenant=tenant,
+        session=_session(headers),
+        priority=_priority(headers, nvext, body_priority),
+        pins={} if pinned is None else {role: InstanceId(pinned) for role in (Role.AGGREGATED, Role.DECODE)},
+        pinned_dp_rank=_dp_rank(headers, nvext),
+        allowed=_allowed(headers, override),
+        required_taints=required if required is not None else constraints.required_taints or (),
+        preferred_taints=constraints.preferred_taints or {},
+        expected_output_tokens=agent.osl if agent is not None else None,
+        weights=_weights(override),
+        temperature=_either(override.temperature, override.router_temperature),
+        query_only=_flag(headers, QUERY_ONLY) or _asks_only(nvext),
+    )
+    return _NO_ROUTING if hints == _NO_ROUTING else hints
+
+
+def _priority(headers: Mapping[str, str], nvext: NvExt, of_body: int | None) -> int:
+    agent = nvext.agent_hints
     wanted = _integer(headers, PRIORITY, -(2**31), 2**31 - 1)
     if wanted is None and agent is not None:
         wanted = agent.priority
     if wanted is None:
-        wanted = body_priority
+        wanted = of_body
     if wanted is None and agent is not None and agent.latency_sensitivity is not None:
         wanted = int(agent.latency_sensitivity)
-    preferred = constraints.preferred_taints if constraints is not None else None
-    session = _session(headers)
-    osl = agent.osl if agent is not None else None
-    if tenant is None and session is None and not wanted and not preferred and osl is None:
-        return _NO_ROUTING
-    return RoutingHints(
-        tenant=tenant,
-        session=session,
-        priority=wanted or 0,
-        preferred_taints=preferred or {},
-        expected_output_tokens=osl,
-    )
+    return wanted or 0
+
+
+def _dp_rank(headers: Mapping[str, str], nvext: NvExt) -> int | None:
+    rank = _either(_integer(headers, DP_RANK, 0, UNSET_RANK), nvext.dp_rank)
+    return None if rank == UNSET_RANK else rank
+
+
+def _allowed(headers: Mapping[str, str], override: RouterOverrides) -> tuple[InstanceId, ...]:
+    named: Iterable[str | int] | None = _list_of(headers, ALLOWED)
+    if named is None:
+        named = override.allowed_worker_ids or ()
+    return tuple(dict.fromkeys(InstanceId(str(each)) for each in named))
+
+
+def _weights(override: RouterOverrides) -> dict[str, float]:
+    told = {
+        "overlap": _either(override.overlap_weight, override.overlap_score_weight),
+        "others": override.others_weight,
+        "room": override.room_weight,
+        "affinity": override.affinity_weight,
+    }
+    return {name: weight for name, weight in told.items() if weight is not None}
+
+
+def _asks_only(nvext: NvExt) -> bool:
+    return any(name.partition(":")[0] == "query_instance_id" for name in nvext.annotations or ())
+
+
+def _either(first: T | None, second: T | None) -> T | None:
+    return second if first is None else first
 
 
 def _refuse_demands(headers: Mapping[str, str]) -> None:
@@ -248,6 +303,17 @@ def _name(headers: Mapping[str, str], names: tuple[str, ...]) -> str | None:
 def _integer(headers: Mapping[str, str], names: tuple[str, ...], low: int, high: int) -> int | None:
     name, text = _first(headers, names)
     return _to_integer(name, text, low, high) if text is not None else None
+
+
+def _list_of(headers: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Names with commas between; None where the header is not there."""
+    name, text = _first(headers, names)
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) > MAX_LISTED or not all(map(_NAME.fullmatch, parts)):
+        raise _bad(name, text, f"1 to {MAX_LISTED} names with commas between, without spaces in them")
+    return tuple(dict.fromkeys(parts))
 
 
 def _to_name(name: str, text: str) -> str:

@@ -32,23 +32,18 @@ EXTRA_FIELDS = (
 )
 """What the `nvext` object of a response can hold."""
 
-_NO_PINS = "pinning a request to a worker needs the router"
-_NO_TARGETS = "latency targets per request need the router"
+_NO_PREFILL = "there are no workers that only prefill yet"
+_NO_TARGETS = "no router here aims at latency targets per request"
 
 NOT_YET: dict[str, str] = {
-    "nvext.backend_instance_id": _NO_PINS,
-    "nvext.prefill_worker_id": _NO_PINS,
-    "nvext.decode_worker_id": _NO_PINS,
-    "nvext.dp_rank": _NO_PINS,
-    "nvext.prefill_dp_rank": _NO_PINS,
-    "nvext.routing_constraints.required_taints": "keeping a request to tainted workers needs the router",
+    "nvext.prefill_worker_id": _NO_PREFILL,
+    "nvext.prefill_dp_rank": _NO_PREFILL,
     "nvext.router.ttft_target": _NO_TARGETS,
     "nvext.router.itl_target": _NO_TARGETS,
     "nvext.agent_hints.strict_priority": "queue tiers need the router's queue",
     "nvext.agent_hints.speculative_prefill": "prefilling the next turn ahead needs the router",
     "nvext.max_thinking_tokens": "no engine here can end its reasoning at a given length",
     "nvext.metadata_upload": "nothing here uploads what an engine recorded",
-    "nvext.annotations.query_instance_id": "asking for a routing decision alone needs the router",
     "nvext.extra_fields.routed_experts": "no engine here reports its expert choices",
     "nvext.extra_fields.engine_data": "no engine here sends data of its own",
 }
@@ -59,7 +54,6 @@ UNSET_RANK = 2**32 - 1
 
 _NEUTRAL: dict[str, int] = {
     "nvext.agent_hints.strict_priority": 0,
-    "nvext.dp_rank": UNSET_RANK,
     "nvext.prefill_dp_rank": UNSET_RANK,
 }
 """Values that ask for nothing."""
@@ -69,6 +63,8 @@ _I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _InstanceId = Annotated[int, Meta(ge=0)] | Annotated[str, Meta(min_length=1, max_length=256)]
 _Taint = Annotated[str, Meta(min_length=1, max_length=128)]
 _TargetMs = Annotated[float, Meta(gt=0, le=1e9)]
+_TaintWeight = Annotated[float, Meta(ge=-1e6, le=1e6)]
+_Weight = Annotated[float, Meta(ge=0, le=1e6)]
 
 SALT_PATTERN = r"^[^\u0000-\u001f]*$"
 """No control characters: the line break is what parts a tenant from a salt (see `headers`)."""
@@ -96,15 +92,32 @@ class RoutingConstraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Which workers may, or should rather, take the request."""
 
     required_taints: Annotated[tuple[_Taint, ...], Meta(max_length=32)] | None = None
-    preferred_taints: Annotated[dict[_Taint, float], Meta(max_length=32)] | None = None
+    preferred_taints: Annotated[dict[_Taint, _TaintWeight], Meta(max_length=32)] | None = None
     """Weight by taint."""
 
 
-class RouterTargets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Latency targets in milliseconds."""
+class RouterOverrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the router shall decide about this request. Names with `target`, `router_` or `score` are Dynamo's."""
 
     ttft_target: _TargetMs | None = None
+    """In milliseconds, and so is the next."""
     itl_target: _TargetMs | None = None
+    temperature: _Weight | None = None
+    """0 takes the least costly worker, more others too."""
+    router_temperature: _Weight | None = None
+    """The same."""
+    overlap_weight: _Weight | None = None
+    """Of the policy `classic`: what a block to compute counts beside a block in use."""
+    overlap_score_weight: _Weight | None = None
+    """The same."""
+    others_weight: _Weight | None = None
+    """Of the policy `latency`: what a second of other requests counts beside a second of this one."""
+    room_weight: _Weight | None = None
+    """Of the policy `latency`: what a second counts of waiting for room in a worker's cache."""
+    affinity_weight: _Weight | None = None
+    """Seconds (`latency`) or blocks (`classic`) by which the worker that served the session last is favoured."""
+    allowed_worker_ids: Annotated[tuple[_InstanceId, ...], Meta(min_length=1, max_length=1024)] | None = None
+    """No other worker may take it."""
 
 
 class NvExt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,12 +135,15 @@ class NvExt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     agent_hints: AgentHints | None = None
     request_timestamp_ms: Annotated[float, Meta(ge=0)] | None = None
     routing_constraints: RoutingConstraints | None = None
-    router: RouterTargets | None = None
+    router: RouterOverrides | None = None
     max_thinking_tokens: _U32 | None = None
     backend_instance_id: _InstanceId | None = None
+    """The only worker that may take it."""
     prefill_worker_id: _InstanceId | None = None
     decode_worker_id: _InstanceId | None = None
+    """The same as `backend_instance_id`, which goes before it."""
     dp_rank: _U32 | None = None
+    """The only data-parallel rank that may take it."""
     prefill_dp_rank: _U32 | None = None
     metadata_upload: dict[str, Any] | None = None
 

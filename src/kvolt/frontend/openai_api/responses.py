@@ -100,9 +100,19 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_estimated_latency_ms: float | UnsetType = UNSET
 
 
-class NvExtResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What `nvext.extra_fields` asked for."""
+class Routed(msgspec.Struct, frozen=True, kw_only=True):
+    """What is expected of a worker that a query was answered with."""
 
+    overlap_blocks: _Count = 0
+    """Of the prompt, from its first block on, that it holds."""
+    predicted_ttft_ms: float | UnsetType = UNSET
+
+
+class NvExtResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """What `nvext.extra_fields` asked for; of a query also the prompt as tokens and what is expected."""
+
+    token_ids: list[_TokenId] | UnsetType = UNSET
+    routed: Routed | UnsetType = UNSET
     worker_id: WorkerIds | UnsetType = UNSET
     timing: Timing | UnsetType = UNSET
     stop_reason: int | str | UnsetType | None = UNSET
@@ -321,6 +331,8 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
     param: str | None
     code: str | None
+    gpu_work: Literal["none", "unknown", "some"] | None = None
+    """Whether trying again would be the second time that it is computed; where that is known."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):

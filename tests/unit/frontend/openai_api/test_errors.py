@@ -192,3 +192,14 @@ def test_the_event_of_a_stream_says_the_same() -> None:
     assert event == b"data: " + openai_error(error).body + b"\n\n"
     assert event.count(b"\n") == 2
     assert error_event(InvalidRequest("two\n\nlines")).count(b"\n") == 2
+
+
+@pytest.mark.parametrize("spent", ["none", "unknown", "some"])
+def test_whether_gpu_work_was_spent_is_told_in_body_header_and_event(spent: str) -> None:
+    for error in (Overloaded("full", gpu_work=spent), WorkerLost("10.0.0.7:9000 vanished", gpu_work=spent)):
+        assert body(error)["gpu_work"] == spent
+        assert openai_error(error).headers["x-kvolt-gpu-work"] == spent
+        assert msgspec.json.decode(error_event(error)[6:])["error"]["gpu_work"] == spent
+    for error in (InvalidRequest("bad", gpu_work=spent), Overloaded("full"), Overloaded("full", gpu_work=7)):
+        assert "gpu_work" not in body(error)
+        assert "x-kvolt-gpu-work" not in openai_error(error).headers

@@ -5,18 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvolt.core.errors import InvalidRequest, Unsupported
-from kvolt.core.request import RoutingHints
+from kvolt.core.request import Role, RoutingHints
 from kvolt.frontend.openai_api import headers as header_names
 from kvolt.frontend.openai_api.errors import UnsupportedMediaType
 from kvolt.frontend.openai_api.headers import (
     DEMANDS,
+    DP_RANK,
     NAMES,
     NO_HINTS,
+    WORKER,
     RequestHints,
     check_json,
     hints,
 )
-from kvolt.frontend.openai_api.nvext import AgentHints, NvExt, RoutingConstraints
+from kvolt.frontend.openai_api.nvext import AgentHints, NvExt, RouterOverrides, RoutingConstraints
+from kvolt.router.policy import WEIGHTS
 
 ORDINARY = {
     "host": "127.0.0.1:1234",
@@ -209,6 +212,12 @@ def test_a_session_by_any_of_its_names(headers: dict[str, str], session: str | N
         ("x-kvolt-dp-rank", "first"),
         ("x-dynamo-request-strict-priority", "-1"),
         ("x-worker-instance-id", "a b"),
+        ("x-kvolt-dp-rank", "-1"),
+        ("x-kvolt-allowed-instance-ids", ""),
+        ("x-kvolt-allowed-instance-ids", "a,,b"),
+        ("x-kvolt-required-taints", "a b"),
+        ("x-kvolt-required-taints", ",".join(map(str, range(2000)))),
+        ("x-kvolt-query-only", "perhaps"),
     ],
 )
 def test_a_bad_value_names_its_header(name: str, text: str) -> None:
@@ -234,6 +243,58 @@ def test_a_demand_that_cannot_be_met_is_named(field: str, name: str) -> None:
     with pytest.raises(Unsupported, match=name) as caught:
         read({name: "3"})
     assert caught.value.fields == {"feature": field, "param": name}
+
+
+# where it goes
+
+
+@pytest.mark.parametrize("name", WORKER)
+def test_a_request_may_be_pinned_to_a_worker(name: str) -> None:
+    pins = {Role.AGGREGATED: "w-1", Role.DECODE: "w-1"}
+    assert read({name: "w-1"}, NvExt(backend_instance_id="other")).routing.pins == pins
+    assert read(nvext=NvExt(backend_instance_id="w-1", decode_worker_id="other")).routing.pins == pins
+    assert read(nvext=NvExt(decode_worker_id="w-1")).routing.pins == pins
+    assert read(nvext=NvExt(decode_worker_id=7)).routing.pins[Role.AGGREGATED] == "7"
+
+
+@pytest.mark.parametrize("name", DP_RANK)
+def test_a_request_may_be_pinned_to_a_rank(name: str) -> None:
+    assert read({name: "3"}, NvExt(dp_rank=1)).routing.pinned_dp_rank == 3
+    assert read({name: "4294967295"}, NvExt(dp_rank=1)).routing == RoutingHints()
+    assert read(nvext=NvExt(dp_rank=0)).routing.pinned_dp_rank == 0
+    assert read(nvext=NvExt(dp_rank=2**32 - 1)).routing == RoutingHints()
+
+
+def test_workers_and_taints_may_be_listed() -> None:
+    headers = {"x-kvolt-allowed-instance-ids": "a, b,a", "x-kvolt-required-taints": "gpu=h100,eu"}
+    nvext = NvExt(
+        router=RouterOverrides(allowed_worker_ids=("c", 5)),
+        routing_constraints=RoutingConstraints(required_taints=("cpu",)),
+    )
+    both = read(headers, nvext).routing
+    assert (both.allowed, both.required_taints) == (("a", "b"), ("gpu=h100", "eu"))
+    body = read(nvext=nvext).routing
+    assert (body.allowed, body.required_taints) == (("c", "5"), ("cpu",))
+
+
+def test_a_request_may_weigh_for_itself() -> None:
+    ours = RouterOverrides(
+        overlap_weight=2.0, others_weight=0.5, room_weight=3.0, affinity_weight=0.0, temperature=0.25
+    )
+    routing = read(nvext=NvExt(router=ours)).routing
+    assert routing.weights == {"overlap": 2.0, "others": 0.5, "room": 3.0, "affinity": 0.0}
+    assert set(routing.weights) == set(WEIGHTS)
+    assert routing.temperature == 0.25
+    theirs = read(
+        nvext=NvExt(router=RouterOverrides(overlap_score_weight=4.0, router_temperature=0.0))
+    ).routing
+    assert (theirs.weights, theirs.temperature) == ({"overlap": 4.0}, 0.0)
+
+
+def test_a_request_may_only_be_asked_about() -> None:
+    assert read({"x-kvolt-query-only": "1"}).routing.query_only
+    assert read(nvext=NvExt(annotations=("query_instance_id:",))).routing.query_only
+    assert not read({"x-kvolt-query-only": "0"}).routing.query_only
 
 
 def test_a_demand_for_nothing_passes() -> None:

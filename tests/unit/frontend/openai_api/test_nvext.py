@@ -25,7 +25,10 @@ def test_what_works_is_taken_as_it_is() -> None:
         cache_salt="blue",
         agent_hints={"priority": -5, "osl": 100, "latency_sensitivity": 1.5},
         request_timestamp_ms=12.5,
-        routing_constraints={"preferred_taints": {"gpu=h100": 0.5}},
+        routing_constraints={"preferred_taints": {"gpu=h100": 0.5}, "required_taints": ["eu"]},
+        backend_instance_id=2**64 - 1,
+        dp_rank=0,
+        router={"temperature": 0.5, "overlap_weight": 2, "allowed_worker_ids": ["a", 7]},
     )
     assert nvext.token_data == (1, 2, 2**32 - 1)
     assert nvext.agent_hints is not None
@@ -53,6 +56,10 @@ def test_null_is_a_field_left_out() -> None:
         {"cache_salt": "a\nb"},
         {"annotations": ["request_id"] * 17},
         {"router": {"ttft_target": 0}},
+        {"router": {"temperature": -1}},
+        {"router": {"allowed_worker_ids": []}},
+        {"routing_constraints": {"preferred_taints": {"gpu": 1e9}}},
+        {"routing_constraints": {"required_taints": [""]}},
         {"request_timestamp_ms": -1},
         {"dp_rank": 2**32},
     ],
@@ -66,7 +73,7 @@ def test_unknown_fields_and_values_out_of_bounds_do_not_decode(fields: dict[str,
     ("fields", "param", "known"),
     [
         ({"annotations": ["colour"]}, "nvext.annotations", "request_id, formatted_prompt, token_ids"),
-        ({"annotations": ["query_instance_ids:x"]}, "nvext.annotations", "token_ids"),
+        ({"annotations": ["query_instance_ids:x"]}, "nvext.annotations", "query_instance_id"),
         ({"extra_fields": ["timing", "colour"]}, "nvext.extra_fields", "worker_id, timing, stop_reason"),
     ],
 )
@@ -79,19 +86,14 @@ def test_an_unknown_name_is_refused_with_the_known_ones(
 
 
 ASKING: dict[str, dict[str, Any]] = {
-    "nvext.backend_instance_id": {"backend_instance_id": 2**64 - 1},
     "nvext.prefill_worker_id": {"prefill_worker_id": "worker-7"},
-    "nvext.decode_worker_id": {"decode_worker_id": 0},
-    "nvext.dp_rank": {"dp_rank": 0},
     "nvext.prefill_dp_rank": {"prefill_dp_rank": 1},
-    "nvext.routing_constraints.required_taints": {"routing_constraints": {"required_taints": ["gpu"]}},
     "nvext.router.ttft_target": {"router": {"ttft_target": 100}},
     "nvext.router.itl_target": {"router": {"itl_target": 10}},
     "nvext.agent_hints.strict_priority": {"agent_hints": {"strict_priority": 1}},
     "nvext.agent_hints.speculative_prefill": {"agent_hints": {"speculative_prefill": True}},
     "nvext.max_thinking_tokens": {"max_thinking_tokens": 0},
     "nvext.metadata_upload": {"metadata_upload": {"url": "http://example.org"}},
-    "nvext.annotations.query_instance_id": {"annotations": ["query_instance_id:"]},
     "nvext.extra_fields.routed_experts": {"extra_fields": ["routed_experts"]},
     "nvext.extra_fields.engine_data": {"extra_fields": ["worker_id", "engine_data"]},
 }

@@ -1,0 +1,248 @@
+"""What a router gains, in the twin: TTFT, throughput and hit rate, by router and load, over 20 seeds; beside Dynamo's.
+
+    KVOLT_TRACES=FOLDER python -m benchmarks.router.gains     some twenty minutes on two cores; results/gains.{json,txt}
+    python -m benchmarks.router.gains --quick                 three seeds, short stretches, not kept
+
+Goes on where it was stopped, unless kvolt's sources have changed (rows lie in --folder, KVOLT_BENCH). Times are
+virtual: the machine may be busy with other things, which only makes it slower.
+
+Cluster: 8 workers, blocks of 64 tokens, 16,384 each, the timing of Dynamo's mocker. Workloads: Mooncake's conversation
+trace from the folder that KVOLT_TRACES names (`kvolt trace sources`; else as many chats of the project's own recipe,
+and the table says so), and `agents`, long chats with quick turns (`gains_runs`), where most of a prompt was there
+before.
+
+Load: saturation is the highest rate at which round-robin still follows, found by bisection to 3 % on 6,000 requests:
+first tokens come at 95 % or more of the rate at which requests do. Loads are shares of that rate, the same for all.
+
+Seed: for the trace, which stretch of it is taken (1,600 requests in a row, the first 400 of which fill the caches and
+are not measured) and every draw of the network and the router; for agents all of it. The stretches overlap, each
+request is in two or three, so that the intervals are those of this trace and not of all traces. They are 95 %
+intervals of the mean over seeds (Student's t); comparisons are made seed by seed.
+
+`classic, best` is the best weight of a small grid, chosen anew for each load and each figure, with hindsight.
+
+Beside Dynamo: the whole trace at its own rate and four times as fast, through kvolt's twin and through Dynamo 1.4.2's
+offline replay with its KV router and with round-robin. Its first token has one decode pass more in it (5.75 ms or more;
+see `benchmarks.twin.speed`), which at these figures is one or two per cent of the mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import msgspec
+from benchmarks.frontend.peer import default_folder as peer_folder
+from benchmarks.router import gains_report
+from benchmarks.router.gains_report import PeerFigures, PeerRow
+from benchmarks.router.gains_runs import (
+    AGENTS,
+    CLASSIC,
+    LATENCY,
+    LEAST_LOADED,
+    MOONCAKE,
+    NUM_WORKERS,
+    ROUND_ROBIN,
+    Found,
+    Point,
+    Row,
+    Search,
+    base_rate,
+    in_processes,
+    mooncake,
+    records_of,
+    saturation,
+    seen_before,
+    solve,
+)
+from benchmarks.router.kept_rows import KeptRows, default_folder
+from benchmarks.runtime.pair import BrokenRun
+from benchmarks.runtime.report import keep_results, machine
+from benchmarks.twin.replays import peer_python, replay_dynamo
+
+from kvolt.bench.traces import write_trace
+
+_RESULTS = Path(__file__).parent / "results" / "gains"
+LOADS = (0.3, 0.6, 0.9)
+_PEER_SPEEDS = (1.0, 4.0)
+_PEER_MODES = {"Dynamo, KV router": "kv_router", "Dynamo, round-robin": "round_robin"}
+
+
+class Plan(msgspec.Struct, frozen=True):
+    num_seeds: int
+    searches: tuple[Search, ...]
+    stretch: tuple[int, int]
+    """Requests of a run on the trace, and how many of them are not measured."""
+    agents: tuple[int, int]
+    weights: tuple[float, ...]
+    """Of `classic`; on agents only the first."""
+    peer_requests: int
+    """0: the whole trace."""
+
+
+_FULL = Plan(
+    20,
+    (Search(MOONCAKE, 6000, 18.0, 24.0), Search(AGENTS, 6000, 30.0, 45.0)),
+    (1600, 400),
+    (1200, 400),
+    (1.0, 0.5, 2.0, 4.0),
+    0,
+)
+_QUICK = Plan(
+    3,
+    (Search(MOONCAKE, 600, 18.0, 24.0, 0.5), Search(AGENTS, 600, 30.0, 45.0, 0.5)),
+    (300, 100),
+    (300, 100),
+    (1.0, 2.0),
+    400,
+)
+
+
+def main() -> None:
+    options = _options()
+    plan = _QUICK if options.quick else _FULL
+    found = machine()
+    name = "gains-quick" if options.quick else "gains"
+    searched = KeptRows(options.folder / f"{name}-saturation.jsonl", Found)
+    kept = KeptRows(options.folder / f"{name}.jsonl", Row)
+    try:
+        peers = _beside_dynamo(plan, kept, options)
+        saturations = _saturations(plan, searched, options.processes)
+        points = _points(plan, saturations)
+        rows = _solved(points, kept, options.processes)
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
+    reuse = {
+        workload: [seen_before(point) for point in _one_of_each_seed(points, workload)]
+        for workload in (MOONCAKE, AGENTS)
+    }
+    trace = "Mooncake's conversation trace" if mooncake() else "no public trace: chats of the project's own"
+    text = gains_report.text(trace, saturations, rows, reuse, peers)
+    print(text)
+    if not options.quick:
+        results = {
+            "trace": trace,
+            "plan": plan,
+            "saturation": saturations,
+            "rows": rows,
+            "seen_before": reuse,
+            "beside_dynamo": peers,
+        }
+        keep_results(_RESULTS, "benchmarks.router.gains", found, text, results)
+    for each in (searched, kept):
+        each.close(is_over=not options.quick)
+
+
+# --- the loads
+
+
+def _saturations(plan: Plan, kept: KeptRows[Found], num_processes: int) -> dict[str, Found]:
+    left = [each for each in plan.searches if kept.get(_key(each)) is None]
+    for found in in_processes(saturation, left, min(num_processes, len(left) or 1)):
+        kept.add(_key(found.search), found)
+        _tell(f"{found.search.workload}: round-robin follows up to {found.rate_per_s:.2f} requests/s")
+    done = {each.workload: kept.get(_key(each)) for each in plan.searches}
+    return {workload: found for workload, found in done.items() if found is not None}
+
+
+def _key(search: Search) -> str:
+    return str(msgspec.structs.astuple(search))
+
+
+def _points(plan: Plan, saturations: dict[str, Found]) -> list[Point]:
+    points = []
+    for (workload, found), seed, load in product(saturations.items(), range(plan.num_seeds), LOADS):
+        num, num_warm = plan.stretch if workload == MOONCAKE else plan.agents
+        weights = plan.weights if workload == MOONCAKE else plan.weights[:1]
+        routers = [(ROUND_ROBIN, 0.0), (LEAST_LOADED, 0.0), (LATENCY, 0.0), *((CLASSIC, w) for w in weights)]
+        rate = round(load * found.rate_per_s, 6)
+        points += [Point(workload, router, weight, seed, rate, num, num_warm) for router, weight in routers]
+    return points
+
+
+def _one_of_each_seed(points: Sequence[Point], workload: str) -> list[Point]:
+    return list({point.seed: point for point in points if point.workload == workload}.values())
+
+
+def _solved(points: Sequence[Point], kept: KeptRows[Row], num_processes: int) -> list[Row]:
+    left = [point for point in points if kept.get(point.key) is None]
+    num_done = len(points) - len(left)
+    for row in in_processes(solve, left, num_processes):
+        kept.add(row.point.key, row)
+        num_done += 1
+        point = row.point
+        _tell(
+            f"{num_done}/{len(points)}  {point.workload} {point.name} seed {point.seed} "
+            f"at {point.rate_per_s:.1f}/s: {row.figures.ttft_mean_ms:.0f} ms ({row.wall_s:.1f} s)"
+        )
+    rows = (kept.get(point.key) for point in points)
+    return [row for row in rows if row is not None]
+
+
+# --- beside Dynamo
+
+
+def _beside_dynamo(plan: Plan, kept: KeptRows[Row], options: argparse.Namespace) -> list[PeerRow]:
+    """The peer first: whether it starts shows at once."""
+    rows = [
+        _replayed(plan, name, mode, speed, options.peer_dir)
+        for speed in _PEER_SPEEDS
+        for name, mode in _PEER_MODES.items()
+    ]
+    points = [
+        Point(MOONCAKE, router, float(router == CLASSIC), 0, speed * base_rate(), plan.peer_requests, 0)
+        for speed in _PEER_SPEEDS
+        for router in (LATENCY, CLASSIC, ROUND_ROBIN)
+    ]
+    for row in _solved(points, kept, options.processes):
+        speed = round(row.point.rate_per_s / base_rate(), 6)
+        rows.append(PeerRow(f"kvolt, {row.point.name}", speed, row.figures))
+    return rows
+
+
+def _replayed(plan: Plan, name: str, mode: str, speed: float, folder: Path) -> PeerRow:
+    _tell(f"{name} at {speed:g} x the trace's rate")
+    records = records_of(Point(MOONCAKE, ROUND_ROBIN, 0.0, 0, 0.0, plan.peer_requests, 0))
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-gains-") as work:
+            path = Path(work) / "trace.jsonl"
+            write_trace(path, records)
+            core = max(os.sched_getaffinity(0))
+            done = replay_dynamo(
+                peer_python(folder), path, NUM_WORKERS, records[0].block_size, core, mode=mode, speed=speed
+            )
+    except (BrokenRun, OSError) as error:
+        return PeerRow(name, speed, None, str(error))
+    ttft = done.latencies["ttft"]
+    return PeerRow(name, speed, PeerFigures(ttft["mean"], ttft["p99"], done.hit_rate))
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.router.gains",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="three seeds, short stretches; nothing is kept")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="runs at a time")
+    parser.add_argument(
+        "--folder", type=Path, default=default_folder(), help="rows of a study that is not over"
+    )
+    parser.add_argument(
+        "--peer-dir", type=Path, default=peer_folder(), help="where Dynamo is or will be installed"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""What late binding and taking back bring when load jumps, in the twin: TTFT of the requests that came with the jump.
+
+    python -m benchmarks.router.step_load            some ten minutes; results/step_load.{json,txt}
+    python -m benchmarks.router.step_load --quick    one seed, a short jump, not kept
+
+Cluster: 8 workers (`mid-gpu-8b`, 64 sequences each). Load: a third of what they can do, for fifteen seconds somewhat
+more than they can, then a third again; prompts and answers of very different lengths, half of the prompts begin with
+one of sixteen that they share. The figures are those of the requests that came during the jump or within ten seconds
+after it. Times are virtual: the machine may be busy with other things.
+
+`as told`: every worker is as fast as it says, so that the router foresees well where a request begins first. `one
+slow`: one of them takes three times as long, and says nothing of it.
+
+Rows, each over the same seeds; `p99 beside` is the mean of the ratios to `at once`, seed by seed:
+
+    at once              bound when they come, however busy all are: a request stays where it was sent
+    taken back           the same, but one that has not begun is sent elsewhere if it would begin much earlier there
+    late                 requests wait in the router while all workers have enough, and are bound when one has room
+    late and taken back  both: what `latency` and `classic` do unless they are told otherwise
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvolt.bench.load.sample import Sample
+from kvolt.core.trace import TraceRecord
+from kvolt.engines.sim import SimArguments
+from kvolt.runtime.settings_router import RouterSettings
+from kvolt.twin.cluster import TwinSettings
+from kvolt.twin.replay import TwinRun, new_tally
+from kvolt.twin.trouble import Trouble
+
+RESULTS = Path(__file__).parent / "results"
+NUM_WORKERS, NUM_SEQS, BLOCK_SIZE = 8, 64, 16
+_NEVER = 1e6
+"""So many times what a worker takes at once, and none is ever saturated."""
+
+WAYS = {
+    "at once": RouterSettings(queue=False, saturated_seqs=_NEVER, saturated_batches=_NEVER),
+    "taken back": RouterSettings(saturated_seqs=_NEVER, saturated_batches=_NEVER),
+    "late": RouterSettings(take_back_moves=0),
+    "late and taken back": RouterSettings(),
+}
+
+
+CLUSTERS = {"as told": Trouble(), "one slow": Trouble(slow_workers=1)}
+
+
+class Jump(msgspec.Struct, frozen=True):
+    base_per_s: float = 18.0
+    peak_per_s: float = 55.0
+    from_s: float = 5.0
+    to_s: float = 20.0
+    end_s: float = 30.0
+
+    def rate(self, at_s: float) -> float:
+        return self.peak_per_s if self.from_s <= at_s < self.to_s else self.base_per_s
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Of the requests that came with the jump, in milliseconds."""
+
+    num_requests: int
+    num_failed: int
+    num_moves: int
+    ttft_mean_ms: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    ttft_max_ms: float
+
+
+class Row(msgspec.Struct, frozen=True):
+    cluster: str
+    router: str
+    way: str
+    seed: int
+    figures: Figures
+
+
+def records(jump: Jump, seed: int) -> Iterator[TraceRecord]:
+    rng = random.Random(f"{seed}/jump")
+    at_s, number = 0.0, 0
+    while (at_s := at_s + rng.expovariate(jump.rate(at_s))) < jump.end_s:
+        number += 1
+        length = int(min(max(rng.lognormvariate(7.2, 1.0), 64), 24_000))
+        num_blocks = -(-length // BLOCK_SIZE)
+        beginning = rng.randrange(16) if rng.random() < 0.5 else None
+        shared = min(num_blocks // 2, 64) if beginning is not None else 0
+        hash_ids = [1_000_000 * (beginning or 0) + block for block in range(shared)]
+        hash_ids += [100_000_000 + 10_000 * number + block for block in range(num_blocks - shared)]
+        yield TraceRecord(
+            timestamp=1e3 * at_s,
+            input_length=length,
+            output_length=int(min(max(rng.lognormvariate(5.0, 1.0), 4), 2000)),
+            hash_ids=tuple(hash_ids),
+            block_size=BLOCK_SIZE,
+        )
+
+
+def solve(cluster: str, router: str, way: str, jump: Jump, seed: int) -> Row:
+    settings = TwinSettings(
+        num_workers=NUM_WORKERS,
+        router=router,
+        routing=WAYS[way],
+        engine=SimArguments(preset="mid-gpu-8b", max_num_seqs=NUM_SEQS, block_size=BLOCK_SIZE),
+        seed=seed,
+        trouble=CLUSTERS[cluster],
+    )
+    run = TwinRun(settings, new_tally(settings))
+    samples: list[Sample] = []
+    num_moves = 0
+
+    def on_sample(sample: Sample) -> None:
+        nonlocal num_moves
+        samples.append(sample)
+        if run.cluster is not None:
+            num_moves = run.cluster.road.stats.num_moves
+
+    run.run(records(jump, seed), on_sample)
+    hit = [each for each in samples if jump.from_s <= each.due_s < jump.to_s + 10.0]
+    waits_ms = [1e3 * (each.first_s - each.due_s) for each in hit if each.first_s is not None]
+    return Row(
+        cluster,
+        router,
+        way,
+        seed,
+        Figures(
+            num_requests=len(hit),
+            num_failed=sum(each.error is not None for each in hit),
+            num_moves=num_moves,
+            ttft_mean_ms=float(np.mean(waits_ms)),
+            ttft_p50_ms=float(np.percentile(waits_ms, 50)),
+            ttft_p99_ms=float(np.percentile(waits_ms, 99)),
+            ttft_max_ms=float(max(waits_ms)),
+        ),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    heading = f"{'cluster':<10}{'router':<9}{'way':<21}{'TTFT mean':>9}{'p50':>7}{'p99':>7}{'max':>7}{'p99 beside':>12}"
+    lines = [f"{heading}{'moved':>7}{'failed':>8}", "-" * 97]
+    for cluster, router in dict.fromkeys((row.cluster, row.router) for row in rows):
+        base: list[float] = []
+        for way in WAYS:
+            found = [
+                row.figures for row in rows if (row.cluster, row.router, row.way) == (cluster, router, way)
+            ]
+            p99 = [each.ttft_p99_ms for each in found]
+            base = base or p99
+            ratio = float(np.mean([now / before for now, before in zip(p99, base, strict=True)]))
+            times = [_mean(found, f"ttft_{name}_ms") for name in ("mean", "p50", "p99", "max")]
+            lines.append(
+                f"{cluster:<10}{router:<9}{way:<21}{times[0]:>9,.0f}{times[1]:>7,.0f}{times[2]:>7,.0f}{times[3]:>7,.0f}"
+                f"{ratio:>11.2f}x{_mean(found, 'num_moves'):>7,.0f}{_mean(found, 'num_failed'):>8,.0f}"
+            )
+    return "\n".join(lines)
+
+
+def _mean(figures: Sequence[Figures], name: str) -> float:
+    return float(np.mean([getattr(each, name) for each in figures]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seeds", type=int, default=5)
+    args = parser.parse_args(argv)
+    jump = Jump(from_s=2.0, to_s=5.0, end_s=8.0) if args.quick else Jump()
+    rows = []
+    for cluster, router, way in product(CLUSTERS, ("latency", "classic"), WAYS):
+        for seed in range(1 if args.quick else args.seeds):
+            rows.append(row := solve(cluster, router, way, jump, seed))
+            what = f"{cluster}, {router}, {way}, seed {seed}"
+            print(f"{what}: p99 {row.figures.ttft_p99_ms:,.0f} ms", file=sys.stderr)
+    told = table(rows)
+    print(told)
+    if not args.quick:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "step_load.txt").write_text(f"{told}\n")
+        kept = {"jump": jump, "rows": rows}
+        (RESULTS / "step_load.json").write_bytes(msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

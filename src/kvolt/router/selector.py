@@ -1,0 +1,511 @@
+"""Selector: which place a request costs least at, by what each holds and what it is busy with. Pure.
+
+The decision without a runtime, so that a process, a service and somebody else's program can all make it: who the
+workers are is said by `set_workers`, who of them may take a request comes with the request, what they hold is asked of
+an index that somebody else feeds, time and chance come in. `choose` changes nothing; what is booked is counted from
+then on until it is freed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvolt.core.card import EngineInfo
+from kvolt.core.delta import Usage
+from kvolt.core.errors import Unavailable
+from kvolt.core.ids import InstanceId, SequenceHash
+from kvolt.core.latency import Floats
+from kvolt.core.load import LoadReport
+from kvolt.core.request import Request, RoutingHints
+from kvolt.router.affinity import Affinity
+from kvolt.router.expected import ExpectedBlocks
+from kvolt.router.gossip import PlaceBookings
+from kvolt.router.learning import Learning, Watch
+from kvolt.router.load import Booking, LoadBook
+from kvolt.router.lookup import Lookup, Lookups
+from kvolt.router.place import Place
+from kvolt.router.policy import Policy, RequestView, WorkersView, pick, prefer
+from kvolt.router.prices import Asked
+from kvolt.router.roster import Field, Roster
+from kvolt.router.shadow import Shadow, Shadowed
+from kvolt.router.stats import RouterStats
+from kvolt.runtime.settings_router import RouterSettings
+
+_Mask = npt.NDArray[np.bool_]
+
+
+class Holders(Protocol):
+    """Which worker holds which blocks."""
+
+    @property
+    def slots_version(self) -> int:
+        """Another one whenever somebody's slot has changed."""
+        ...
+
+    def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
+        """How many blocks of a prompt, from the first on, each slot holds."""
+        ...
+
+    def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
+        """None where nothing is known of it."""
+        ...
+
+
+class NoHolders:
+    """Nobody holds anything: whoever has no index routes by load."""
+
+    slots_version = 0
+
+    def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
+        return np.zeros(0, dtype=np.int32)
+
+    def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
+        return None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """Where a request would go, and what is expected of it there."""
+
+    place: Place
+    overlap_blocks: int
+    queue_s: float
+    prefill_s: float
+    is_saturated: bool
+    """Every place that could take it has enough to do already; this is the best of them all the same."""
+    request: Request
+    prefill_tokens: int
+    blocks: float
+    """That it would hold at its end, prompt and answer."""
+    held_blocks: int = 0
+    """Of the overlap, what is held already; the rest is on its way there."""
+    most_overlap: int = 0
+    """Of any place that it could have gone to."""
+    told_s: float = 0.0
+    """What the worker's own model says that the prompt takes."""
+    room_s: float = 0.0
+    """Until there is room for it, where there is none now."""
+    shadowed: Shadowed | None = None
+    """What a second policy says of it."""
+
+    @property
+    def predicted_s(self) -> float:
+        """Until its first token."""
+        return max(self.queue_s, self.room_s) + self.prefill_s
+
+    @property
+    def usable_hashes(self) -> tuple[SequenceHash, ...]:
+        return _usable_hashes(self.request)
+
+
+class Explained(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate for a request with every term of its cost, for people."""
+
+    instance: InstanceId
+    dp_rank: int
+    cost: float
+    is_saturated: bool
+    is_chosen: bool
+    overlap_blocks: float
+    prefill_tokens: float
+    blocks: float
+    requests: float
+    decoding: float
+    queue_s: float
+    prefill_s: float
+    slowdown_s: float
+    room_s: float
+    total_blocks: float
+    affinity: float
+    preference: float
+    """The weights of its taints that the request prefers."""
+    pace: float
+    """How many times as long as it says it takes, as far as was seen; the times here are with it."""
+    held_blocks: float
+    """Of the overlap, what is held already; the rest is on its way there."""
+
+
+class PlaceLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a place is busy with, as far as is known here."""
+
+    instance: InstanceId
+    dp_rank: int
+    requests: float
+    decoding: float
+    prefill_tokens: float
+    blocks: float
+    queue_s: float
+
+
+@dataclass(slots=True)
+class _Scored:
+    """The candidates for a request, and what each would cost."""
+
+    field: Field
+    asked: RequestView
+    workers: WorkersView
+    costs: Floats
+    preference: Floats
+    full: _Mask
+    """They compute as many requests as they can: what a policy does not know."""
+    saturated: _Mask
+    """Full, or behind with prompts: a policy knows that, and may find that waiting there is best all the same."""
+    is_any_saturated: bool
+    held: Floats
+    pace: Floats
+    find_s: float
+
+
+class Selector:
+    """See the module."""
+
+    def __init__(
+        self,
+        holders: Holders,
+        policy: Policy,
+        now: Callable[[], float],
+        rng: random.Random,
+        settings: RouterSettings | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        """Who looks on is told what becomes of requests."""
+        self._holders = holders
+        self._policy = policy
+        self._now = now
+        self._rng = rng
+        self._settings = settings = settings or RouterSettings()
+        self._book = LoadBook()
+        self._expected = ExpectedBlocks()
+        self._learning = Learning(watch, settings.correct_times)
+        self._roster = Roster(self._book, self._add_row, self._drop_row)
+        self._affinity = Affinity(settings.affinity_half_life_s, settings.affinity_sessions)
+        self._under_way: dict[int, Choice] = {}
+        self.shadow: Shadow | None = None
+        """A second policy that is asked beside and decides nothing."""
+
+    @property
+    def num_under_way(self) -> int:
+        """Bookings that are not over."""
+        return self._book.num_bookings
+
+    @property
+    def stats(self) -> RouterStats:
+        return self._learning.stats
+
+    @property
+    def num_sessions(self) -> int:
+        """That are remembered."""
+        return self._affinity.num_sessions
+
+    def set_workers(self, infos: Mapping[InstanceId, EngineInfo | None]) -> None:
+        """These are there and no others; what was booked at others is forgotten. None: nothing is known of it."""
+        self._roster.set_workers(infos)
+        self._learning.watch.workers(infos)
+
+    # --- decisions
+
+    def choose(self, request: Request, allowed: Sequence[InstanceId]) -> Choice:
+        """The best place at one of these workers. Unavailable when there is none. Nothing is booked.
+
+        Give the same tuple as long as the same are allowed: then nothing is worked out again.
+        """
+        started_at = self._now()
+        scored = self._score(request, allowed)
+        index, is_saturated = self._pick(request.routing, scored)
+        asked, workers = scored.asked, scored.workers
+        overlap = int(workers.overlap_blocks[index])
+        prefill_s = float(workers.prefill_s[index])
+        choice = Choice(
+            scored.field.places[index],
+            overlap,
+            float(workers.queue_s[index]),
+            prefill_s,
+            is_saturated,
+            request,
+            asked.prompt_tokens - overlap * asked.block_size,
+            asked.num_blocks + asked.output_tokens / asked.block_size,
+            int(scored.held[index]),
+            int(workers.overlap_blocks.max()),
+            prefill_s / float(scored.pace[index]),
+            float(workers.room_s[index]),
+            None if self.shadow is None else _shadowed(self.shadow, scored, index),
+        )
+        self.stats.took(scored.find_s, self._now() - started_at)
+        return choice
+
+    def book(self, choice: Choice) -> int:
+        """A ticket for `begun` and `free`. Unavailable when the place is gone."""
+        row = self._roster.places.get(choice.place)
+        if row is None:
+            raise Unavailable(f"{choice.place.instance_id} is gone", reason="gone")
+        request, now = choice.request, self._now()
+        own_s = max(float(self._book.idle_at[row]) - now, 0.0)
+        ticket = self._book.book(
+            row,
+            request.num_prompt_tokens,
+            choice.prefill_tokens,
+            choice.blocks,
+            choice.prefill_s,
+            now,
+        )
+        self._expected.send(row, ticket, request.sequence_hashes)
+        self._under_way[ticket] = choice
+        if self.shadow is not None:
+            self.shadow.count(choice.shadowed)
+        self._learning.booked(ticket, choice, row, own_s, now)
+        return ticket
+
+    def begun(self, ticket: int, cached_tokens: int | None) -> None:
+        """Its first token has come."""
+        now = self._now()
+        booking = self._book.begin(ticket, now)
+        self._compute(ticket, booking)
+        if booking is not None:
+            self._learning.begun(ticket, cached_tokens, now)
+        choice = self._under_way.get(ticket)
+        if choice is not None:
+            self._affinity.served(choice.request.routing, choice.place, now)
+
+    def free(self, ticket: int, usage: Usage | None) -> None:
+        """It is over, however that came. Not an error for one that is over already."""
+        self._compute(ticket, self._book.free(ticket, self._now()))
+        self._under_way.pop(ticket, None)
+        self._learning.freed(ticket, usage)
+
+    def on_report(self, report: LoadReport) -> None:
+        """Of a worker's rank; of one that is not known it is passed over."""
+        row = self._roster.places.get(Place(InstanceId(report.instance), report.load.dp_rank))
+        if row is not None:
+            self._book.on_report(row, report.load)
+
+    def queue_s(self, ticket: int) -> float:
+        """Until all prompts are computed that were sent to where it is booked; 0 for one that is not booked."""
+        choice = self._under_way.get(ticket)
+        row = None if choice is None else self._roster.places.get(choice.place)
+        return 0.0 if row is None else float(self._book.queue_s(np.array([row]), self._now())[0])
+
+    # --- with other routers
+
+    def own_loads(self) -> list[PlaceBookings]:
+        """What is booked here, of the places where there is anything: to be told to others."""
+        return self._book.own(self._roster.places, self._now()) if self._book.num_bookings else []
+
+    def set_others(self, told: PlaceBookings) -> None:
+        """What all other routers have booked at a place; of one that is not known it is passed over."""
+        row = self._roster.places.get(Place(told.instance, told.dp_rank))
+        if row is not None:
+            self._book.set_others(row, told, self._now())
+
+    # --- for people
+
+    def explain(self, request: Request, allowed: Sequence[InstanceId]) -> list[Explained]:
+        """Every candidate, the least costly first."""
+        scored = self._score(request, allowed)
+        chosen, _ = self._pick(request.routing, scored)
+        workers = scored.workers
+        told = [
+            Explained(
+                instance=place.instance_id,
+                dp_rank=place.dp_rank,
+                cost=float(scored.costs[index]),
+                is_saturated=bool(scored.saturated[index]),
+                is_chosen=index == chosen,
+                preference=float(scored.preference[index]),
+                pace=float(scored.pace[index]),
+                held_blocks=float(scored.held[index]),
+                **{name: float(getattr(workers, name)[index]) for name in workers.__struct_fields__},
+            )
+            for index, place in enumerate(scored.field.places)
+        ]
+        return sorted(told, key=lambda each: (each.cost, each.instance, each.dp_rank))
+
+    def expected_output_tokens(self, request: Request) -> float:
+        return self._learning.output_tokens(request)
+
+    def loads(self) -> list[PlaceLoad]:
+        """Every place, in order."""
+        book, now = self._book, self._now()
+        return [
+            PlaceLoad(
+                instance=place.instance_id,
+                dp_rank=place.dp_rank,
+                requests=float(book.requests[row]),
+                decoding=float(book.decoding[row]),
+                prefill_tokens=float(book.prefill_tokens[row]),
+                blocks=float(book.blocks[row]),
+                queue_s=max(float(book.idle_at[row]) - now, 0.0)
+                + max(float(book.others_idle_at[row]) - now, 0.0),
+            )
+            for place, row in sorted(self._roster.places.items())
+        ]
+
+    # ---
+
+    def _score(self, request: Request, allowed: Sequence[InstanceId]) -> _Scored:
+        hints = request.routing
+        field = self._roster.field(allowed, hints.pinned_dp_rank)
+        if not field.places:
+            raise _nowhere(hints)
+        asked = RequestView(
+            request.num_prompt_tokens,
+            request.block_size or 1,
+            self._learning.output_tokens(request),
+            hints.weights,
+        )
+        now = self._now()
+        overlap, held = self._overlap(asked, request, field)
+        find_s = self._now() - now
+        pace = self._learning.pace(field.at, now)
+        workers = self._look(asked, overlap, pace, field, self._affinities(hints, field, now), now)
+        costs = self._policy(asked, workers)
+        preference = field.nothing
+        if hints.preferred_taints:
+            preference = _preference(field, hints.preferred_taints)
+            costs = prefer(costs, preference)
+        full, saturated, is_any = self._busy(field, workers)
+        return _Scored(field, asked, workers, costs, preference, full, saturated, is_any, held, pace, find_s)
+
+    def _pick(self, hints: RoutingHints, scored: _Scored) -> tuple[int, bool]:
+        """The index of the best, and whether all are saturated. Who is full counts only while all are."""
+        temperature = self._settings.temperature if hints.temperature is None else hints.temperature
+        if not scored.is_any_saturated:
+            return pick(scored.costs, self._rng, temperature), False
+        is_saturated = bool(scored.saturated.all())
+        if scored.full.any():
+            (left,) = np.nonzero(~scored.full)
+            if len(left):
+                return int(left[pick(scored.costs[left], self._rng, temperature)]), is_saturated
+        return pick(scored.costs, self._rng, temperature), is_saturated
+
+    def _busy(self, field: Field, workers: WorkersView) -> tuple[_Mask, _Mask, bool]:
+        """Who is full, who is saturated, and whether anybody is."""
+        most_requests, most_tokens = self._limits(field)
+        full: _Mask = workers.requests >= most_requests
+        saturated = full | (workers.prefill_tokens > most_tokens)
+        is_any = bool(saturated.any())
+        if is_any:
+            # Where nothing is ours all that is known is what others said, perhaps long ago: it must not keep us away.
+            has_own = self._book.has_own(field.at)
+            return full & has_own, saturated & has_own, is_any
+        return full, saturated, is_any
+
+    def _limits(self, field: Field) -> tuple[Floats, Floats]:
+        """Requests and prompt tokens that are enough for each candidate."""
+        if field.limits is None:
+            settings = self._settings
+            field.limits = (
+                field.max_seqs * settings.saturated_seqs,
+                field.max_batch_tokens * settings.saturated_batches,
+            )
+        return field.limits
+
+    def _look(
+        self, asked: RequestView, overlap: Floats, pace: Floats, field: Field, affinity: Floats, now: float
+    ) -> WorkersView:
+        book, rows, prices = self._book, field.at, field.prices
+        decoding = book.decoding[rows]
+        beside = self._learning.tokens_beside_others(asked.output_tokens)
+        prefill_s, slowdown_s = prices.look(
+            Asked(asked.prompt_tokens, asked.block_size, beside, overlap),
+            pace,
+            decoding,
+            book.context_tokens[rows],
+        )
+        return WorkersView(
+            overlap_blocks=overlap,
+            prefill_tokens=book.prefill_tokens[rows],
+            blocks=book.blocks[rows],
+            requests=book.requests[rows],
+            decoding=decoding,
+            queue_s=book.queue_s(rows, now),
+            prefill_s=prefill_s,
+            slowdown_s=slowdown_s,
+            room_s=self._room_s(asked, overlap, field, pace * prices.decode_s(decoding, context)),
+            total_blocks=field.total_blocks,
+            affinity=affinity,
+        )
+
+    def _room_s(self, asked: RequestView, overlap: Floats, field: Field, decode_s: Floats) -> Floats:
+        """A cache that is full is given back, all of it, in about the time of an answer."""
+        used, total = self._book.used_blocks(field.rows), field.total_blocks
+        lacking = used + asked.num_blocks - overlap - total
+        if lacking.max() <= 0:
+            return field.nothing
+        share = np.maximum(lacking, 0.0) / np.maximum(used, 1.0)
+        return np.where(total > 0, share * asked.output_tokens * decode_s, 0.0)
+
+    def _overlap(self, asked: RequestView, request: Request, field: Field) -> tuple[Floats, Floats]:
+        """Of each candidate, what it has by then and what it has now."""
+        hashes = _usable_hashes(request)
+        if not hashes:
+            return field.nothing, field.nothing
+        lookups = self._lookups(field)
+        held = lookups.held.read(self._holders.find(hashes))
+        soon = self._expected.find(hashes)
+        return (held if soon is None else np.maximum(held, lookups.expected.read(soon))), held
+
+    def _lookups(self, field: Field) -> Lookups:
+        version = self._holders.slots_version
+        if field.lookups is None or field.lookups.version != version:
+            field.lookups = Lookups(
+                version,
+                Lookup(self._holders.slot_of(place.instance_id, place.dp_rank) for place in field.places),
+                Lookup(self._expected.slot_of(row) for row in field.rows.tolist()),
+            )
+        return field.lookups
+
+    def _affinities(self, hints: RoutingHints, field: Field, now: float) -> Floats:
+        last = self._affinity.of(hints, now)
+        index = None if last is None else field.index_of.get(last[0])
+        if last is None or index is None:
+            return field.nothing
+        affinity = np.zeros(len(field.places))
+        affinity[index] = last[1]
+        return affinity
+
+    def _add_row(self, row: int) -> None:
+        self._expected.add_row(row)
+        self._learning.add_row(row)
+
+    def _drop_row(self, row: int) -> None:
+        self._expected.drop_row(row)
+        self._learning.drop_row(row)
+
+    def _compute(self, ticket: int, booking: Booking | None) -> None:
+        """Its prompt is computed, or never will be."""
+        if booking is not None:
+            self._expected.end(booking.row, ticket)
+
+
+def _usable_hashes(request: Request) -> tuple[SequenceHash, ...]:
+    """Less the last block where it is all there: an engine computes the last token anyway."""
+    return request.sequence_hashes[: (request.num_prompt_tokens - 1) // (request.block_size or 1)]
+
+
+def _shadowed(shadow: Shadow, scored: _Scored, chosen: int) -> Shadowed | None:
+    closed = scored.full if scored.full.any() and not scored.full.all() else None
+    return shadow.look(scored.asked, scored.workers, scored.preference, closed, chosen)
+
+
+def _preference(field: Field, wanted: Mapping[str, float]) -> Floats:
+    return np.array(
+        [
+            sum(weight for taint, weight in wanted.items() if taint in taints) if taints else 0.0
+            for taints in field.taints
+        ]
+    )
+
+
+def _nowhere(hints: RoutingHints) -> Unavailable:
+    if hints.pinned_dp_rank is not None:
+        return Unavailable(
+            f"no instance that may take the request has the data-parallel rank {hints.pinned_dp_rank}",
+            reason="no_rank",
+        )
+    return Unavailable("no instance may take the request", reason="no_instances")

@@ -1,0 +1,146 @@
+"""What frontends and a router process say to each other.
+
+    frontend                                          router process
+    Attach(session)       ----- stays open ----->     all that the session books ends with this stream
+    RouteQuestion         ----- one each ------->     RouteAnswer: the decision, or a refusal
+    Begun, Freed          ----- with the next question, or in News a moment later
+                          <---- in the session -      Moved: a request that has not begun would better go elsewhere
+
+Who asks numbers its questions: what it gave up on before the answer came it frees by that number like anything else.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvolt.core.delta import Usage
+from kvolt.core.errors import ErrorInfo
+from kvolt.core.ids import InstanceId
+from kvolt.core.packed_hashes import check_packed, packed, unpacked
+from kvolt.core.request import KvSource, Request, Sampling
+from kvolt.router.port import Decision
+from kvolt.runtime.address import EndpointAddress
+from kvolt.runtime.server import OWN_ENDPOINTS
+
+SESSION_ENDPOINT = f"{OWN_ENDPOINTS}router.session"
+"""For Attach and News, at the address of the router's endpoint: open sessions keep no process from draining, and a
+cordoned one must still hear what is over."""
+
+
+def router_endpoint(namespace: str) -> EndpointAddress:
+    """Where the router of a namespace is asked."""
+    return EndpointAddress(namespace, "router", "route")
+
+
+class Begun(msgspec.Struct, frozen=True, array_like=True):
+    """The first token of the answer to a request has come."""
+
+    ticket: int
+    cached_tokens: int | None = None
+
+
+class Freed(msgspec.Struct, frozen=True, array_like=True):
+    """A request is over, or was given up before it was decided."""
+
+    ticket: int
+    usage: Usage | None = None
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """From now on until this stream ends, whatever ends it."""
+
+    session: str
+
+
+class News(msgspec.Struct, frozen=True, omit_defaults=True, tag="news"):
+    session: str
+    begun: tuple[Begun, ...] = ()
+    freed: tuple[Freed, ...] = ()
+
+
+class RouteQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which instance of an endpoint is to get this request?"""
+
+    endpoint: str
+    request: Request
+    """Without tokens: `paper_length` says how many there are; and without hashes."""
+    excluded: tuple[InstanceId, ...] = ()
+    block_size: int = 0
+    """Of the endpoint's workers; 0 where it does not matter."""
+    hashes: bytes = b""
+    """The request's SequenceHashes, packed."""
+    session: str = ""
+    """Without one nothing stays booked."""
+    ticket: int = 0
+    begun: tuple[Begun, ...] = ()
+    freed: tuple[Freed, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_packed(self.hashes)
+
+    def whole_request(self) -> Request:
+        """As a router is to see it."""
+        if not self.hashes:
+            return self.request
+        return msgspec.structs.replace(self.request, sequence_hashes=unpacked(self.hashes))
+
+
+class RouteAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A Decision by name, or the router's own refusal.
+
+    A refusal is an answer and no failed call, so that it cannot be mistaken for a router that is stopping.
+    """
+
+    instance: InstanceId | None = None
+    overlap_blocks: int = 0
+    predicted_ms: float | None = None
+    kv_sources: tuple[KvSource, ...] = ()
+    refused: ErrorInfo | None = None
+    dp_rank: int | None = None
+    waits: bool = False
+    """No answer yet: the request waits for a worker, and the router lives."""
+    can_move: bool = False
+    """It may be followed by a Moved."""
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """A request would better go elsewhere, where it is booked already: under another ticket, to be freed like any."""
+
+    ticket: int
+    to_ticket: int
+    answer: RouteAnswer
+
+
+def answer_of(decision: Decision) -> RouteAnswer:
+    return RouteAnswer(
+        decision.instance.id,
+        decision.overlap_blocks,
+        decision.predicted_ms,
+        decision.kv_sources,
+        dp_rank=decision.dp_rank,
+        can_move=decision.recall is not None,
+    )
+
+
+def question_of(
+    endpoint: str, request: Request, excluded: frozenset[InstanceId], block_size: int
+) -> RouteQuestion:
+    """Content goes as packed hashes; the tokens themselves are nobody's business but the worker's. Whatever tells how
+    long the answer may become goes along."""
+    grammar = request.grammar
+    asked = Request(
+        request_id=request.request_id,
+        model=request.model,
+        token_ids=(),
+        stop=request.stop,
+        sampling=Sampling(num_choices=request.sampling.num_choices),
+        grammar=None if grammar is None else msgspec.structs.replace(grammar, text=""),
+        block_size=request.block_size,
+        lora=request.lora,
+        routing=request.routing,
+        deadline_s=request.deadline_s,
+        paper_length=request.num_prompt_tokens,
+    )
+    return RouteQuestion(
+        endpoint, asked, tuple(sorted(excluded)), block_size, packed(request.sequence_hashes)
+    )

@@ -1,0 +1,172 @@
+"""TakeBack: requests that were sent to a worker and have not begun, and whether they would be better off elsewhere.
+
+A request is bound by what was known when it came. When another worker has room by then, the last one in the longest
+queue is asked back: whoever carries it is told where it could go (`Recall`), and moves it if its worker says that it
+has not begun. That costs a message to and fro and its place in the queue, so it is done only where it would begin much
+earlier, and to one request a few times at most: nothing goes back and forth.
+
+Owns which requests those are. Knows neither loop nor clock; when to look is its owner's to say.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from kvolt.core.delta import Usage
+from kvolt.core.errors import KvoltError
+from kvolt.core.ids import InstanceId
+from kvolt.core.request import Request, Role
+from kvolt.router.place import Place
+from kvolt.router.port import Decision, Recall
+
+_EVERY_S = 0.02
+"""Between two looks, however much happens: each asks for what a decision would come to."""
+_MOST_AT_ONCE = 4
+_MOST_LOOKED_AT = 8
+"""Of the requests at the end of a queue, until one is found that can be moved."""
+_SHARE = 0.5
+"""Of the time that it would still take where it is, what must be gained at least."""
+_LATE = 2.0
+"""So many times what was foreseen, without a token, and the worker's queue is taken to be stuck."""
+
+
+class Movable(Protocol):
+    """The router's part that is asked: see `queued.LateRouter`."""
+
+    def try_route(
+        self, request: Request, excluded: frozenset[InstanceId] = frozenset()
+    ) -> Decision | None: ...
+
+    def free(self, decision: Decision, usage: Usage | None) -> None: ...
+
+    def foresee_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None: ...
+
+    def queue_s(self, decision: Decision) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeBackOptions:
+    max_moves: int = 2
+    """Of one request. 0: none is ever taken back."""
+    min_gain_s: float = 0.25
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    decision: Decision
+    request: Request
+    excluded: frozenset[InstanceId]
+    at: float
+    num_moves: int
+    is_asked: bool = False
+    """It was asked back already; if it is still here, its worker had begun it."""
+
+    @property
+    def foreseen_s(self) -> float:
+        return (self.decision.predicted_ms or 0.0) / 1e3
+
+
+class TakeBack:
+    """See the module."""
+
+    def __init__(self, router: Movable, now: Callable[[], float], options: TakeBackOptions) -> None:
+        self._router = router
+        self._now = now
+        self._options = options
+        self._looked_at = float("-inf")
+        self._places: dict[Place, OrderedDict[int, _Sent]] = {}
+        """Where something has not begun: by booking, the last one last."""
+
+    @property
+    def num_unstarted(self) -> int:
+        return sum(map(len, self._places.values()))
+
+    def sent(self, decision: Decision, request: Request, excluded: frozenset[InstanceId]) -> None:
+        self._add(_Sent(decision, request, excluded, self._now(), 0))
+
+    def forget(self, decision: Decision) -> None:
+        """It has begun, or is over. Not an error for one that is not here."""
+        place = _place(decision)
+        queue = self._places.get(place)
+        if queue is not None and queue.pop(decision.booking, None) is not None and not queue:
+            del self._places[place]
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for another look, and there is anything to look at."""
+        return bool(self._places) and self._options.max_moves > 0 and now - self._looked_at >= _EVERY_S
+
+    def check(self) -> int:
+        """Ask back what would be better off elsewhere; how many."""
+        now = self._now()
+        if not self.is_due(now):
+            return 0
+        self._looked_at = now
+        num_asked = 0
+        while num_asked < _MOST_AT_ONCE and self._move_one(now):
+            num_asked += 1
+        return num_asked
+
+    # ---
+
+    def _add(self, sent: _Sent) -> None:
+        if self._options.max_moves:
+            self._places.setdefault(_place(sent.decision), OrderedDict())[sent.decision.booking] = sent
+
+    def _move_one(self, now: float) -> bool:
+        waits = [(self._stay_s(queue, now), place) for place, queue in self._places.items()]
+        stay_s, place = max(waits, default=(0.0, None))
+        if place is None or stay_s < self._options.min_gain_s:
+            return False
+        sent = self._last_movable(self._places[place])
+        return sent is not None and self._move(sent, stay_s, now)
+
+    def _stay_s(self, queue: OrderedDict[int, _Sent], now: float) -> float:
+        """Until the last one begins, if it stays."""
+        first = next(iter(queue.values()))
+        late_s = now - first.at
+        if late_s < max(_LATE * first.foreseen_s, self._options.min_gain_s):
+            late_s = 0.0
+        if len(queue) == 1:  # it is being computed, unless it is late
+            return late_s
+        return max(self._router.queue_s(first.decision), late_s)
+
+    def _last_movable(self, queue: OrderedDict[int, _Sent]) -> _Sent | None:
+        for _, sent in zip(range(_MOST_LOOKED_AT), reversed(queue.values()), strict=False):
+            recall = sent.decision.recall
+            is_pinned = Role.AGGREGATED in sent.request.routing.pins
+            if recall is not None and recall.move is not None and not (sent.is_asked or is_pinned):
+                return sent
+        return None
+
+    def _move(self, sent: _Sent, stay_s: float, now: float) -> bool:
+        sent.is_asked = True
+        if sent.num_moves >= self._options.max_moves:
+            return True  # looked at, and not again: another may be asked in its place
+        excluded = sent.excluded | {sent.decision.instance.id}
+        try:
+            go_s = self._router.foresee_s(sent.request, excluded)
+            if go_s is None or stay_s - go_s < max(self._options.min_gain_s, _SHARE * stay_s):
+                sent.is_asked = False
+                return False
+            decision = self._router.try_route(sent.request, excluded)
+        except KvoltError:  # nobody else could take it
+            return False
+        recall = sent.decision.recall
+        if decision is None or recall is None or recall.move is None:
+            return False
+        decision = msgspec.structs.replace(decision, recall=Recall())
+        self._add(_Sent(decision, sent.request, sent.excluded, now, sent.num_moves + 1))
+        if recall.move(decision):
+            return True
+        self.forget(decision)
+        self._router.free(decision, None)
+        return False
+
+
+def _place(decision: Decision) -> Place:
+    return Place(decision.instance.id, decision.dp_rank or 0)

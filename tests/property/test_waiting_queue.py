@@ -1,0 +1,136 @@
+"""The waiting queue under whatever comes and goes: bounded, fair, nothing lost, nobody given twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvolt.router.queue import Order, QueueLimits, Waiting, WaitingQueue
+
+KINDS = (None, "pinned", "adapter")
+TENANTS = (None, "a", "b", "c")
+picks = st.integers(0, 1000)
+blockings = st.sets(st.sampled_from(KINDS))
+
+
+class Queues(RuleBasedStateMachine):
+    @initialize(order=st.sampled_from(Order), max_requests=st.integers(1, 12))
+    def start(self, order: Order, max_requests: int) -> None:
+        self.limits = QueueLimits(
+            max_requests=max_requests,
+            max_tokens=1000,
+            max_debtors=2,
+            quantum_tokens=50,
+            aging_tokens_per_s=10.0,
+        )
+        self.order = order
+        self.queue = WaitingQueue(self.limits, order)
+        self.waiting: list[Waiting] = []
+        self.now = 0.0
+
+    @rule(
+        tokens=st.integers(0, 400),
+        tenant=st.sampled_from(TENANTS),
+        priority=st.integers(-1, 1),
+        kind=st.sampled_from(KINDS),
+        patience=st.none() | st.integers(0, 20),
+    )
+    def push(
+        self, tokens: int, tenant: str | None, priority: int, kind: str | None, patience: int | None
+    ) -> None:
+        deadline = float("inf") if patience is None else self.now + patience
+        entry = Waiting(tokens, self.now, tenant, priority, kind, deadline)
+        before = [*self.waiting, entry]
+        refused = self.queue.push(entry)
+        lowest = min(each.priority for each in before)
+        self.waiting = [each for each in before if each not in refused]
+        assert len(set(map(id, refused))) == len(refused)
+        for victim in refused:
+            assert victim in before
+            assert not victim.is_here
+        if refused:
+            assert refused[0].priority == lowest
+            first_out = [
+                each for each in before if (each.priority, each.tenant) == (lowest, refused[0].tenant)
+            ]
+            assert refused[0] is first_out[-1], "the newest"
+
+    @precondition(lambda self: self.waiting)
+    @rule(number=picks)
+    def leave(self, number: int) -> None:
+        entry = self.waiting.pop(number % len(self.waiting))
+        assert self.queue.remove(entry)
+        assert not self.queue.remove(entry)
+
+    @rule(blocked=blockings)
+    def take(self, blocked: set[str | None]) -> None:
+        able = [each for each in self.waiting if each.kind not in blocked]
+        entry = self.queue.next(blocked)
+        if entry is None:
+            assert not able, "work conserving"
+            return
+        assert entry in able
+        assert entry.priority == max(each.priority for each in able)
+        peers = [each for each in able if (each.priority, each.tenant) == (entry.priority, entry.tenant)]
+        assert entry is min(peers, key=self._rank)
+        self.queue.take(entry)
+        self.waiting.remove(entry)
+
+    def _rank(self, entry: Waiting) -> tuple[float, int]:
+        if self.order is Order.FCFS:
+            return 0.0, entry.number
+        return entry.tokens - self.limits.aging_tokens_per_s * (self.now - entry.arrived_at), entry.number
+
+    @rule(seconds=st.integers(0, 10))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+        expired = self.queue.expire(self.now)
+        due = [each for each in self.waiting if each.deadline <= self.now]
+        assert sorted(map(id, expired)) == sorted(map(id, due))
+        self.waiting = [each for each in self.waiting if each not in expired]
+
+    @invariant()
+    def counts_hold(self) -> None:
+        queue, waiting = self.queue, self.waiting
+        assert (queue.num_waiting, queue.num_tokens) == (len(waiting), sum(each.tokens for each in waiting))
+        assert all(each.is_here for each in waiting)
+        assert queue.num_waiting <= self.limits.max_requests
+        assert queue.num_tokens <= self.limits.max_tokens or queue.num_waiting == 1
+        assert queue.num_kinds == len({each.kind for each in waiting})
+        assert queue.next_deadline == min(
+            (each.deadline for each in waiting if each.deadline < float("inf")), default=None
+        )
+        assert sorted(queue._levels) == sorted({each.priority for each in waiting})
+        for level in queue._levels.values():
+            assert len(level._debtors) <= self.limits.max_debtors
+
+
+TestQueues = Queues.TestCase
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 300), min_size=30, max_size=30), min_size=2, max_size=4),
+    quantum=st.integers(1, 200),
+)
+def test_tenants_that_wait_all_the_time_get_the_same_within_a_quantum(
+    sizes: list[list[int]], quantum: int
+) -> None:
+    queue = WaitingQueue(QueueLimits(quantum_tokens=quantum))
+    for tenant, tokens in enumerate(sizes):
+        for each in tokens:
+            queue.push(Waiting(each, 0.0, str(tenant)))
+    left = Counter({str(tenant): len(tokens) for tenant, tokens in enumerate(sizes)})
+    served: Counter[str] = Counter({str(tenant): 0 for tenant in range(len(sizes))})
+    largest = max(map(max, sizes))
+    while min(left.values()) > 0:
+        entry = queue.next()
+        assert entry is not None
+        assert entry.tenant is not None
+        queue.take(entry)
+        served[entry.tenant] += entry.tokens
+        left[entry.tenant] -= 1
+        # A request cannot be divided: beside the quantum it is the largest that makes the difference.
+        assert max(served.values()) - min(served.values()) <= 2 * quantum + largest

@@ -1,0 +1,145 @@
+"""The whole of it with real workers on virtual time: requests wait, are bound late, are taken back, and end once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.engines.lab import ARGUMENTS, LIMITS, Lab, RunningWorker, is_empty, make_request, sim, until
+
+from kvolt.core.latency import LatencyModel
+from kvolt.core.request import Role, RoutingHints
+from kvolt.engines.sim import SimArguments
+from kvolt.journey.journey import Road
+from kvolt.router.kv_router import KvRouter
+from kvolt.router.policies import ROUTERS
+from kvolt.router.port import RouterContext
+from kvolt.router.queued import QueueRouter, who_decides
+from kvolt.runtime.settings_router import RouterSettings
+from kvolt.runtime.tasks import Crew
+from kvolt.testing import run_virtual
+from kvolt.testing.deltas import Deltas
+
+TOKENS = 10
+ONE_BY_ONE = replace(
+    ARGUMENTS, max_num_seqs=1, latency=LatencyModel(base_s=0.01, prefill_token_s=0.001), block_size=16
+)
+
+
+class Scene:
+    def __init__(self, road: Road, router: QueueRouter, workers: list[RunningWorker], crew: Crew) -> None:
+        self.road = road
+        self.router = router
+        self.workers = workers
+        self.crew = crew
+        self.ends: list[str] = []
+
+    async def ask(self, name: str, prompt: int = 100, **hints: object) -> int:
+        """How many tokens came."""
+        request = replace(make_request(name, tokens=TOKENS, prompt=prompt), routing=RoutingHints(**hints))  # type: ignore[arg-type]
+        async with await Deltas.of(self.road, request, LIMITS) as deltas:
+            count = sum([len(delta.token_ids) async for delta in deltas])
+        self.ends.append(name)
+        return count
+
+    def served_by(self, number: int) -> float:
+        return self.workers[number].worker.metrics._outcomes["finished"]
+
+
+def scene(
+    body: Callable[[Scene], Awaitable[None]], engines: Sequence[SimArguments], settings: RouterSettings
+) -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            workers = [await lab.worker(f"w{number}", sim(each)) for number, each in enumerate(engines)]
+            client = await lab.client(workers[0])
+            await until(lambda: len(client.candidates()) == len(workers))
+            router = ROUTERS["latency"](RouterContext(client, await lab.runtime("router"), 16, settings))
+            assert isinstance(router, QueueRouter)
+            inner = who_decides(router)
+            assert isinstance(inner, KvRouter)
+            crew = Crew("moves", on_error=lab.errors.append)
+            await body(Scene(Road(router, client, crew), router, workers, crew))
+            await until(lambda: len(crew) == 0)
+            assert (router.num_waiting, router.num_unstarted, inner.num_under_way) == (0, 0, 0)
+            await until(lambda: all(is_empty(running.engine) for running in workers))
+            await router.close()
+            await crew.close()
+            assert lab.errors == []
+
+    run_virtual(scenario)
+
+
+def test_what_no_worker_has_room_for_waits_and_is_answered_in_turn() -> None:
+    async def body(here: Scene) -> None:
+        tasks = [asyncio.ensure_future(here.ask(f"r{number}")) for number in range(12)]
+        await asyncio.sleep(0.001)
+        assert here.router.num_waiting == 10
+        most = 0
+        while not all(task.done() for task in tasks):
+            most = max(most, *(running.engine.load().waiting for running in here.workers))
+            await asyncio.sleep(0.005)
+        assert most == 0, "a worker had one more than it could compute"
+        assert {task.result() for task in tasks} == {TOKENS}
+        assert sorted(here.ends) == sorted(f"r{number}" for number in range(12))
+        assert here.ends[0] in ("r0", "r1")
+        assert here.ends[-1] in ("r10", "r11")
+        assert (here.served_by(0), here.served_by(1)) == (6, 6)
+
+    scene(body, [ONE_BY_ONE, ONE_BY_ONE], RouterSettings(saturated_seqs=1.0))
+
+
+def test_a_pinned_request_gets_its_worker_though_others_would_take_it() -> None:
+    async def body(here: Scene) -> None:
+        pinned_to = here.workers[0].worker._instance
+        others = [asyncio.ensure_future(here.ask(f"r{number}")) for number in range(6)]
+        await asyncio.sleep(0.001)
+        pinned = asyncio.ensure_future(here.ask("pinned", pins={Role.AGGREGATED: pinned_to}))
+        await asyncio.gather(*others, pinned)
+        assert pinned.result() == TOKENS
+        assert here.served_by(0) + here.served_by(1) == 7
+
+    scene(body, [ONE_BY_ONE, ONE_BY_ONE], RouterSettings(saturated_seqs=1.0))
+
+
+@pytest.mark.parametrize("moves", [0, 2])
+def test_what_waits_at_a_worker_that_is_slower_than_it_says_is_taken_back(moves: int) -> None:
+    """Both are told to be alike; one takes twenty times as long."""
+
+    async def body(here: Scene) -> None:
+        tasks = [asyncio.ensure_future(here.ask(f"r{number}")) for number in range(8)]
+        await asyncio.gather(*tasks)
+        assert {task.result() for task in tasks} == {TOKENS}
+        stats = here.road.stats
+        assert not stats.retries, "to be moved is no failure"
+        slow, fast = here.served_by(0), here.served_by(1)
+        assert slow + fast == 8
+        assert here.workers[0].worker.metrics._outcomes["withdrawn"] == stats.num_moves
+        if moves:
+            assert stats.num_moves >= 2
+            assert fast > slow
+            assert here.router.stats.num_moves >= stats.num_moves
+        else:
+            assert (stats.num_moves, slow, fast) == (0, 4, 4)
+
+    settings = RouterSettings(
+        saturated_seqs=100.0, saturated_batches=1000.0, take_back_moves=moves, correct_times=False
+    )
+    scene(body, [replace(ONE_BY_ONE, speed=0.05), ONE_BY_ONE], settings)
+
+
+def test_without_a_queue_requests_are_sent_all_the_same() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            worker = await lab.worker("w0")
+            client = await lab.client(worker)
+            for name in ("latency", "classic"):
+                context = RouterContext(client, await lab.runtime(name), 16, RouterSettings(queue=False))
+                router = ROUTERS[name](context)
+                assert isinstance(router, KvRouter)
+                assert who_decides(router) is router
+                await router.close()
+
+    run_virtual(scenario)
