@@ -8,11 +8,12 @@ virtual: the machine may be busy with other things, which only makes it slower.
 
 Cluster: 8 workers, blocks of 64 tokens, 16,384 each, the timing of Dynamo's mocker. Workloads: Mooncake's conversation
 trace from the folder that KVOLT_TRACES names (`kvolt trace sources`; else as many chats of the project's own recipe,
-and the table says so), and `agents`, long chats with quick turns (`gains_runs`), where most of a prompt was there
-before.
+and the table says so), and `agents`, long chats whose quick turns bring files along (`gains_runs`), where most of a
+prompt was there before.
 
-Load: saturation is the highest rate at which round-robin still follows, found by bisection to 3 % on 6,000 requests:
-first tokens come at 95 % or more of the rate at which requests do. Loads are shares of that rate, the same for all.
+Load: saturation is the highest rate at which round-robin still follows, found by bisection to 3 % on 6,000 requests
+(agents: 4,000): first tokens come at 95 % or more of the rate at which requests do. Loads are shares of that rate, the
+same for all.
 
 Seed: for the trace, which stretch of it is taken (1,600 requests in a row, the first 400 of which fill the caches and
 are not measured) and every draw of the network and the router; for agents all of it. The stretches overlap, each
@@ -87,15 +88,15 @@ class Plan(msgspec.Struct, frozen=True):
 
 _FULL = Plan(
     20,
-    (Search(MOONCAKE, 6000, 18.0, 24.0), Search(AGENTS, 6000, 30.0, 45.0)),
+    (Search(MOONCAKE, 6000, 18.0, 24.0), Search(AGENTS, 4000, 16.0, 30.0)),
     (1600, 400),
-    (1200, 400),
+    (1500, 700),
     (1.0, 0.5, 2.0, 4.0),
     0,
 )
 _QUICK = Plan(
     3,
-    (Search(MOONCAKE, 600, 18.0, 24.0, 0.5), Search(AGENTS, 600, 30.0, 45.0, 0.5)),
+    (Search(MOONCAKE, 600, 18.0, 24.0, 0.5), Search(AGENTS, 600, 16.0, 30.0, 0.5)),
     (300, 100),
     (300, 100),
     (1.0, 2.0),
@@ -119,7 +120,7 @@ def main() -> None:
         print("stopped: the same command goes on from here", file=sys.stderr)
         sys.exit(130)
     reuse = {
-        workload: [seen_before(point) for point in _one_of_each_seed(points, workload)]
+        workload: [seen_before(point) for point in _one_of_each_trace(points, workload)]
         for workload in (MOONCAKE, AGENTS)
     }
     trace = "Mooncake's conversation trace" if mooncake() else "no public trace: chats of the project's own"
@@ -166,8 +167,9 @@ def _points(plan: Plan, saturations: dict[str, Found]) -> list[Point]:
     return points
 
 
-def _one_of_each_seed(points: Sequence[Point], workload: str) -> list[Point]:
-    return list({point.seed: point for point in points if point.workload == workload}.values())
+def _one_of_each_trace(points: Sequence[Point], workload: str) -> list[Point]:
+    mine = (point for point in points if point.workload == workload)
+    return list({(point.seed, point.rate_per_s): point for point in mine}.values())
 
 
 def _solved(points: Sequence[Point], kept: KeptRows[Row], num_processes: int) -> list[Row]:

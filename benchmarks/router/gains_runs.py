@@ -1,8 +1,9 @@
 """One run of the twin for a study of routers: which workload, at which rate, with which router and seed, to figures.
 
 Two workloads. `mooncake` is a stretch of the conversation trace: the seed says where it begins. `agents` are long chats
-with quick turns, in which nearly all of a prompt was there before; the seed makes all of it. Both come as fast as the
-rate says. The first part of a run fills the caches and is not measured.
+with quick turns that bring whole files along, in which most of a prompt was there before; the seed makes all of it.
+Both come as fast as the rate says (agents once the first of them have come to their later turns). The first part of a
+run fills the caches and is not measured.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _TRACE = "mooncake-conversation"
 
 _AGENTS = Recipe(
     system_prompts=8,
-    system=Lognormal(median=8192, sigma=0.3, max=16_384),
-    turns=6.0,
-    question=Lognormal(median=1024, sigma=0.8, max=8192),
+    system=Lognormal(median=4096, sigma=0.3, max=8192),
+    turns=8.0,
+    question=Lognormal(median=3072, sigma=0.8, max=16_384),
     answer=Lognormal(median=64, sigma=0.6, max=512),
     think_s=1.0,
     token_s=0.02,

@@ -33,8 +33,8 @@ from kvolt.bench.traces import Recipe, make_trace
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim import SimArguments
 from kvolt.router.exact import ExactRouter
-from kvolt.router.index import DEFAULT_MAX_BYTES
 from kvolt.router.queued import who_decides
+from kvolt.runtime.settings_router import RouterSettings
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.replay import TwinRun, new_tally
 from kvolt.twin.trouble import Trouble
@@ -45,6 +45,8 @@ RECIPE = Recipe(seed=6, block_size=_BLOCK_SIZE)
 """Chats of three turns: system prompts of about 1,000 tokens, questions and answers of some 250, 15 s to think."""
 CALM, TROUBLED = "undisturbed", "disturbed"
 GOAL_POINTS = 2.0
+INDEX_BYTES = 16 << 20
+"""The router's cap: a few times what the workers hold."""
 _LOOKS_PER_MINUTE = 6
 _MIB = 1 << 20
 
@@ -153,6 +155,7 @@ def solve(plan: Plan) -> Soaked:
     settings = TwinSettings(
         num_workers=plan.num_workers,
         router="latency",
+        routing=RouterSettings(index_max_bytes=INDEX_BYTES),
         engine=SimArguments(
             preset="dynamo-mocker", block_size=_BLOCK_SIZE, kv_blocks=plan.kv_blocks, context_length=65_536
         ),
@@ -211,7 +214,7 @@ def report(calm: Soaked, troubled: Soaked) -> str:
         )
         goals += [
             goal(f"{run.plan.name}: index flat", growth(index) <= GOAL_FLAT, f"x{growth(index):.3f}"),
-            goal(f"{run.plan.name}: index under its cap", max(index) <= DEFAULT_MAX_BYTES, f"{max(index):,}"),
+            goal(f"{run.plan.name}: index under its cap", max(index) <= INDEX_BYTES, f"{max(index):,}"),
             goal(
                 f"{run.plan.name}: process flat",
                 growth(resident) <= GOAL_RESIDENT,

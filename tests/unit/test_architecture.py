@@ -62,6 +62,8 @@ PURE = [
             "place",
             "posted",
             "prices",
+            "queue",
+            "queue_stats",
             "roster",
             "shadow",
         )

@@ -76,7 +76,8 @@ class KvRouter:
         return None if choice.is_saturated else choice.predicted_s
 
     def queue_s(self, decision: Decision) -> float:
-        """Until the prompts are computed that were sent to its place, this and later ones included."""
+        """Until the prompts are computed that were sent to its place, this and later ones included; once that time is
+        over, what they were to take."""
         return self.selector.queue_s(decision.booking)
 
     def begun(self, decision: Decision, cached_tokens: int | None) -> None:

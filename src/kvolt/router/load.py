@@ -66,10 +66,13 @@ class LoadBook:
         self.decoding = np.zeros(_FIRST_ROWS)
         self.context_tokens = np.zeros(_FIRST_ROWS)
         """Of the requests that decode."""
-        self._coming_blocks = np.zeros(_FIRST_ROWS)
-        """New ones of prompts that are not computed yet: a worker that reports does not have them in it."""
-        self._used_blocks = np.zeros(_FIRST_ROWS)
+        self.used_blocks = np.zeros(_FIRST_ROWS)
+        """In use now or soon, by the worker's own word where it has given it: requests that share blocks hold fewer
+        together than they do one by one."""
+        self._reported_used = np.zeros(_FIRST_ROWS)
         self._has_reported = np.zeros(_FIRST_ROWS)
+        self._coming_blocks = np.zeros(_FIRST_ROWS)
+        """New ones of prompts that are not computed yet, which are not in a report yet."""
         self.idle_at = np.zeros(_FIRST_ROWS)
         self._pending_s = np.zeros(_FIRST_ROWS)
         self.others_idle_at = np.zeros(_FIRST_ROWS)
@@ -123,8 +126,8 @@ class LoadBook:
         self._bookings[ticket] = booking
         self.prefill_tokens[row] += prefill_tokens
         self.blocks[row] += blocks
-        self._coming_blocks[row] += booking.new_blocks
         self.requests[row] += 1
+        self._come(row, booking.new_blocks)
         return ticket
 
     def begin(self, ticket: int, now: float) -> Booking | None:
@@ -135,7 +138,7 @@ class LoadBook:
         booking.has_begun = True
         row = booking.row
         self.prefill_tokens[row] -= booking.prefill_tokens
-        self._coming_blocks[row] -= booking.new_blocks
+        self._come(row, -booking.new_blocks)
         self.decoding[row] += 1
         self.context_tokens[row] += booking.prompt_tokens
         self.idle_at[row] = now + self._left_s(booking)
@@ -157,7 +160,18 @@ class LoadBook:
             self._coming_blocks[row] -= booking.new_blocks
             without_s = max(float(self.idle_at[row]) - booking.prefill_s, now)
             self.idle_at[row] = min(without_s, now + self._left_s(booking))
+        self._come(row, 0.0)
         return booking
+
+    def _come(self, row: int, new_blocks: float) -> None:
+        """So many more are on their way there; after whatever changes the other figures that are summed up here."""
+        self._coming_blocks[row] += new_blocks
+        if self.requests[row] < _LEAST_REQUESTS:  # whatever was the last that was heard
+            self.used_blocks[row] = 0.0
+        elif self._has_reported[row]:
+            self.used_blocks[row] = self._reported_used[row] + self._coming_blocks[row]
+        else:
+            self.used_blocks[row] = self.blocks[row]
 
     def _left_s(self, booking: Booking) -> float:
         """What the prompts take that are not computed, now that this one is none of them any more."""
@@ -171,17 +185,16 @@ class LoadBook:
         own = np.maximum(self.idle_at[rows] - now, 0.0)
         return own + np.maximum(self.others_idle_at[rows] - now, 0.0)
 
+    def left_s(self, row: int, now: float) -> float:
+        """Until the prompts are computed that we sent there; once that time is over, what they were to take."""
+        left_s = float(self.idle_at[row]) - now
+        return left_s if left_s > 0.0 else max(float(self._pending_s[row]), 0.0)
+
     def has_own(self, rows: Rows | slice) -> npt.NDArray[np.bool_]:
         """Where anything is of our own sending."""
         others = np.maximum(self._told_requests[rows], self._reported_requests[rows])
         has: npt.NDArray[np.bool_] = self.requests[rows] - others >= _LEAST_REQUESTS
         return has
-
-    def used_blocks(self, rows: Rows) -> Floats:
-        """In use there now or soon, by the worker's own word where it has given it: requests that share blocks hold
-        fewer together than they do one by one."""
-        reported = self._used_blocks[rows] + self._coming_blocks[rows]
-        return np.where(self._has_reported[rows] > 0, reported, self.blocks[rows])
 
     def on_report(self, row: int, load: WorkerLoad) -> None:
         """What a worker is busy with; what is there beyond our own is others'."""
@@ -192,7 +205,7 @@ class LoadBook:
         blocks = max(load.kv_used_blocks - own_blocks, 0.0) if requests else 0.0
         self._count_others(row, -1.0)
         self._reported_requests[row], self._reported_blocks[row] = requests, blocks
-        self._used_blocks[row], self._has_reported[row] = load.kv_used_blocks, 1.0
+        self._reported_used[row], self._has_reported[row] = load.kv_used_blocks, 1.0
         self._count_others(row, 1.0)
 
     def set_others(self, row: int, told: PlaceBookings, now: float) -> None:
@@ -231,6 +244,7 @@ class LoadBook:
         self.prefill_tokens[row] += sign * self._told_prefill_tokens[row]
         self.blocks[row] += sign * self._others_blocks(row)
         self.context_tokens[row] += sign * self._told_context_tokens[row]
+        self._come(row, 0.0)
 
     def _others_requests(self, row: int) -> float:
         return max(float(self._told_requests[row]), float(self._reported_requests[row]))

@@ -12,7 +12,11 @@ from kvolt.runtime.settings_router import RouterSettings
 
 
 def latency_of(settings: RouterSettings) -> Policy:
-    return latency(LatencyWeights(settings.others_weight, settings.room_weight, settings.affinity_s))
+    return latency(
+        LatencyWeights(
+            settings.others_weight, settings.room_weight, settings.affinity_s, settings.waiting_weight
+        )
+    )
 
 
 def classic_of(settings: RouterSettings) -> Policy:

@@ -91,12 +91,15 @@ def classic(weights: ClassicWeights | None = None) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class LatencyWeights:
-    others: float = 0.01
+    others: float = 0.005
     """What a second of somebody else's counts beside a second of this request's."""
     room: float = 1.0
     """What a second counts of waiting for room in a worker's cache."""
     affinity: float = 0.01
     """Seconds that who served the session last is favoured by."""
+    waiting: float = 0.3
+    """What a second of the prompt counts for each that waits there already. They come before it; but as many will come
+    behind it, and the longer the queues are the more it matters that a prompt is computed where less is left of it."""
 
 
 def latency(weights: LatencyWeights | None = None) -> Policy:
@@ -110,7 +113,8 @@ def latency(weights: LatencyWeights | None = None) -> Policy:
         # While it waits for its turn room may be made.
         own = np.maximum(workers.queue_s, room * workers.room_s) + workers.prefill_s
         others = workers.decoding * (workers.prefill_s + workers.slowdown_s)
-        return own + others_weight * others - affinity * workers.affinity
+        later = np.maximum(workers.requests - workers.decoding, 0.0) * workers.prefill_s
+        return own + others_weight * others + weighed.waiting * later - affinity * workers.affinity
 
     return cost
 
@@ -129,9 +133,9 @@ def pick(costs: Floats, rng: random.Random, temperature: float = 0.0) -> int:
 
     Costs are put between 0 and 1 first, so that a temperature means the same whatever a policy counts.
     """
-    least = float(costs.min())
+    least = float(costs[costs.argmin()])  # `min`, at half its cost
     if temperature <= 0.0:
-        (best,) = np.nonzero(costs == least)
+        (best,) = (costs == least).nonzero()
         return int(best[rng.randrange(len(best)) if len(best) > 1 else 0])
     spread = float(costs.max()) - least
     if not spread or not math.isfinite(spread):

@@ -50,7 +50,8 @@ class LateRouter(Router, Protocol):
         ...
 
     def queue_s(self, decision: Decision) -> float:
-        """Until the prompts are computed that were sent to its place, this and later ones included."""
+        """Until the prompts are computed that were sent to its place, this and later ones included; once that time is
+        over, what they were to take."""
         ...
 
 

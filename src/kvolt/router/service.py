@@ -55,6 +55,7 @@ _SYNC_S = 0.5
 _PATIENCE_S = 0.3
 """A question that is not decided by then is told to wait, and again: so silence means that there is no router."""
 
+_decode_question = msgspec.msgpack.Decoder(RouteQuestion).decode
 _decode_word = msgspec.msgpack.Decoder(Attach | News).decode
 
 
@@ -65,6 +66,8 @@ class Component:
     client: EndpointClient
     router: Router
     block_size: int
+    is_synced: bool = False
+    """Discovery has told of its workers, or had its time to."""
     num_decisions: int = 0
 
     async def close(self) -> None:
@@ -194,7 +197,7 @@ class RouterService:
         server.add(SESSION_ENDPOINT, InstanceId(""), self._on_word)
         explain = server.generator(self._explain, decoder(RouteQuestion))
         server.add(EXPLAIN_ENDPOINT, InstanceId(""), explain)
-        return await self._runtime.serve(self._endpoint, self._serve, RouteQuestion)
+        return await self._runtime.serve_streams(self._endpoint, self._on_question)
 
     async def close(self) -> None:
         await self._runtime.withdraw(self._endpoint)
@@ -245,6 +248,35 @@ class RouterService:
 
     # --- questions
 
+    def _on_question(self, stream: IncomingStream) -> None:
+        """Nearly every question can be answered at once: then without a task of its own."""
+        question: RouteQuestion = stream.decode_body(_decode_question)
+        answer = self._answer_now(question)
+        if answer is None:
+            self._runtime.server.generator(self._serve, lambda body: question)(stream)
+        else:
+            stream.send(answer)
+            stream.end()
+
+    def _answer_now(self, question: RouteQuestion) -> RouteAnswer | None:
+        """None where something has to be waited for."""
+        component = self.components.pop(question.endpoint, None)
+        if component is None:
+            return None
+        self.components[question.endpoint] = component  # asked about the latest
+        router = component.router
+        if not isinstance(router, QueueRouter) or not component.is_synced:
+            return None
+        if question.request.routing.query_only:
+            return None
+        try:
+            session = self._session_of(question)
+            self._check(question, component)
+            decision = router.route_now(question.whole_request(), frozenset(question.excluded))
+        except KvoltError as error:
+            return self._refused(error)
+        return None if decision is None else self._decided(question, session, component, decision)
+
     async def _serve(self, question: RouteQuestion) -> AsyncIterator[RouteAnswer]:
         try:
             session = self._session_of(question)
@@ -252,24 +284,30 @@ class RouterService:
             request, excluded = question.whole_request(), frozenset(question.excluded)
             router = component.router
             if isinstance(router, QueueRouter) and not request.routing.query_only:
-                decision = router.route_now(request, excluded)
-                if decision is None:
-                    async with _Patience(self._waiting, router, request, excluded) as patience:
-                        while not await patience.wait():
-                            yield RouteAnswer(waits=True)
-                        decision = patience.take()
+                async with _Patience(self._waiting, router, request, excluded) as patience:
+                    while not await patience.wait():
+                        yield RouteAnswer(waits=True)
+                    decision = patience.take()
             else:
                 decision = await router.route(request, excluded)
         except KvoltError as error:
-            self.num_refused += 1
-            yield RouteAnswer(refused=to_info(error))
+            yield self._refused(error)
             return
+        yield self._decided(question, session, component, decision)
+
+    def _decided(
+        self, question: RouteQuestion, session: Session | None, component: Component, decision: Decision
+    ) -> RouteAnswer:
         component.num_decisions += 1
-        if session is None or request.routing.query_only:
-            router.free(decision, None)
+        if session is None or question.request.routing.query_only:
+            component.router.free(decision, None)
         else:
-            session.hold(question.ticket, router, decision)
-        yield answer_of(decision)
+            session.hold(question.ticket, component.router, decision)
+        return answer_of(decision)
+
+    def _refused(self, error: KvoltError) -> RouteAnswer:
+        self.num_refused += 1
+        return RouteAnswer(refused=to_info(error))
 
     async def _explain(self, question: RouteQuestion) -> AsyncIterator[Explanation]:
         component = await self._component(question)
@@ -295,6 +333,12 @@ class RouterService:
             component = await self._open(question)
         else:
             self.components[question.endpoint] = component
+        self._check(question, component)
+        await component.client.wait_synced(_SYNC_S)
+        component.is_synced = True
+        return component
+
+    def _check(self, question: RouteQuestion, component: Component) -> None:
         if question.block_size and component.block_size and question.block_size != component.block_size:
             raise Unavailable(
                 f"blocks of {question.endpoint} have {component.block_size} tokens here and "
@@ -302,8 +346,6 @@ class RouterService:
                 endpoint=question.endpoint,
                 reason="block_size",
             )
-        await component.client.wait_synced(_SYNC_S)
-        return component
 
     async def _open(self, question: RouteQuestion) -> Component:
         endpoint = question.endpoint

@@ -32,7 +32,9 @@ _MOST_LOOKED_AT = 8
 _SHARE = 0.5
 """Of the time that it would still take where it is, what must be gained at least."""
 _LATE = 2.0
-"""So many times what was foreseen, without a token, and the worker's queue is taken to be stuck."""
+"""So many times what was foreseen, without a token, and one that is alone there is taken to be stuck."""
+_SLOWEST = 3.0
+"""By how much a worker may be slower than foreseen, as far as one request shows."""
 
 
 class Movable(Protocol):
@@ -71,6 +73,31 @@ class _Sent:
         return (self.decision.predicted_ms or 0.0) / 1e3
 
 
+class _Queue:
+    """Those that one place has and has not begun, the last one last."""
+
+    __slots__ = ("num_asked", "sent")
+
+    def __init__(self) -> None:
+        self.sent: OrderedDict[int, _Sent] = OrderedDict()
+        """By booking."""
+        self.num_asked = 0
+        """Of these, they are as good as gone."""
+
+    @property
+    def first(self) -> _Sent:
+        return next(iter(self.sent.values()))
+
+    def pop(self, booking: int) -> None:
+        sent = self.sent.pop(booking, None)
+        if sent is not None:
+            self.num_asked -= sent.is_asked
+
+    def ask(self, sent: _Sent) -> None:
+        sent.is_asked = True
+        self.num_asked += 1
+
+
 class TakeBack:
     """See the module."""
 
@@ -79,12 +106,12 @@ class TakeBack:
         self._now = now
         self._options = options
         self._looked_at = float("-inf")
-        self._places: dict[Place, OrderedDict[int, _Sent]] = {}
-        """Where something has not begun: by booking, the last one last."""
+        self._places: dict[Place, _Queue] = {}
+        """Where something has not begun."""
 
     @property
     def num_unstarted(self) -> int:
-        return sum(map(len, self._places.values()))
+        return sum(len(queue.sent) for queue in self._places.values())
 
     def sent(self, decision: Decision, request: Request, excluded: frozenset[InstanceId]) -> None:
         self._add(_Sent(decision, request, excluded, self._now(), 0))
@@ -93,8 +120,10 @@ class TakeBack:
         """It has begun, or is over. Not an error for one that is not here."""
         place = _place(decision)
         queue = self._places.get(place)
-        if queue is not None and queue.pop(decision.booking, None) is not None and not queue:
-            del self._places[place]
+        if queue is not None:
+            queue.pop(decision.booking)
+            if not queue.sent:
+                del self._places[place]
 
     def is_due(self, now: float) -> bool:
         """Whether it is time for another look, and there is anything to look at."""
@@ -115,52 +144,53 @@ class TakeBack:
 
     def _add(self, sent: _Sent) -> None:
         if self._options.max_moves:
-            self._places.setdefault(_place(sent.decision), OrderedDict())[sent.decision.booking] = sent
+            queue = self._places.setdefault(_place(sent.decision), _Queue())
+            queue.sent[sent.decision.booking] = sent
 
     def _move_one(self, now: float) -> bool:
         waits = [(self._stay_s(queue, now), place) for place, queue in self._places.items()]
         stay_s, place = max(waits, default=(0.0, None))
         if place is None or stay_s < self._options.min_gain_s:
             return False
-        sent = self._last_movable(self._places[place])
-        return sent is not None and self._move(sent, stay_s, now)
+        queue = self._places[place]
+        sent = self._last_movable(queue)
+        return sent is not None and self._move(queue, sent, stay_s, now)
 
-    def _stay_s(self, queue: OrderedDict[int, _Sent], now: float) -> float:
-        """Until the last one begins, if it stays."""
-        first = next(iter(queue.values()))
+    def _stay_s(self, queue: _Queue, now: float) -> float:
+        """Until the last one begins that was not asked for, if it stays."""
+        first = queue.first
         late_s = now - first.at
-        if late_s < max(_LATE * first.foreseen_s, self._options.min_gain_s):
-            late_s = 0.0
-        if len(queue) == 1:  # it is being computed, unless it is late
-            return late_s
-        return max(self._router.queue_s(first.decision), late_s)
+        if len(queue.sent) == 1:  # it is being computed, unless it is late
+            return late_s if late_s >= max(_LATE * first.foreseen_s, self._options.min_gain_s) else 0.0
+        slower = min(max(late_s / max(first.foreseen_s, self._options.min_gain_s), 1.0), _SLOWEST)
+        left = 1.0 - queue.num_asked / len(queue.sent)
+        return slower * left * self._router.queue_s(first.decision)
 
-    def _last_movable(self, queue: OrderedDict[int, _Sent]) -> _Sent | None:
-        for _, sent in zip(range(_MOST_LOOKED_AT), reversed(queue.values()), strict=False):
+    def _last_movable(self, queue: _Queue) -> _Sent | None:
+        for _, sent in zip(range(_MOST_LOOKED_AT), reversed(queue.sent.values()), strict=False):
             recall = sent.decision.recall
             is_pinned = Role.AGGREGATED in sent.request.routing.pins
-            if recall is not None and recall.move is not None and not (sent.is_asked or is_pinned):
+            is_free = sent.num_moves < self._options.max_moves and not (sent.is_asked or is_pinned)
+            if is_free and recall is not None and recall.move is not None:
                 return sent
         return None
 
-    def _move(self, sent: _Sent, stay_s: float, now: float) -> bool:
-        sent.is_asked = True
-        if sent.num_moves >= self._options.max_moves:
-            return True  # looked at, and not again: another may be asked in its place
+    def _move(self, queue: _Queue, sent: _Sent, stay_s: float, now: float) -> bool:
         excluded = sent.excluded | {sent.decision.instance.id}
         try:
             go_s = self._router.foresee_s(sent.request, excluded)
             if go_s is None or stay_s - go_s < max(self._options.min_gain_s, _SHARE * stay_s):
-                sent.is_asked = False
                 return False
             decision = self._router.try_route(sent.request, excluded)
         except KvoltError:  # nobody else could take it
+            queue.ask(sent)
             return False
         recall = sent.decision.recall
         if decision is None or recall is None or recall.move is None:
             return False
         decision = msgspec.structs.replace(decision, recall=Recall())
         self._add(_Sent(decision, sent.request, sent.excluded, now, sent.num_moves + 1))
+        queue.ask(sent)
         if recall.move(decision):
             return True
         self.forget(decision)

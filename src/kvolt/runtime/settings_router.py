@@ -83,7 +83,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             description="Of `latency`: what a second of those that decode at a worker counts beside the request's own."
         ),
-    ] = 0.01
+    ] = 0.005
+    waiting_weight: Annotated[
+        _Weight,
+        Meta(
+            description="Of `latency`: what a second of the prompt counts for each request that waits at a worker."
+        ),
+    ] = 0.3
     room_weight: Annotated[
         _Weight,
         Meta(description="Of `latency`: what a second counts of waiting for room in a worker's cache."),

@@ -28,6 +28,8 @@ from kvolt.frontend.merged_metrics import (
 from kvolt.frontend.metrics import FrontendMetrics
 from kvolt.frontend.models_metrics import ModelsCollector
 from kvolt.router.metrics import LinkCollector
+from kvolt.router.queue_metrics import queue_families
+from kvolt.router.queued import QueueRouter
 from kvolt.router.remote import LinkStats
 from kvolt.runtime.connections import tcp_plane
 from kvolt.runtime.metrics import Metrics
@@ -149,6 +151,8 @@ class _Idle(Collector):
         yield from FrontendMetrics(PREFIX).collect()
         yield from ModelsCollector(no_models, PREFIX).collect()
         yield from LinkCollector(link).collect()
+        inner: Any = SimpleNamespace()
+        yield from queue_families([("e", QueueRouter(inner, lambda: 0.0))])
         yield from PlaneCollector(tcp_plane(SocketNetwork())("p", lambda stream: None)).collect()
 
 

@@ -166,3 +166,20 @@ def test_a_report_and_another_routers_word_are_the_same_requests() -> None:
     book.on_report(row, WorkerLoad())
     book.set_others(row, told(0), 0.0)
     assert book.requests[row] == 0
+
+
+def test_what_is_in_use_is_the_workers_word_and_what_is_on_its_way() -> None:
+    book = LoadBook()
+    row = book.add_row()
+    first = book.book(row, 100, 50, 10.0, 1.0, 0.0)
+    assert book.used_blocks[row] == 10.0, "nothing was heard of it"
+    book.on_report(row, WorkerLoad(running=1, kv_used_blocks=7))
+    assert book.used_blocks[row] == 7.0 + 5.0, "half of its prompt is there"
+    book.begin(first, 1.0)
+    assert book.used_blocks[row] == 7.0
+    second = book.book(row, 100, 100, 20.0, 1.0, 1.0)
+    assert book.used_blocks[row] == 27.0
+    book.free(second, 2.0)
+    assert book.used_blocks[row] == 7.0
+    book.free(first, 3.0)
+    assert book.used_blocks[row] == 0.0, "whatever was heard last: nobody is there"

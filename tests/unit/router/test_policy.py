@@ -52,6 +52,13 @@ def test_latency_minds_those_who_decode_there() -> None:
     assert latency(LatencyWeights(others=0.0))(ASKED, seen).tolist() == [0.2, 0.2]
 
 
+def test_latency_sends_less_work_to_where_more_wait() -> None:
+    asked = workers(queue_s=[1.0, 1.2], prefill_s=[0.5, 0.4], requests=[8, 8], decoding=[2, 2])
+    assert best(latency()(ASKED, asked)) == 1, "less is left of it there, and many wait"
+    few = workers(queue_s=[1.0, 1.2], prefill_s=[0.5, 0.4], requests=[2, 2], decoding=[2, 2])
+    assert best(latency()(ASKED, few)) == 0
+
+
 def test_latency_avoids_a_cache_that_would_overflow() -> None:
     seen = workers(prefill_s=[0.1, 0.3], room_s=[1.0, 0.0])
     assert best(latency()(ASKED, seen)) == 1

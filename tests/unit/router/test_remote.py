@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from kvolt.router.least_loaded import LeastLoadedRouter
 from kvolt.router.policies import ROUTERS, NewRouter
 from kvolt.router.port import Decision, RoundRobinRouter, Router, RouterContext
 from kvolt.router.queued import QueueOptions, QueueRouter, who_decides
-from kvolt.router.remote import RemoteRouter, RouterLink
+from kvolt.router.remote import Asked, RemoteRouter, RouterLink
 from kvolt.router.service import RouterService
 from kvolt.router.service_messages import (
     SESSION_ENDPOINT,
@@ -675,5 +676,72 @@ def test_a_closed_service_holds_nothing() -> None:
         await service.close()
         assert (service.num_held, len(service.sessions), len(service.components)) == (0, 0, 0)
         assert router.num_under_way == 0
+
+    scene(body)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_breaks_in_the_end_only_what_is_under_way_is_booked(seed: int) -> None:
+    """Three frontends ask, begin, free and give up at random while the way to the router is cut and healed, briefly
+    or until the connection is lost, and the router is killed and replaced."""
+
+    async def body(here: Scene) -> None:
+        rng = random.Random(seed)
+        services = [await here.start_router(latency, "router-0")]
+        edges = [await here.start_edge(f"edge-{number}") for number in range(3)]
+        under_way: list[tuple[Edge, Decision]] = []
+        asking = Crew("asking", on_error=lambda error: None)
+
+        async def ask(edge: Edge, patience_s: float) -> None:
+            try:
+                async with asyncio.timeout(patience_s):
+                    decision = await edge.router.route(make_request())
+            except TimeoutError:
+                return
+            under_way.append((edge, decision))
+
+        async def heal(name: str, router: str, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            here.lab.network.heal(name, router)
+
+        for _ in range(150):
+            edge = rng.choice(edges)
+            move = rng.random()
+            if move < 0.5:
+                asking.start(ask(edge, rng.choice([0.0005, 0.0011, 0.01, 5.0])), "ask")
+            elif move < 0.8 and under_way:
+                edge, decision = under_way.pop(rng.randrange(len(under_way)))
+                if rng.random() < 0.5:
+                    edge.router.begun(decision, None)
+                edge.router.free(decision, None)
+            elif move < 0.9:
+                name, router = f"edge-{edges.index(edge)}", services[-1]._runtime.options.name
+                here.lab.network.partition(name, router)
+                asking.start(heal(name, router, rng.choice([0.2, 1.5, 8.0])), "heal")
+            elif move < 0.93:
+                await services[-1]._runtime.abort()
+                services.append(await here.start_router(latency, f"router-{len(services)}"))
+            await asyncio.sleep(rng.choice([0.0, 0.0003, 0.002, 0.05, 1.0]))
+        await asking.drain()
+        await asyncio.sleep(20.0)
+
+        for edge in edges:
+            mine = [decision for each, decision in under_way if each is edge]
+            assert edge.router.num_under_way == len(mine)
+        held = [
+            booked
+            for edge, decision in under_way
+            if isinstance(booked := edge.router._booked[decision.booking], Asked) and booked.session.is_open
+        ]
+        service = services[-1]
+        assert service.num_held == len(held)
+        if service.components:
+            assert inner_of(service).num_under_way == len(held)
+        while under_way:
+            edge, decision = under_way.pop()
+            edge.router.free(decision, None)
+        await asyncio.sleep(1.0)
+        assert service.num_held == 0
+        assert not any(edge.router.num_under_way for edge in edges)
 
     scene(body)

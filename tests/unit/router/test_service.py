@@ -18,6 +18,7 @@ from kvolt.core.errors import ConfigError, KvoltError, Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.metrics import LinkCollector, RouterCollector
+from kvolt.router.policies import ROUTERS
 from kvolt.router.port import Decision, RoundRobinRouter
 from kvolt.router.remote import RemoteRouter, RouterLink
 from kvolt.router.service import RouterService
@@ -258,12 +259,13 @@ def test_all_ask_the_same_router_and_the_next_one_when_it_is_gone() -> None:
     run_virtual(scenario)
 
 
-def test_what_is_watched_is_bounded_and_nonsense_is_refused() -> None:
+@pytest.mark.parametrize("router", ["round-robin", "latency"])
+def test_what_is_watched_is_bounded_and_nonsense_is_refused(router: str) -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             workers = [await lab.worker("w0")]
             runtime = await lab.runtime("router")
-            service = RouterService(runtime, NAMESPACE, max_components=3)
+            service = RouterService(runtime, NAMESPACE, ROUTERS[router], max_components=3)
             await service.start()
             edge = await start_edge(lab, "edge", workers)
             await edge.turns(1)
