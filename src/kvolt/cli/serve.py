@@ -88,6 +88,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 def serve(given: Settings, quiet: bool = False, interactive: bool = False) -> int:
     """All processes of these settings, until they are told to stop; the exit code."""
     check_shared(given)
+    _check_router(given)
 
     async def main() -> int:
         await check_directory(given)
@@ -108,6 +109,15 @@ def serve(given: Settings, quiet: bool = False, interactive: bool = False) -> in
             return await _Serve(settings, specs, folder, quiet, chat, group).run()
 
     return run_loop(main)
+
+
+def _check_router(settings: Settings) -> None:
+    """ConfigError for a policy of one's own that does not work, before anything is started."""
+    if ":" in settings.frontend.router or settings.router.shadow is not None:
+        # Not at the top: it is of no use in the process that supervises.
+        from kvolt.router.policies import find_router
+
+        find_router(settings.frontend.router, settings.router)
 
 
 def check_shared(settings: Settings) -> None:

@@ -20,13 +20,13 @@ _Text = Annotated[str, Meta(min_length=1)]
 _Bytes = Annotated[int, Meta(ge=64 * 1024, le=1 << 40)]
 
 ROUTER_NAMES = (
+    "latency",
+    "classic",
     "round-robin",
     "least-loaded",
     "power-of-two",
     "random",
     "direct",
-    "latency",
-    "classic",
 )
 """The first is the default."""
 

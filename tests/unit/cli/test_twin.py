@@ -26,7 +26,7 @@ def test_the_small_trace_on_one_page(capsys: pytest.CaptureFixture[str]) -> None
         "goodput",
         "time to first token",
         "whole answer",
-        "2, 1 GPU each, round-robin",
+        "2, 1 GPU each, latency",
         "GPU-seconds",
         "hit rate, device",
         "workers busy",

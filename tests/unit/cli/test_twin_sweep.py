@@ -168,7 +168,7 @@ def test_a_point_that_fails_is_told_and_the_others_count(
         (["--axis", "worker=1"], "did you mean 'workers'"),
         (["--axis", "workers=0,1"], "no cluster has workers=0"),
         (["--axis", "block_size=big"], "block_size"),
-        (["--axis", "router=best"], "known: round-robin, least-loaded"),
+        (["--axis", "router=best"], "known: latency, classic"),
         (["--axis", "kv_blocks="], "kv_blocks"),
         (["--axes", "/no/such/file"], "cannot read /no/such/file"),
         (["--objective", "speed"], "known: goodput"),

@@ -59,7 +59,7 @@ class FakeJourney:
     def __init__(self) -> None:
         self.cancelled = 0
         self.held = 0
-        self.decision = SimpleNamespace(instance=SimpleNamespace(id="w1"))
+        self.decision = SimpleNamespace(instance=SimpleNamespace(id="w1"), dp_rank=None)
 
     def cancel(self) -> None:
         self.cancelled += 1

@@ -66,6 +66,15 @@ def test_who_decodes_is_in_every_step_of_a_prompt() -> None:
     )
 
 
+def test_a_step_of_those_that_decode() -> None:
+    occupancy = OccupancyModel(decode_base_s=0.5, decode_share_s=1.0, kv_tokens=1000)
+    decoding, context = np.array([2.0, 2.0]), np.array([200.0, 200.0])
+    both = Prices([info(latency=LINEAR), info(occupancy_latency=occupancy)]).decode_s(decoding, context)
+    assert both.tolist() == pytest.approx([1.0 + 2 * 0.5 + 200 * 0.01, 0.5 + 0.2])
+    alike = Prices([info(occupancy_latency=occupancy)] * 2).decode_s(decoding, context)
+    assert alike.tolist() == pytest.approx([0.7, 0.7])
+
+
 def test_one_more_slows_down_those_who_decode() -> None:
     occupancy = OccupancyModel(decode_base_s=0.1, decode_share_s=1.0, kv_tokens=1000)
     made = Prices([info(latency=LINEAR), info(occupancy_latency=occupancy), info(latency=LINEAR), None])

@@ -487,6 +487,9 @@ def test_metrics_tell_what_waits_and_what_became_of_it() -> None:
         assert told["kvolt_router_queue_refused_total", "ns.c.e", "cancelled"] == 1
         assert told["kvolt_router_take_backs_total", "ns.c.e"] == 0
         assert not any("other" in key for key in map(str, told))
+        assert list(queue_families([("ns.c.other", here.inner)])) == [], (
+            "where nobody can wait nothing is told of it"
+        )
         tasks[1].cancel()
 
     scene(body, Rooms(a=1))

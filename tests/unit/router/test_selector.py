@@ -247,20 +247,18 @@ def test_a_temperature_leaves_out_who_is_saturated_too() -> None:
 
 
 def test_a_worker_without_room_is_avoided_for_as_long_as_an_answer_holds_it() -> None:
-    slow = replace(PRICE, base_s=0.1)
-    full = replace(worker(), latency=slow)
-    here = Scene({A: full, B: full}, Held(a0=range(30)))
-    here.selector.book(here.selector.choose(prompt(*range(100, 110)), (A,)))
+    slow = replace(worker(), latency=LatencyModel(base_s=0.1, prefill_token_s=0.0001))
+    here = Scene({A: slow, B: slow}, Held(a0=range(30)))
+    here.selector.begun(here.selector.book(here.selector.choose(prompt(100), (A,))), None)
     here.selector.on_report(LoadReport(A, WorkerLoad(running=1, kv_used_blocks=995)))
-    asked = prompt(*range(30), expected_output_tokens=500)
-    chosen = here.selector.choose(asked, here.allowed)
-    assert (chosen.place, chosen.overlap_blocks, chosen.room_s) == ((A, 0), 30, pytest.approx(0.3, rel=0.5))
-    more = prompt(*range(500, 600), expected_output_tokens=500)
-    assert here.selector.choose(more, here.allowed).place == (B, 0)
+    held = here.selector.choose(prompt(*range(30)), here.allowed)
+    assert (held.place, held.overlap_blocks, held.room_s) == ((A, 0), 30, 0.0), "what it holds needs no room"
+    more = prompt(*range(500, 600))
+    assert here.where(more) == (B, 0)
     (of_a,) = [each for each in here.selector.explain(more, here.allowed) if each.instance == A]
-    lacking = 995 + 10.5 + 101 - 1000  # the prompt on its way and this one, in blocks
-    assert of_a.room_s == pytest.approx(lacking / 1000 * 500 * 0.1, rel=0.2)
-    assert here.selector.choose(more, (A,)).predicted_s > of_a.room_s
+    assert of_a.room_s == pytest.approx((995 + 101 - 1000) / 1000 * 8 * 0.1)
+    waits = here.selector.choose(more, (A,))
+    assert waits.predicted_s == pytest.approx(of_a.room_s + waits.prefill_s)
 
 
 # --- what a request says

@@ -125,7 +125,7 @@ def test_of_very_many_points_some_may_be_drawn() -> None:
     [
         ({"workers": 0}, "no cluster has workers=0"),
         ({"workers": "many"}, "no cluster has workers=many"),
-        ({"router": "nobody"}, "known: round-robin, least-loaded"),
+        ({"router": "nobody"}, "known: latency, classic"),
         ({"block_size": 0}, "block_size"),
         ({"preset": "h200"}, "preset"),
         ({"arrivals": 0}, "arrivals=0 is no factor"),

@@ -228,7 +228,7 @@ def test_least_loaded_goes_round_a_busy_worker() -> None:
     # The first is long. In turn every second request waits behind it; by load none does.
     records = [record(0, output=2000)] + [record(100 + at * 400) for at in range(10)]
     settings = replace(ONE, num_workers=2, engine=replace(ENGINE, max_num_seqs=1))
-    in_turn = reported(settings, records, "ttft=1s")
+    in_turn = reported(replace(settings, router="round-robin"), records, "ttft=1s")
     by_load = reported(replace(settings, router="least-loaded"), records, "ttft=1s")
     assert chief(in_turn) == {Reason.QUEUED: 5}
     assert chief(by_load) == {}
@@ -236,5 +236,5 @@ def test_least_loaded_goes_round_a_busy_worker() -> None:
 
 
 def test_an_unknown_router_is_told() -> None:
-    with pytest.raises(ValueError, match="known: round-robin, least-loaded"):
+    with pytest.raises(ValueError, match="known: latency, classic"):
         TwinSettings(router="nobody")

@@ -101,7 +101,7 @@ def test_merged_steps_give_the_figures_of_single_ones(seed: int, kv_blocks: int,
     engine = replace(
         ENGINE, latency=model, kv_blocks=kv_blocks, max_num_seqs=max_num_seqs, context_length=3000
     )
-    merged = TwinSettings(num_workers=2, engine=engine, link_s=LINK_S)
+    merged = TwinSettings(num_workers=2, router="round-robin", engine=engine, link_s=LINK_S)
     (_, quick), (_, slow) = replay(merged, records), replay(replace(merged, merge_steps=False), records)
     assert len(quick) == len(slow) == len(records)
     for one, other in zip(quick, slow, strict=True):
