@@ -110,11 +110,22 @@ def latency(weights: LatencyWeights | None = None) -> Policy:
         others_weight = request.weights.get("others", weighed.others)
         room = request.weights.get("room", weighed.room)
         affinity = request.weights.get("affinity", weighed.affinity)
+        prefill_s, decoding = workers.prefill_s, workers.decoding
+        # The prompt's own time, and the same again in part for each that decodes or waits there. In place: this is
+        # done for every request, over all workers.
+        costs = workers.requests - decoding
+        np.maximum(costs, 0.0, out=costs)
+        costs *= weighed.waiting
+        costs += 1.0
+        costs *= prefill_s
+        others = prefill_s + workers.slowdown_s
+        others *= decoding
+        others *= others_weight
+        costs += others
         # While it waits for its turn room may be made.
-        own = np.maximum(workers.queue_s, room * workers.room_s) + workers.prefill_s
-        others = workers.decoding * (workers.prefill_s + workers.slowdown_s)
-        later = np.maximum(workers.requests - workers.decoding, 0.0) * workers.prefill_s
-        return own + others_weight * others + weighed.waiting * later - affinity * workers.affinity
+        costs += np.maximum(workers.queue_s, room * workers.room_s)
+        costs -= affinity * workers.affinity
+        return costs
 
     return cost
 

@@ -153,10 +153,10 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     router: Annotated[
         RouterName,
         Meta(
-            description="Who gets a request: by the KV that workers hold, where it adds the fewest seconds (latency) or "
-            "blocks, as Dynamo counts them (classic); each worker in turn; the one with the fewest of this process's "
-            "requests under way, of all or of two that are drawn; any; only whom the caller names (direct); or by one's "
-            "own function (FILE.py:FUNCTION, MODULE:FUNCTION)."
+            description="Who gets a request: by the KV that workers hold, where it adds the fewest seconds (latency) "
+            "or blocks, as Dynamo counts them (classic); each worker in turn; the one with the fewest of this "
+            "process's requests under way, of all or of two that are drawn; any; only whom the caller names (direct); "
+            "or by one's own function (FILE.py:FUNCTION, MODULE:FUNCTION)."
         ),
     ] = ROUTER_NAMES[0]
     max_body_bytes: Annotated[Bytes, Meta(description="Largest request body.")] = 16 * MIB

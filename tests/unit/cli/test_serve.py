@@ -11,6 +11,7 @@ from kvolt.cli.serve import (
     check_shared,
     child_specs,
     missing,
+    serve,
     with_engine_flags,
     with_model_served,
     with_workers,
@@ -137,3 +138,9 @@ def test_arguments_are_given_to_the_first_workers() -> None:
     wrong = with_engine_flags(given, ["no_such=1"], [])
     with pytest.raises(ConfigError, match="no_such"):
         check_engine(wrong.workers[0])
+
+
+@pytest.mark.parametrize("given", ["frontend.router=nowhere.py:cost", "router.shadow=fastest"])
+def test_a_policy_that_does_not_work_is_refused_before_anything_is_started(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be used|no policy"):
+        serve(settings(given))

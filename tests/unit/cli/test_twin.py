@@ -60,6 +60,30 @@ def test_the_router_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["round-robin"].latencies != told["least-loaded"].latencies
 
 
+def test_ones_own_policy_in_the_twin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.py"
+    told = []
+    for text in ("workers.queue_s + workers.prefill_s", "-workers.requests"):
+        path.write_text(f"def cost(request, workers):\n    return {text}\n")
+        given = [
+            "--router",
+            f"{path}:cost",
+            "--router-arg",
+            "queue=false",
+            "--workers",
+            "3",
+            "--limit",
+            "60",
+            "--speed",
+            "20",
+        ]
+        assert main(["twin", *given, "--json"]) == 0
+        told.append(msgspec.json.decode(capsys.readouterr().out, type=TwinReport))
+    assert told[0].twin.router == f"{path}:cost"
+    assert told[0].settings["router arguments"] == "queue=false"
+    assert told[0].latencies != told[1].latencies, "an edit is another policy"
+
+
 def test_a_folder_gets_report_page_and_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     assert main(["twin", "--limit", "15", "--out", str(folder)]) == 0
@@ -97,6 +121,10 @@ def test_a_folder_that_is_lost_meanwhile_costs_no_report(
         (["--workers", "0"], "needs a worker"),
         (["--gpus", "0"], "has a GPU"),
         (["--router", "nobody"], "least-loaded"),
+        (["--router", "nowhere.py:cost"], "nowhere.py:cost cannot be used"),
+        (["--router-arg", "temprature=1"], "temprature"),
+        (["--router-arg", "temperature=-1"], "temperature"),
+        (["--router-arg", "temperature"], "--router-arg"),
         (["--speed", "0"], "above 0"),
         (["--preset", "h200-llama"], "h200-llama-8b"),
         (["--arg", "no_such=1"], "no_such"),
