@@ -26,7 +26,7 @@ ASKED = RequestView(prompt_tokens=640, block_size=64, output_tokens=128)
 def workers(**given: list[float]) -> WorkersView:
     size = len(next(iter(given.values())))
     names = WorkersView.__struct_fields__
-    return WorkersView(**{name: np.array(given.get(name, [0.0] * size)) for name in names})
+    return WorkersView(**{name: np.array(given.get(name, [0.0] * size), dtype=float) for name in names})
 
 
 def best(costs: np.ndarray) -> int:
