@@ -112,7 +112,7 @@ def replay_kvolt(trace: Path, num_workers: int, core: int) -> Replayed:
             KVOLT,
             [
                 *(sys.executable, "-m", "kvolt", "twin", str(trace), "--workers", str(num_workers)),
-                *("--preset", "dynamo-mocker", *given, "--json", "--quiet"),
+                *("--router", "round-robin", "--preset", "dynamo-mocker", *given, "--json", "--quiet"),
             ],
             Path(folder),
             core,

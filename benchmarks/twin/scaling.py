@@ -61,6 +61,7 @@ def run_scaled(trace: Path, num_requests: int, num_copies: int) -> Scaled:
     records = list(copies_of(read, num_copies))
     settings = TwinSettings(
         num_workers=FEWEST_WORKERS * num_copies,
+        router="round-robin",
         engine=SimArguments(
             preset="dynamo-mocker",
             block_size=BLOCK_SIZE,

@@ -115,7 +115,11 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Bench, Kvolt, str]]:
     with Bench(tmp_path_factory.mktemp("served")) as bench:
         (bench.folder / "kvolt.toml").write_text(FAST)
-        serve, url = asyncio.run(bench.serve("--processes", "2", "--supervisor-restart-backoff-s", "0.2"))
+        serve, url = asyncio.run(
+            bench.serve(
+                *("--processes", "2", "--router", "round-robin", "--supervisor-restart-backoff-s", "0.2")
+            )
+        )
         yield bench, serve, url
 
 

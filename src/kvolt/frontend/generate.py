@@ -268,8 +268,9 @@ class Generation:
         streams = bool(asked.body.stream)
         timeout_s = self._time_left(asked).total_s
         body = await query_body(plan, asked.model.road.router, request, timeout_s, streams)
-        headers = {"content-type": "text/event-stream", **_SSE_HEADERS} if streams else {}
-        return Response(200, body, {**headers, **asked.headers})
+        if not streams:
+            return Response(200, body, asked.headers)
+        return Response(200, body, {**_SSE_HEADERS, **asked.headers}, "text/event-stream")
 
     async def _stream(
         self, asked: _Asked, plan: Plan, requests: list[Request], writer: ResponseWriter

@@ -56,7 +56,9 @@ def test_stream(model: ChatOpenAI) -> None:
     assert isinstance(total, AIMessageChunk)
     assert total.content == "Hello 東京."
     assert isinstance(whole, AIMessage)
-    assert total.usage_metadata == whole.usage_metadata
+    told, before = dict(total.usage_metadata or {}), dict(whole.usage_metadata or {})
+    del told["input_token_details"], before["input_token_details"]  # the second finds more of it in a cache
+    assert told == before
     assert total.response_metadata["finish_reason"] == "stop"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletionChunk
 from tests.compat.sdk.server import WEATHER, Server, ask, call, checked, say
 from tests.integration.processes import MODEL, sim_text
@@ -22,6 +23,12 @@ TEXTS = {
 def chunks_of(client: OpenAI, messages: list[dict[str, Any]], **more: Any) -> list[ChatCompletionChunk]:
     with client.chat.completions.create(model=MODEL, messages=messages, stream=True, **more) as stream:
         return [checked(chunk) for chunk in stream]
+
+
+def counts_of(usage: CompletionUsage | None) -> CompletionUsage:
+    """Without what was found in a cache: of two alike the second finds more."""
+    assert usage is not None
+    return usage.model_copy(update={"prompt_tokens_details": None})
 
 
 def text_of(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
@@ -107,7 +114,7 @@ def test_usage_of_a_stream(client: OpenAI) -> None:
     whole = client.chat.completions.create(model=MODEL, messages=say("Hello."))
     *before, last = chunks_of(client, say("Hello."), stream_options={"include_usage": True})
     assert last.choices == []
-    assert last.usage == whole.usage
+    assert counts_of(last.usage) == counts_of(whole.usage)
     assert all(chunk.usage is None and "usage" in chunk.model_fields_set for chunk in before)
 
 
@@ -236,7 +243,7 @@ def test_reasoning(client: OpenAI) -> None:
     thoughts = [extra["reasoning_content"] for extra in extras if "reasoning_content" in extra]
     assert "".join(thoughts) == message.model_extra["reasoning_content"]
     assert len(thoughts) > 3
-    assert chunks[-1].usage == answer.usage
+    assert counts_of(chunks[-1].usage) == counts_of(answer.usage)
 
 
 def test_thinking_turned_off(client: OpenAI) -> None:
