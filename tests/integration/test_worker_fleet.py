@@ -17,7 +17,7 @@ async def test_a_frontend_uses_all_workers_of_a_process_and_a_signal_drains_them
         workers = bench.start(
             "worker", MODEL, "--workers", str(COUNT), "--name", "fleet", "--arg", "speed=2", name="fleet"
         )
-        _, url = await bench.frontend()
+        _, url = await bench.frontend("--router", "round-robin")
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
 
             async def ready() -> bool:
