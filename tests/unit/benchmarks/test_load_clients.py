@@ -77,6 +77,14 @@ def test_agreement_is_an_overlap_of_spreads_too() -> None:
     assert all(line.is_same for line in report.agreement_lines(rows))
 
 
+def test_spreads_that_reach_anything_are_no_agreement() -> None:
+    rows = [
+        report.AgreementRow(number, client, seen(first=first))
+        for number, client, first in ((1, KVOLT, 10.0), (2, KVOLT, 30.0), (1, PEER, 12.0), (2, PEER, 28.0))
+    ]
+    assert not any(line.is_same for line in report.agreement_lines(rows))
+
+
 @pytest.mark.parametrize(("peak", "failed", "met"), [(50, 0, True), (49, 0, False), (50, 1, False)])
 def test_many_streams_are_many_only_at_once_and_whole(peak: int, failed: int, met: bool) -> None:
     many = report.ManyRow(50, peak, 50 - failed, failed, 2.0, 1 << 20, cost(KVOLT, 0.6))
