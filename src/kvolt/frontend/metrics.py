@@ -11,30 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from kvolt.runtime.histogram import Histogram
+from kvolt.runtime.histogram import SECONDS, Histogram
 
 Labels = tuple[str, ...]
 
-_SECONDS = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-    300.0,
-    600.0,
-)
 _SHORT = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -58,8 +38,8 @@ class ModelSeries:
 
     def __init__(self) -> None:
         self.active = 0
-        self.request_duration = Histogram(_SECONDS)
-        self.time_to_first_token = Histogram(_SECONDS)
+        self.request_duration = Histogram(SECONDS)
+        self.time_to_first_token = Histogram(SECONDS)
         self.gap = Histogram(_SHORT)
         self.input_tokens = Histogram(_TOKENS)
         self.output_tokens = Histogram(_TOKENS)

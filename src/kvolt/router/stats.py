@@ -4,27 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvolt.runtime.histogram import Histogram
+from kvolt.runtime.histogram import SECONDS, Histogram
 
-_SECONDS = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-    480.0,
-)
 _OVERHEAD_MS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 50.0)
 _TOKENS = (50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 128_000)
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -54,8 +35,8 @@ class RouterStats:
     """Blocks that another held beyond who got the request."""
     input_tokens: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
     output_tokens: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
-    ttft_s: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
-    predicted_ttft_s: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    ttft_s: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    predicted_ttft_s: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     ttft_ratio: Histogram = field(default_factory=lambda: Histogram(_RATIOS))
     """Real over predicted, of each."""
     find_ms: Histogram = field(default_factory=lambda: Histogram(_OVERHEAD_MS))

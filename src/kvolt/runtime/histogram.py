@@ -8,6 +8,28 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+SECONDS = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+)
+"""Bounds for what takes a moment or minutes: first tokens, whole answers."""
+
 
 class Histogram:
     """Counts by bucket; `observe` takes several equal values at once."""
