@@ -234,10 +234,9 @@ class TokenBlocks:
 
 
 class SequenceHasher:
-    """Local and sequence hashes of a growing sequence, at a cost that follows the new tokens only."""
+    """The sequence hashes of a growing sequence, at a cost that follows the new tokens only."""
 
     def __init__(self, block_size: int, seed: int = BASE_SEED, media: Iterable[MediaExtent] = ()) -> None:
-        self.local: list[LocalBlockHash] = []
         self.sequence: list[SequenceHash] = []
         self._seed = seed
         self._blocks = TokenBlocks(block_size, list(media))
@@ -246,7 +245,7 @@ class SequenceHasher:
     def num_tokens(self) -> int:
         return self._blocks.num_tokens
 
-    def extend(self, tokens: TokenIds) -> list[tuple[LocalBlockHash, SequenceHash]]:
+    def extend(self, tokens: TokenIds) -> list[SequenceHash]:
         """Append tokens; the hashes of the blocks they complete. Changes nothing when it raises."""
         data, extents = self._blocks.push(tokens)
         if not data:
@@ -255,11 +254,10 @@ class SequenceHasher:
             data, self._blocks.block_size, self._seed, None if extents is None else _media_hashes(extents)
         )
         sequence = sequence_hashes(local, self.sequence[-1] if self.sequence else None)
-        self.local += local
         self.sequence += sequence
-        return list(zip(local, sequence, strict=True))
+        return sequence
 
-    def append(self, block: bytes) -> tuple[LocalBlockHash, SequenceHash]:
+    def append(self, block: bytes) -> SequenceHash:
         """As `extend` by the tokens of one full block, given as their bytes; a third of its time.
 
         For sequences without media, and not while a block is open.
@@ -268,6 +266,5 @@ class SequenceHasher:
         parent = self.sequence[-1] if self.sequence else None
         link = cast("SequenceHash", local if parent is None else xxh3(_pack_link(parent, local), BASE_SEED))
         self._blocks.num_blocks += 1
-        self.local.append(local)
         self.sequence.append(link)
-        return local, link
+        return link

@@ -7,7 +7,7 @@ got there. It finds lost events and defects. It is no proof against someone who 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 EMPTY_DIGEST = 0
 
@@ -15,8 +15,6 @@ _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
-_VECTOR_FROM = 24
-"""As many blocks as it takes for an array to be faster than a loop."""
 
 
 def mix(block_hash: int) -> int:
@@ -27,22 +25,9 @@ def mix(block_hash: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def digest_of(hashes: Sequence[int] | Iterable[int]) -> int:
+def digest_of(hashes: Iterable[int]) -> int:
     """Of these blocks, each named once. `digest ^ digest_of(some)` is the digest with or without them."""
-    block_hashes = hashes if isinstance(hashes, tuple | list) else list(hashes)
-    if len(block_hashes) >= _VECTOR_FROM:
-        return _digest_of_many(block_hashes)
     digest = EMPTY_DIGEST
-    for block_hash in block_hashes:
+    for block_hash in hashes:
         digest ^= mix(block_hash)
     return digest
-
-
-def _digest_of_many(block_hashes: Sequence[int]) -> int:
-    import numpy as np
-
-    mixed = np.array(block_hashes, dtype=np.uint64)
-    mixed += np.uint64(_STEP)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
-    return int(np.bitwise_xor.reduce(mixed ^ (mixed >> np.uint64(31))))

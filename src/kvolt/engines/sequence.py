@@ -65,12 +65,10 @@ class TokenNaming:
         fresh = tokens[start * self._block_size : num_blocks * self._block_size]
         if num_blocks == start + 1 and not self._has_media:  # as every block of an answer comes
             block = token_bytes(fresh)
-            _, sequence_hash = self._hasher.append(block)
-            self.names.append(BlockName(self._keys.append(block), sequence_hash))
+            self.names.append(BlockName(self._keys.append(block), self._hasher.append(block)))
             return
         keys = self._keys.extend(fresh)
-        hashes = self._hasher.extend(fresh)
-        self.names.extend(Names(keys, [each for _, each in hashes]))
+        self.names.extend(Names(keys, self._hasher.extend(fresh)))
 
 
 @dataclass(slots=True, eq=False)

@@ -134,7 +134,7 @@ def test_names_are_both_identities_of_each_full_block_however_they_are_reached(
     extents = [MediaExtent(span.start, span.length, span.digest) for span in media]
     keys = BlockKeyChain(context, extents).extend(tokens)
     hashes = SequenceHasher(4, request_seed("tuned", "tenant"), extents).extend(tokens)
-    expected = [BlockName(key, chained) for key, (_, chained) in zip(keys, hashes, strict=True)]
+    expected = [BlockName(key, chained) for key, chained in zip(keys, hashes, strict=True)]
     for ways in ((1, 1, 3, 2), (3,), (1, 2, 3), (2, 3)):
         naming = TokenNaming(answer, context)
         for num_blocks in ways:
