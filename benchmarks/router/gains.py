@@ -1,6 +1,6 @@
 """What a router gains, in the twin: TTFT, throughput and hit rate, by router and load, over 20 seeds; beside Dynamo's.
 
-    KVOLT_TRACES=FOLDER python -m benchmarks.router.gains     some twenty minutes on two cores; results/gains.{json,txt}
+    KVOLT_TRACES=FOLDER python -m benchmarks.router.gains     under an hour on two cores; results/gains.{json,txt}
     python -m benchmarks.router.gains --quick                 three seeds, short stretches, not kept
 
 Goes on where it was stopped, unless kvolt's sources have changed (rows lie in --folder, KVOLT_BENCH). Times are
@@ -15,9 +15,9 @@ Load: saturation is the highest rate at which round-robin still follows, found b
 (agents: 4,000): first tokens come at 95 % or more of the rate at which requests do. Loads are shares of that rate, the
 same for all.
 
-Seed: for the trace, which stretch of it is taken (1,600 requests in a row, the first 400 of which fill the caches and
-are not measured) and every draw of the network and the router; for agents all of it. The stretches overlap, each
-request is in two or three, so that the intervals are those of this trace and not of all traces. They are 95 %
+Seed: for the trace, which stretch of it is taken (1,000 requests in a row, the first 300 of which fill the caches and
+are not measured) and every draw of the network and the router; for agents all of it. The stretches overlap, most
+requests are in two, so that the intervals are those of this trace and not of all traces. They are 95 %
 intervals of the mean over seeds (Student's t); comparisons are made seed by seed.
 
 `classic, best` is the best weight of a small grid, chosen anew for each load and each figure, with hindsight.
@@ -89,8 +89,8 @@ class Plan(msgspec.Struct, frozen=True):
 _FULL = Plan(
     20,
     (Search(MOONCAKE, 6000, 18.0, 24.0), Search(AGENTS, 4000, 16.0, 30.0)),
-    (1600, 400),
-    (1500, 700),
+    (1000, 300),
+    (1000, 400),
     (1.0, 0.5, 2.0, 4.0),
     0,
 )
