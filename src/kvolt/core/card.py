@@ -70,8 +70,15 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     taints: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     """Capability protocols the engine implements, by name."""
+    kv_events: bool = True
+    """Whether an engine that can tell of its blocks does; where it does not, routers go by their own decisions."""
     loras: tuple[str, ...] = ()
     """Adapters that requests may choose here now. The instance registers anew when they change."""
+
+    @property
+    def tells_kv(self) -> bool:
+        """Which blocks come and go."""
+        return self.kv_events and "KvEvents" in self.features
 
     @property
     def step_model(self) -> StepModel | None:

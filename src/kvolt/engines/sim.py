@@ -76,7 +76,7 @@ class SimEngine:
             block_size=arguments.block_size,
         )
         self._scheduler = Scheduler(
-            BlockPool(arguments.kv_blocks),
+            BlockPool(arguments.kv_blocks, arguments.kv_events),
             limits,
             self._card.eos_token_ids,
             self._keys_of,
@@ -128,6 +128,7 @@ class SimEngine:
             ),
             kv_layout=None if arguments.paper else self.kv_layout().name,
             features=_ON_PAPER if arguments.paper else (),
+            kv_events=arguments.kv_events,
             latency=model if isinstance(model, LatencyModel) else None,
             occupancy_latency=model if isinstance(model, OccupancyModel) else None,
         )

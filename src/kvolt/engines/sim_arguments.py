@@ -30,6 +30,8 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_waiting: _AtLeastOne = 4096
     max_batch_tokens: _AtLeastOne = 8192
     """Tokens that a step computes at most; it has room for one of each sequence."""
+    kv_events: bool = True
+    """Tell routers which blocks come and go; false saves the work where none of them asks (round-robin)."""
     hold_s: Annotated[float, Meta(gt=0)] = HOLD_S
     """How long blocks of a prompt that was computed for others wait to be fetched."""
     preset: str = DEFAULT

@@ -390,7 +390,7 @@ class Worker:
             yield Withdrawn(await self._withdraw(request.request_id))
             return
         if isinstance(request, KvQuestion):
-            for part in recall(self.journal, self.features, request):
+            for part in recall(self.journal, self.info, request):
                 yield part
             return
         try:

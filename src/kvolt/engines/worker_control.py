@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from kvolt.core.card import EngineInfo
 from kvolt.core.errors import Unavailable, Unsupported
 from kvolt.core.kv_recovery import KvAnswer, KvQuestion
 from kvolt.core.withdrawal import Withdraw
@@ -59,9 +60,9 @@ async def perform(engine: Engine, features: tuple[str, ...], command: WorkerComm
     return WorkerAnswer(features, loras_of(engine, features), cleared)
 
 
-def recall(journal: KvJournal | None, features: tuple[str, ...], question: KvQuestion) -> Iterator[KvAnswer]:
+def recall(journal: KvJournal | None, info: EngineInfo | None, question: KvQuestion) -> Iterator[KvAnswer]:
     """What a router is answered about our blocks."""
-    if "KvEvents" not in features:
+    if info is not None and not info.tells_kv:
         raise Unsupported("this engine does not tell which blocks it holds", feature="kv_events")
     if journal is None:
         raise Unavailable("this worker is about to start", reason="starting")

@@ -45,7 +45,8 @@ _ALLOCATED = TRANSITIONS[BlockState.FREE, BlockMove.ALLOCATE]
 class BlockPool:
     """See the module. `take_changes` is to be called now and then; what it tells is bounded either way."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, tells_changes: bool = True) -> None:
+        """Without `tells_changes` nobody asks for them, and there are none."""
         if num_blocks < 1:
             raise ConfigError(
                 "a pool has at least one block", key="kv_blocks", remedy="give the KV cache more memory"
@@ -58,6 +59,7 @@ class BlockPool:
         self._inactive = RunQueue()
         self._by_key: dict[BlockKey, BlockId] = {}
         self._duplicates: dict[BlockKey, list[BlockId]] = {}
+        self._tells_changes = tells_changes
         self._hashes = ToldHashes()
         self._log = ChangeLog(limit=2 * num_blocks)
 
@@ -226,8 +228,9 @@ class BlockPool:
                 run.forget()
         self._by_key.clear()
         self._duplicates.clear()
-        self._hashes.clear()
-        self._log.clear()
+        if self._tells_changes:
+            self._hashes.clear()
+            self._log.clear()
         return num_names
 
     # --- what others are told
@@ -368,8 +371,9 @@ class BlockPool:
             ids, keys, hashes = self._inactive.take(count - len(evicted))
             for key in keys:
                 del by_key[key]
-            hashes.reverse()
-            gone += self._hashes.remove_all(hashes)
+            if self._tells_changes:
+                hashes.reverse()
+                gone += self._hashes.remove_all(hashes)
             ids.reverse()
             evicted += ids
         self._log.remove_run(gone)
@@ -405,6 +409,8 @@ class BlockPool:
         self._by_key.update(zip(names.keys, run.ids, strict=True))
 
     def _tell_stored(self, run: Run) -> None:
+        if not self._tells_changes:
+            return
         self._hashes.add_all(run.names.sequence_hashes)
         parent = None if run.parent is None else run.parent.sequence_hash
         self._log.store_run(run.names, parent, run.position)

@@ -11,8 +11,6 @@ from kvolt.core.ids import CardHash, RequestId, SequenceHash
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, RoutingHints, StopConditions
 
-KV_EVENTS = "KvEvents"
-"""Among a worker's features: events are posted for it. Of others it is guessed what they hold."""
 UNKNOWN = 2**31 - 1
 """A limit that nobody told."""
 
@@ -97,6 +95,7 @@ def worker_info(
         hash_scheme=hash_scheme,
         latency=latency,
         taints=tuple(taints),
-        features=(KV_EVENTS,) if kv_events else (),
+        features=("KvEvents",),
+        kv_events=kv_events,
         loras=tuple(loras),
     )

@@ -215,7 +215,7 @@ class KvIngest:
                 f"its blocks have {info.block_size} tokens, this router's {self._block_size}: "
                 "start it with the block size of its model's card"
             )
-        if "KvEvents" not in info.features:
+        if not info.tells_kv:
             raise ValueError(f"its engine ({info.engine}) tells none")
         return info
 

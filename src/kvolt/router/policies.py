@@ -28,6 +28,13 @@ ROUTERS: dict[str, NewRouter] = {
 }
 """The first is the default."""
 
+_BLIND = frozenset(("round-robin", "least-loaded", "power-of-two", "random", "direct"))
+
+
+def reads_kv_events(name: str) -> bool:
+    """Whether a router looks at what workers hold; others need not be told."""
+    return name not in _BLIND
+
 
 def find_router(name: str, settings: RouterSettings | None = None) -> NewRouter:
     """One of ROUTERS, or one with somebody's own policy. ConfigError before anything runs: for a name that there is

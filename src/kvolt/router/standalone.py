@@ -30,7 +30,6 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.load import LoadReport
 from kvolt.core.request import Request, Role
 from kvolt.router.approximate import ApproximateOptions
-from kvolt.router.by_hand import KV_EVENTS
 from kvolt.router.mixed import MixedHolders
 from kvolt.router.policy import Policy
 from kvolt.router.posted import PostedEvent, PostedIndex
@@ -107,7 +106,7 @@ class Standalone:
         if worker not in self._infos and len(self._infos) >= self._options.max_workers:
             limit = self._options.max_workers
             raise Overloaded(f"there are {limit} workers already", queue="workers", limit=limit)
-        if KV_EVENTS in info.features:
+        if info.tells_kv:
             try:
                 self.posted.add(worker, ranks_of(info))
             except ValueError as error:
@@ -243,7 +242,7 @@ class Standalone:
         return info
 
     def _with_events(self, worker: InstanceId) -> None:
-        if KV_EVENTS not in self._known(worker).features:
+        if not self._known(worker).tells_kv:
             raise InvalidRequest(f"worker {worker!r} is registered without KV events", param="kv_events")
 
     def _tell(self) -> None:

@@ -21,7 +21,7 @@ from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.worker import Worker
 from kvolt.journey.journey import Road
 from kvolt.router.custom_policy import is_custom
-from kvolt.router.policies import ROUTERS, find_router
+from kvolt.router.policies import ROUTERS, find_router, reads_kv_events
 from kvolt.router.port import RouterContext
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.client import EndpointClient
@@ -188,6 +188,7 @@ class TwinCluster:
             settings.engine,
             merge_steps=settings.merge_steps,
             paper=True,
+            kv_events=settings.engine.kv_events and reads_kv_events(settings.router),
             speed=settings.engine.speed / slow_by,
         )
         watch = self._watch.add_worker(name)

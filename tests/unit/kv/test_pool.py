@@ -74,6 +74,17 @@ def test_what_is_released_without_a_name_cannot_be_found() -> None:
     assert pool.take_changes() == ()
 
 
+def test_a_pool_that_tells_no_changes_finds_and_evicts_all_the_same() -> None:
+    pool = BlockPool(4, tells_changes=False)
+    idle(pool, (1, 2))
+    assert pool.match(keys_of((1, 2))) == 2
+    allocated(pool, 3)
+    assert pool.match(keys_of((1, 2))) == 1
+    pool.clear()
+    assert pool.take_changes() == ()
+    pool.check_integrity()
+
+
 def test_free_blocks_go_before_cached_ones() -> None:
     pool = BlockPool(4)
     idle(pool, (1, 2))

@@ -317,9 +317,10 @@ def test_ranks_have_slots_of_their_own() -> None:
         ({"block_size": BLOCK * 2}, f"its blocks have {BLOCK * 2} tokens, this router's {BLOCK}"),
         ({"hash_scheme": "sha256"}, "it names blocks by 'sha256'"),
         ({"features": ("Lora",)}, "tells none"),
+        ({"kv_events": False}, "tells none"),
         ({"dp_ranks": tuple(range(10_000))}, "room"),
     ],
-    ids=["block size", "hash scheme", "no events", "too many ranks"],
+    ids=["block size", "hash scheme", "no events", "events off", "too many ranks"],
 )
 def test_what_cannot_be_compared_is_refused_aloud(
     info: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture

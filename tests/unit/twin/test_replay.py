@@ -13,7 +13,7 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim import SimArguments
 from kvolt.twin.cluster import TwinSettings
-from kvolt.twin.replay import new_tally, run_twin
+from kvolt.twin.replay import TwinRun, new_tally, run_twin
 
 STEP = LatencyModel(base_s=0.01, prefill_token_s=0.001)
 LINK_S = 0.001
@@ -111,3 +111,22 @@ def test_merged_steps_give_the_figures_of_single_ones(seed: int, kv_blocks: int,
             assert getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-6), (one.number, name)
         # In a run of steps gaps are told as equal, where each is longer than the one before by what contexts grow.
         assert one.second_s == pytest.approx(other.second_s, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("router", "is_told"), [("round-robin", False), ("least-loaded", False), ("latency", True)]
+)
+def test_workers_tell_of_their_blocks_where_the_router_reads_it(router: str, is_told: bool) -> None:
+    settings = replace(ONE, router=router)
+    run = TwinRun(settings, new_tally(settings))
+    told: list[int] = []
+
+    def look(sample: Sample) -> None:
+        assert run.cluster is not None
+        (member,) = run.cluster._members
+        assert member.worker.journal is not None
+        told.append(member.worker.journal.next_id)
+
+    run.run([record(0, hash_ids=(1,)), record(900, hash_ids=(1,))], look)
+    assert len(told) == 2
+    assert any(told) is is_told

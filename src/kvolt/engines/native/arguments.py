@@ -40,6 +40,8 @@ class NativeArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cuda_graphs: bool = True
     process: Literal["own", "thread"] = "own"
     """Where steps run: in a process of their own, or in a thread of the worker."""
+    kv_events: bool = True
+    """Tell routers which blocks come and go; false saves the work where none of them asks (round-robin)."""
     loras: dict[str, str] = {}
     """Adapters to load at start: name to folder."""
     step_log: str | None = None

@@ -160,6 +160,7 @@ def build_core(
         ),
         kv_layout=LAYOUT,
         features=_features(group.degree),
+        kv_events=arguments.kv_events,
         loras=model.adapters.names,
     )
     keys = BlockKeyContext(
@@ -188,7 +189,7 @@ def build_core(
         context_length=config.context_length,
         block_size=setup.block_size,
     )
-    scheduler = Scheduler(BlockPool(num_blocks), limits, card.eos_token_ids, keys_of)
+    scheduler = Scheduler(BlockPool(num_blocks, arguments.kv_events), limits, card.eos_token_ids, keys_of)
     core = EngineCore(
         card,
         info,
