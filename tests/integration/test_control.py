@@ -54,7 +54,7 @@ class Cluster:
 @asynccontextmanager
 async def cluster(bench: Bench) -> AsyncIterator[Cluster]:
     workers = {name: bench.worker(name, speed=0.5) for name in ("worker-0", "worker-1")}
-    _, url = await bench.frontend()
+    _, url = await bench.frontend("--router", "round-robin")  # equal requests reach both
     await until_ready(url)
     views = await bench.until_seen("frontend", "worker-0", "worker-1")
     admin = {name: f"http://{view.admin}" for name, view in views.items()}
