@@ -1,4 +1,4 @@
-"""Compiles the router's native modules while kvolt is installed (ADR 9). Without a C compiler kvolt installs without.
+"""Compiles the native modules while kvolt is installed (ADR 9). Without a C compiler kvolt installs without.
 
 An editable install gets them beside their sources, a wheel carries them and is then one for this Python and platform.
 """
@@ -18,24 +18,24 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = Path("src", "kvolt", "router")
-MODULES = ("_index_native", "_prices_native")
-PACKAGE = "kvolt/router"
+SOURCES = Path("src")
+MODULES = ("kvolt/router/_index_native", "kvolt/router/_prices_native", "kvolt/transfer/_bytes_native")
 FLAGS = ("-std=c11", "-O3", "-g0", "-fPIC", "-fvisibility=hidden")
 SECONDS = 300
 
 
-class NativeIndexHook(BuildHookInterface):  # type: ignore[type-arg]
+class NativeModulesHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         is_editable = version == "editable"
         if not is_editable:
             self._folder = tempfile.mkdtemp(prefix="kvolt-build-")
         for module in MODULES:
-            source = Path(self.root) / FOLDER / f"{module}.c"
+            source = Path(self.root) / SOURCES / f"{module}.c"
             name = f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
-            target = source.with_name(name) if is_editable else Path(self._folder) / name
+            target = (Path(self.root) / SOURCES if is_editable else Path(self._folder)) / name
+            target.parent.mkdir(parents=True, exist_ok=True)
             if self._build(source, target) and not is_editable:
-                build_data["force_include"][str(target)] = f"{PACKAGE}/{name}"
+                build_data["force_include"][str(target)] = name
                 build_data["pure_python"] = False
                 build_data["infer_tag"] = True
 
@@ -47,7 +47,7 @@ class NativeIndexHook(BuildHookInterface):  # type: ignore[type-arg]
         problem = compile_module(source, target)
         if problem:
             target.unlink(missing_ok=True)  # one of an older source would be worse than none
-            self.app.display_warning(f"kvolt: {source.stem} of the router will run in Python: {problem}")
+            self.app.display_warning(f"kvolt: what {source.name} does will run in Python: {problem}")
         return not problem
 
 

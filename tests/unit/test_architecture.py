@@ -43,8 +43,13 @@ PURE = [
     SOURCE / "frontend" / "trace_ids.py",
     SOURCE / "frontend" / "openai_api" / "wording.py",
     SOURCE / "journey" / "machine.py",
+    SOURCE / "journey" / "resuming.py",
     *sorted(SOURCE.glob("kv/*.py")),
     *sorted(SOURCE.glob("router/index*.py")),
+    *(
+        SOURCE / "transfer" / f"{name}.py"
+        for name in ("lanes", "layout", "link_speeds", "offered", "operation", "routes", "wanted", "wire")
+    ),
     SOURCE / "runtime" / "histogram.py",
     *(
         SOURCE / "router" / f"{name}.py"

@@ -90,6 +90,7 @@ def examine(settings: Settings) -> list[Finding]:
         gpu_finding(gpus),
         package_finding("uvloop", "pip install uvloop"),
         index_finding(_has_native_index()),
+        transfer_finding(_has_native_bytes()),
         *(native_findings(bool(gpus)) if uses_native(settings) else ()),
         open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         shm_finding(shutil.disk_usage(shm).total if shm.is_dir() else None),
@@ -147,6 +148,14 @@ def index_finding(is_native: bool) -> Finding:
         return Finding("router index", "ok", "native")
     remedy = "it is several times slower and larger: install gcc or clang, then install kvolt again"
     return Finding("router index", "warn", "in Python", remedy)
+
+
+def transfer_finding(is_native: bool) -> Finding:
+    """What moves blocks to other processes and hosts."""
+    if is_native:
+        return Finding("block transfer", "ok", "native")
+    remedy = "checksums are several times slower: install gcc or clang, then install kvolt again"
+    return Finding("block transfer", "warn", "in Python", remedy)
 
 
 def uses_native(settings: Settings) -> bool:
@@ -268,6 +277,12 @@ def memory_limit(cgroup: Path) -> int | None:
 
 def _has_native_index() -> bool:
     from kvolt.router.index import IS_NATIVE
+
+    return IS_NATIVE
+
+
+def _has_native_bytes() -> bool:
+    from kvolt.transfer.block_bytes import IS_NATIVE
 
     return IS_NATIVE
 

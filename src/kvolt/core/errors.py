@@ -126,6 +126,13 @@ class EngineDied(EngineFailed):
     retryable = True
 
 
+class TransferFailed(KvoltError):
+    """Bytes did not arrive as they left: as good as never sent. Fields: path, reason (checksum)."""
+
+    code = "transfer_failed"
+    retryable = True
+
+
 class NetworkFault(KvoltError):
     """Base: the other process could not be reached, or stopped answering."""
 
@@ -207,6 +214,13 @@ def _text(value: object, max_chars: int) -> str:
 def with_fields(error: KvoltError, **fields: FieldValue) -> KvoltError:
     """The same error with more said of it, where it does not say so itself; one error may be several requests' end."""
     told = type(error)(error.message, **{**fields, **error.fields})
+    told.__cause__ = error.__cause__
+    return told
+
+
+def reworded(error: KvoltError, message: str) -> KvoltError:
+    """The same error in other words."""
+    told = type(error)(message, **error.fields)
     told.__cause__ = error.__cause__
     return told
 

@@ -18,6 +18,7 @@ from kvolt.cli.doctor import GIB, Finding
 from kvolt.cli.main import main
 from kvolt.router.index import IS_NATIVE
 from kvolt.runtime.config import Override, load
+from kvolt.transfer import block_bytes
 
 
 @pytest.fixture
@@ -88,6 +89,15 @@ def test_which_index_a_router_would_use() -> None:
     assert "install kvolt again" in slow.remedy
     settings = load(environ={}, cwd=Path("/"), overrides=[]).settings
     assert doctor.index_finding(IS_NATIVE) in doctor.examine(settings)
+
+
+def test_what_moves_blocks() -> None:
+    assert doctor.transfer_finding(is_native=True) == Finding("block transfer", "ok", "native")
+    slow = doctor.transfer_finding(is_native=False)
+    assert (slow.state, slow.found, slow.blocks) == ("warn", "in Python", False)
+    assert "install kvolt again" in slow.remedy
+    settings = load(environ={}, cwd=Path("/"), overrides=[]).settings
+    assert doctor.transfer_finding(block_bytes.IS_NATIVE) in doctor.examine(settings)
 
 
 def test_no_compiler_is_slow_on_a_cpu_only() -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from kvolt.router import index, prices
+from kvolt.transfer import block_bytes
 
 ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "src" / "kvolt" / "router"
+SOURCES = ROOT / "src"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
@@ -37,18 +38,20 @@ class App:
 
 
 def hook_in(hook: ModuleType, root: Path) -> Any:
-    (root / hook.FOLDER).mkdir(parents=True)
     for module in hook.MODULES:
-        (root / hook.FOLDER / f"{module}.c").write_text("int x;")
-    return hook.NativeIndexHook(str(root), {}, None, None, str(root), "wheel", app=App())
+        source = root / hook.SOURCES / f"{module}.c"
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text("int x;")
+    return hook.NativeModulesHook(str(root), {}, None, None, str(root), "wheel", app=App())
 
 
 @pytest.mark.skipif(not index.IS_NATIVE, reason="there is no native index here")
 def test_the_modules_were_built_from_these_sources(hook: ModuleType) -> None:
-    assert {path.stem for path in FOLDER.glob("*.c")} == set(hook.MODULES)
+    sources = {path.relative_to(SOURCES).with_suffix("").as_posix() for path in SOURCES.rglob("*_native.c")}
+    assert sources == set(hook.MODULES)
     for name in hook.MODULES:
-        module = importlib.import_module(f"kvolt.router.{name}")
-        digest = hashlib.sha256((FOLDER / f"{name}.c").read_bytes()).hexdigest()
+        module = importlib.import_module(name.replace("/", "."))
+        digest = hashlib.sha256((SOURCES / f"{name}.c").read_bytes()).hexdigest()
         assert digest == module.SOURCE_DIGEST, f"{name}.c has changed: `pip install -e .` builds it anew"
 
 
@@ -58,6 +61,7 @@ def test_a_machine_with_a_compiler_has_it(hook: ModuleType) -> None:
         pytest.skip("no compiler here")
     assert index.IS_NATIVE, "`pip install -e .` builds it"
     assert prices.native_look is not None
+    assert block_bytes.IS_NATIVE
 
 
 def test_without_a_compiler_a_wheel_is_plain_and_says_so(
@@ -71,13 +75,14 @@ def test_without_a_compiler_a_wheel_is_plain_and_says_so(
     assert build_data == {"force_include": {}, "pure_python": True}
     assert len(made.app.warnings) == len(hook.MODULES)
     assert all("in Python: no C compiler" in warning for warning in made.app.warnings)
+    assert "_bytes_native.c" in made.app.warnings[-1]
 
 
 def test_a_compiler_that_fails_leaves_no_old_module(
     hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = hook_in(hook, tmp_path)
-    old = tmp_path / hook.FOLDER / f"_index_native{SUFFIX}"
+    old = tmp_path / hook.SOURCES / f"{hook.MODULES[0]}{SUFFIX}"
     old.write_text("of an older source")
     monkeypatch.setenv("CC", "sh -c 'echo no such header >&2; exit 1' --")
     made.initialize("editable", {})
@@ -86,7 +91,8 @@ def test_a_compiler_that_fails_leaves_no_old_module(
     monkeypatch.setenv("CC", "/no/such/compiler")
     made.initialize("editable", {})
     assert "/no/such/compiler" in made.app.warnings[-1]
-    assert {path.name for path in old.parent.iterdir()} == {f"{module}.c" for module in hook.MODULES}
+    left = {path.relative_to(tmp_path / hook.SOURCES).as_posix() for path in tmp_path.rglob("*.*")}
+    assert left == {f"{module}.c" for module in hook.MODULES}
 
 
 def test_a_wheel_carries_what_was_compiled(
@@ -100,7 +106,7 @@ def test_a_wheel_carries_what_was_compiled(
     build_data: dict[str, Any] = {"force_include": {}, "pure_python": True}
     made.initialize("standard", build_data)
     places = build_data["force_include"]
-    assert set(places.values()) == {f"kvolt/router/{module}{SUFFIX}" for module in hook.MODULES}
+    assert set(places.values()) == {f"{module}{SUFFIX}" for module in hook.MODULES}
     assert all("KVOLT_SOURCE_DIGEST" in Path(built).read_text() for built in places)
     assert (build_data["pure_python"], build_data["infer_tag"]) == (False, True)
     made.finalize("standard", build_data, "")

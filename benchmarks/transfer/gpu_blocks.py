@@ -1,0 +1,313 @@
+"""Blocks of a GPU's memory, moved and summed: is it right on this device, and how near its limits is it?
+
+Needs a CUDA device with 20 GiB, torch, Triton and numpy. From the repository's root, about a minute:
+
+    PYTHONPATH=src python3 -u -m benchmarks.transfer.gpu_blocks --out gpu_blocks.json
+
+`--checks` leaves the rates out; `--tiny` tries the script itself (with TRITON_INTERPRET=1 where there is no GPU). Rates
+are of bytes that were moved, median of the rounds, beside what the device's own copy of as many bytes takes in the same
+round. The exit status is 1 when anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvolt.transfer.checksum import checksums
+from kvolt.transfer.cuda_blocks import DeviceBlocks
+
+SHAPES = [(8, 1), (24, 3), (4096, 1), (4096, 4), (16384, 1), (16392, 2), (65536, 2), ((1 << 20) + 16, 1)]
+"""Bytes of a piece, pieces of a block."""
+SIZES = (16 << 10, 64 << 10, 256 << 10, 2 << 20)
+"""Of the blocks whose rates are measured."""
+KIND = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def noise(num_bytes: int, device: str = KIND) -> Tensor:
+    draw = torch.Generator(device).manual_seed(num_bytes)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device, generator=draw)
+
+
+def places(count: int, size: int, seed: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int]:
+    """Apart from each other in a memory of so many bytes."""
+    return np.random.default_rng(seed).permutation(2 * count)[:count] * size, 2 * count * size
+
+
+def host(memory: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return memory.cpu().numpy()
+
+
+def gathered(memory: Tensor, offsets: np.ndarray[Any, np.dtype[np.int64]], size: int) -> bytes:
+    held = host(memory)
+    return b"".join(held[offset : offset + size].tobytes() for offset in offsets)
+
+
+def expect(right: bool, what: str) -> None:
+    if not right:
+        raise AssertionError(what)
+
+
+def check_memory(blocks: DeviceBlocks, make: Callable[[int], Tensor]) -> None:
+    """Gather into, and scatter from, a memory of some kind; then from slab to slab, and blocks that stay."""
+    for size, per_block in SHAPES:
+        count = per_block * (12 if size < 1 << 20 else 3)
+        offsets, num_bytes = places(count, size, size)
+        slab, other, row = noise(num_bytes), noise(num_bytes), make(count * size)
+        seeds = np.arange(count // per_block, dtype=np.uint64) + np.uint64(2**64 - 2)
+        expected = checksums(host(slab), offsets, size, per_block, seeds).tolist()
+        label = f"{count} pieces of {size}, {per_block} to a block"
+        moved = blocks.gather(row, slab, offsets, size, per_block, seeds)
+        expect(moved.checksums().tolist() == expected, f"gather: checksums of {label}")
+        expect(host(row).tobytes() == gathered(slab, offsets, size), f"gather: bytes of {label}")
+        untouched = host(other).copy()
+        moved = blocks.scatter(other, offsets, row, size, per_block, seeds)
+        expect(moved.checksums().tolist() == expected, f"scatter: checksums of {label}")
+        expect(gathered(other, offsets, size) == gathered(slab, offsets, size), f"scatter: bytes of {label}")
+        for offset in offsets:
+            untouched[offset : offset + size] = host(other)[offset : offset + size]
+        expect((untouched == host(other)).all(), f"scatter: other bytes beside {label}")
+        targets, _ = places(count, size, size + 1)
+        moved = blocks.copy(other, targets, slab, offsets, size, per_block, seeds)
+        expect(moved.checksums().tolist() == expected, f"copy: checksums of {label}")
+        expect(gathered(other, targets, size) == gathered(slab, offsets, size), f"copy: bytes of {label}")
+        moved = blocks.checksums(slab, offsets, size, per_block, seeds)
+        expect(moved.checksums().tolist() == expected, f"checksums of {label}")
+
+
+def check_own(blocks: DeviceBlocks) -> None:
+    check_memory(blocks, lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8, device=KIND))
+
+
+def check_pinned(blocks: DeviceBlocks) -> None:
+    check_memory(blocks, lambda num_bytes: torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True))
+
+
+def check_registered(blocks: DeviceBlocks) -> None:
+    """Memory that other processes can map, made known to CUDA afterwards."""
+    with registered(16 << 20) as memory:
+        check_memory(blocks, lambda num_bytes: memory[:num_bytes])
+
+
+@contextmanager
+def registered(num_bytes: int) -> Iterator[Tensor]:
+    descriptor = os.memfd_create("blocks", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, num_bytes)
+    memory = torch.from_numpy(np.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=np.uint8))
+    os.close(descriptor)
+    cudart = torch.cuda.cudart()
+    expect(int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0)) == 0, "cudaHostRegister")
+    try:
+        yield memory
+    finally:
+        torch.cuda.synchronize()
+        cudart.cudaHostUnregister(memory.data_ptr())
+
+
+def check_changing_source(blocks: DeviceBlocks) -> None:
+    """Another stream writes to the source: the checksums are those of what arrived."""
+    size, count = 1 << 20, 64
+    slab, offsets = noise(size * count), np.arange(count, dtype=np.int64) * size
+    rows = [torch.zeros(size * count, dtype=torch.uint8, pin_memory=True) for _ in range(4)]
+    writer = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(writer):
+        for _ in range(400):
+            slab.add_(1)
+    moved = [blocks.gather(row, slab, offsets, size) for row in rows]
+    for row, done in zip(rows, moved, strict=True):
+        expect((done.checksums() == checksums(row.numpy(), offsets, size)).all(), "sums of what arrived")
+    torch.cuda.synchronize()
+
+
+def check_ipc(blocks: DeviceBlocks) -> None:
+    """Another process reads blocks of this one's memory, mapped by CUDA IPC."""
+    import torch.multiprocessing as processes
+
+    size, count = 65536, 32
+    offsets, num_bytes = places(count, size, 5)
+    slab = noise(num_bytes)
+    context = processes.get_context("spawn")
+    asked, answered = context.Queue(), context.Queue()
+    peer = context.Process(target=_read_as_peer, args=(asked, answered))
+    peer.start()
+    try:
+        asked.put((slab, offsets, size))
+        data, sums = answered.get(timeout=60)
+    finally:
+        asked.put(None)
+        peer.join(30)
+    expect(data == gathered(slab, offsets, size), "bytes by CUDA IPC")
+    expect(sums == checksums(host(slab), offsets, size).tolist(), "checksums by CUDA IPC")
+    expect(sums == blocks.checksums(slab, offsets, size).checksums().tolist(), "checksums at the owner")
+
+
+def _read_as_peer(asked: Any, answered: Any) -> None:
+    slab, offsets, size = asked.get()
+    own = torch.zeros(len(offsets) * size, dtype=torch.uint8, device=slab.device)
+    in_row = np.arange(len(offsets), dtype=np.int64) * size
+    moved = DeviceBlocks(slab.device).copy(own, in_row, slab, offsets, size)
+    answered.put((moved.checksums().tolist() and own.cpu().numpy().tobytes(), moved.checksums().tolist()))
+    del slab
+    asked.get()  # memory that was shared must not go before its owner has been answered
+
+
+def ipc_rates(total: int, rounds: int) -> dict[str, Any]:
+    """Blocks of another process's memory, by CUDA IPC, into this one's; beside one copy of as many bytes of it."""
+    import torch.multiprocessing as processes
+
+    slab = noise(2 * total)
+    context = processes.get_context("spawn")
+    asked, answered = context.Queue(), context.Queue()
+    peer = context.Process(target=_measure_as_peer, args=(asked, answered))
+    peer.start()
+    try:
+        asked.put((slab, total, rounds))
+        found: dict[str, Any] = answered.get(timeout=300)
+    finally:
+        asked.put(None)
+        peer.join(30)
+    for name, rate in found.items():
+        print(
+            f"  {name}: {rate['gbps']:.1f} GB/s, {rate['times a plain copy']:.2f} times a plain copy",
+            flush=True,
+        )
+    return found
+
+
+def _measure_as_peer(asked: Any, answered: Any) -> None:
+    answered.put(_measured_over_ipc(*asked.get()))
+    asked.get()  # memory that was shared must not go before its owner has been answered
+
+
+def _measured_over_ipc(slab: Tensor, total: int, rounds: int) -> dict[str, Any]:
+    blocks = DeviceBlocks(slab.device)
+    own = torch.zeros(total, dtype=torch.uint8, device=slab.device)
+    found = {}
+    for size in SIZES:
+        offsets, _ = places(total // size, size, 1)
+        into = np.random.default_rng(2).permutation(total // size) * size
+
+        def ours(offsets: Any = offsets, into: Any = into, size: int = size) -> object:
+            return blocks.copy(own, into, slab, offsets, size).checksums()
+
+        def plain() -> object:
+            return own.copy_(slab[:total])
+
+        seconds(ours), seconds(plain)
+        pairs = [(seconds(ours), seconds(plain)) for _ in range(rounds)]
+        found[f"CUDA IPC, {size >> 10} KiB"] = {
+            "gbps": total / statistics.median(pair[0] for pair in pairs) / 1e9,
+            "times a plain copy": statistics.median(pair[1] / pair[0] for pair in pairs),
+            "plain gbps": total / statistics.median(pair[1] for pair in pairs) / 1e9,
+        }
+    return found
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """On the device, and until the host knows that it is done."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def rates(total: int, rounds: int) -> dict[str, Any]:
+    blocks, device = DeviceBlocks(torch.device("cuda", torch.cuda.current_device())), "cuda"
+    slab, own = noise(2 * total), torch.zeros(total, dtype=torch.uint8, device=device)
+    pinned = torch.zeros(total, dtype=torch.uint8, pin_memory=True)
+    found: dict[str, Any] = {}
+    for size in SIZES:
+        offsets, _ = places(total // size, size, 1)
+        index = torch.from_numpy(offsets // size).to(device)
+
+        def gather_by_torch(size: int = size, index: Tensor = index) -> None:
+            torch.index_select(slab.view(-1, size), 0, index, out=own.view(-1, size))
+
+        def work(name: str, size: int = size, offsets: Any = offsets) -> Callable[[], object]:
+            return {
+                "gather on the device": lambda: blocks.gather(own, slab, offsets, size).checksums(),
+                "scatter on the device": lambda: blocks.scatter(slab, offsets, own, size).checksums(),
+                "checksums": lambda: blocks.checksums(slab, offsets, size).checksums(),
+                "gather to the host": lambda: blocks.gather(pinned, slab, offsets, size).checksums(),
+                "scatter from the host": lambda: blocks.scatter(slab, offsets, pinned, size).checksums(),
+            }[name]
+
+        beside: dict[str, Callable[[], object]] = {
+            "gather on the device": lambda: own.copy_(slab[:total]),
+            "scatter on the device": lambda: slab[:total].copy_(own),
+            "checksums": gather_by_torch,
+            "gather to the host": lambda: pinned.copy_(slab[:total], non_blocking=True),
+            "scatter from the host": lambda: slab[:total].copy_(pinned, non_blocking=True),
+        }
+        for name, plain in beside.items():
+            ours = work(name)
+            seconds(ours), seconds(plain)  # compiled, and paged in
+            pairs = [(seconds(ours), seconds(plain)) for _ in range(rounds)]
+            rate = total / statistics.median(pair[0] for pair in pairs) / 1e9
+            ratio = statistics.median(pair[1] / pair[0] for pair in pairs)
+            other = "index_select" if name == "checksums" else "a plain copy"
+            found[f"{name}, {size >> 10} KiB"] = {"gbps": rate, f"times {other}": ratio}
+            print(f"  {name}, {size >> 10} KiB: {rate:.1f} GB/s, {ratio:.2f} times {other}", flush=True)
+    few, one = np.zeros(1, dtype=np.int64), noise(1 << 16)
+    latency = statistics.median(
+        seconds(lambda: blocks.gather(own, one, few, 1 << 16).checksums()) for _ in range(50)
+    )
+    found["one block of 64 KiB"] = {"us": latency * 1e6}
+    print(f"  one block of 64 KiB: {latency * 1e6:.0f} us until its checksum is known", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--checks", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if KIND == "cpu" and not options.tiny:
+        sys.exit("no CUDA device; --tiny tries the script without one")
+    if options.tiny:
+        SHAPES[:] = [(8, 1), (24, 3), (16392, 2)]
+    blocks = DeviceBlocks(
+        torch.device(KIND, torch.cuda.current_device()) if KIND == "cuda" else torch.device(KIND)
+    )
+    on_device = [check_pinned, check_registered, check_changing_source, check_ipc] if KIND == "cuda" else []
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if KIND == "cuda" else KIND,
+        "wrong": {},
+    }
+    for check in (check_own, *on_device):
+        try:
+            check(blocks)
+            print(f"{check.__name__}: right", flush=True)
+        except Exception as error:  # the others are worth knowing
+            results["wrong"][check.__name__] = repr(error)
+            print(f"{check.__name__}: WRONG: {error!r}", flush=True)
+    if KIND == "cuda" and not options.checks:
+        total = (64 << 20) if options.tiny else (4 << 30)
+        results["rates"] = rates(total, options.rounds) | ipc_rates(total, options.rounds)
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1))
+    print("something is wrong" if results["wrong"] else "all right")
+    sys.exit(1 if results["wrong"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Where memory is, and which path leads from which kind of memory to which: a table, with what each may cost. Pure.
+
+A path is a way of moving bytes (shm, tcp, ...). A lane is a path between two kinds of memory: the same path can be a
+hundred times slower with other memory at one end, so speeds belong to lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+
+
+class MemoryKind(StrEnum):
+    HOST = "host"
+    """Of one process alone, and pageable."""
+    SHARED = "shared"
+    """Other processes of the host can map it by a descriptor."""
+    PINNED = "pinned"
+    """Shared, and page-locked for CUDA as well."""
+    DEVICE = "device"
+    FILE = "file"
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a slab is."""
+
+    kind: MemoryKind
+    host: str
+    process: str
+    """Told apart from all others of the host: a bare pid is not, where there are containers."""
+    device: int | None = None
+    """As the host counts its devices, and not as one process sees them."""
+    file_system: str | None = None
+    """By a name that is the same for everybody who sees it."""
+
+    def __post_init__(self) -> None:
+        if (self.device is not None) != (self.kind is MemoryKind.DEVICE):
+            raise ValueError(
+                f"{self.kind} memory with device {self.device}: a device's, and no other, has one"
+            )
+        if (self.file_system is not None) != (self.kind is MemoryKind.FILE):
+            raise ValueError(
+                f"{self.kind} memory on file system {self.file_system}: a file, and no other, has one"
+            )
+
+    @property
+    def home(self) -> tuple[str, str]:
+        """Whose it is: the one process that writes to it."""
+        return self.host, self.process
+
+
+class Reach(StrEnum):
+    """How far apart the two ends of a lane are."""
+
+    PROCESS = "process"
+    HOST = "host"
+    """Two processes of one host."""
+    NETWORK = "network"
+    FILE = "file"
+    """A file, and any process that sees it."""
+
+
+def reach(source: Place, destination: Place) -> Reach:
+    if source.kind is MemoryKind.FILE:
+        return Reach.FILE
+    if source.host != destination.host:
+        return Reach.NETWORK
+    return Reach.PROCESS if source.home == destination.home else Reach.HOST
+
+
+class Cost(NamedTuple):
+    bytes_per_s: float
+    """Of pieces so large that their number does not matter."""
+    block_s: float
+    """For each piece."""
+    operation_s: float
+    """For the whole, whatever its size."""
+
+
+class Lane(NamedTuple):
+    name: str
+    """Under which its speed is kept; begins with its path."""
+    reach: Reach
+    sources: frozenset[MemoryKind]
+    destinations: frozenset[MemoryKind]
+    cost: Cost
+    """Until something was measured."""
+    needs: tuple[str, ...] = ()
+    """Beside its path, of both sides."""
+    reader_needs: tuple[str, ...] = ()
+    """Beside those, of the destination."""
+    same_device: bool | None = None
+    """Whether two devices must be one, or must not be; None where it does not matter."""
+
+    @property
+    def path(self) -> str:
+        return self.name.partition("/")[0]
+
+
+_DEVICE = frozenset((MemoryKind.DEVICE,))
+_FILE = frozenset((MemoryKind.FILE,))
+_PINNED = frozenset((MemoryKind.PINNED,))
+_SHARED = frozenset((MemoryKind.SHARED,))
+_PAGEABLE = frozenset((MemoryKind.HOST, MemoryKind.SHARED))
+_MAPPABLE = frozenset((MemoryKind.SHARED, MemoryKind.PINNED))
+_RAM = _PAGEABLE | _PINNED
+_ANY = _RAM | _DEVICE
+
+# Guesses to begin with, which measured speeds replace. GPU figures are those of an H200 on PCIe 5, blocks gathered by a
+# kernel: 2.0 TB/s on the device and by IPC, 52 GB/s to and from pinned memory, 13 GB/s pageable. NIXL there has 1.2
+# TB/s, but 12 us for every block. One thread copies 10 to 20 GB/s in RAM, loopback carries 2.5 GB/s. Between devices
+# and between hosts nothing was measured: PCIe, 10 Gbit/s Ethernet and 100 Gbit/s RDMA are assumed.
+_COPY = Cost(10e9, 0.5e-6, 5e-6)
+_ON_DEVICE = Cost(2000e9, 20e-9, 30e-6)
+_BETWEEN_DEVICES = Cost(40e9, 20e-9, 30e-6)
+_PCIE_PINNED = Cost(52e9, 20e-9, 30e-6)
+_PCIE_PAGEABLE = Cost(13e9, 20e-9, 50e-6)
+_MAPPED = Cost(9.5e9, 0.5e-6, 50e-6)
+_IPC = Cost(1900e9, 20e-9, 60e-6)
+_NIXL_RAM = Cost(5e9, 10e-6, 200e-6)
+_NIXL_DEVICE = Cost(1200e9, 12e-6, 200e-6)
+_NIXL_STAGED = Cost(0.5e9, 12e-6, 200e-6)
+_NIXL_RDMA = Cost(10e9, 2e-6, 200e-6)
+_NIXL_TCP = Cost(1e9, 10e-6, 300e-6)
+
+LANES: tuple[Lane, ...] = (
+    Lane("copy", Reach.PROCESS, _RAM, _RAM, _COPY),
+    Lane("cuda-copy/device-device", Reach.PROCESS, _DEVICE, _DEVICE, _ON_DEVICE, same_device=True),
+    Lane("cuda-copy/device-peer", Reach.PROCESS, _DEVICE, _DEVICE, _BETWEEN_DEVICES, same_device=False),
+    Lane("cuda-copy/device-pinned", Reach.PROCESS, _DEVICE, _PINNED, _PCIE_PINNED),
+    Lane("cuda-copy/pinned-device", Reach.PROCESS, _PINNED, _DEVICE, _PCIE_PINNED),
+    Lane("cuda-copy/device-host", Reach.PROCESS, _DEVICE, _PAGEABLE, _PCIE_PAGEABLE),
+    Lane("cuda-copy/host-device", Reach.PROCESS, _PAGEABLE, _DEVICE, _PCIE_PAGEABLE),
+    Lane("shm", Reach.HOST, _MAPPABLE, _RAM, _MAPPED),
+    # The reader copies to its device straight out of the mapping, which it has pinned for itself where it can be.
+    Lane("shm/pinned-device", Reach.HOST, _PINNED, _DEVICE, _PCIE_PINNED, reader_needs=("cuda-copy",)),
+    Lane("shm/host-device", Reach.HOST, _SHARED, _DEVICE, _PCIE_PAGEABLE, reader_needs=("cuda-copy",)),
+    Lane("cuda-ipc/device-device", Reach.HOST, _DEVICE, _DEVICE, _IPC, same_device=True),
+    Lane("cuda-ipc/device-peer", Reach.HOST, _DEVICE, _DEVICE, _BETWEEN_DEVICES, same_device=False),
+    Lane("cuda-ipc/device-pinned", Reach.HOST, _DEVICE, _PINNED, _PCIE_PINNED),
+    Lane("cuda-ipc/device-host", Reach.HOST, _DEVICE, _PAGEABLE, _PCIE_PAGEABLE),
+    Lane("nixl", Reach.HOST, _RAM, _RAM, _NIXL_RAM),
+    Lane("nixl/device-device", Reach.HOST, _DEVICE, _DEVICE, _NIXL_DEVICE, same_device=True),
+    Lane(
+        "nixl/device-peer",
+        Reach.HOST,
+        _DEVICE,
+        _DEVICE,
+        _BETWEEN_DEVICES._replace(block_s=12e-6),
+        same_device=False,
+    ),
+    Lane("nixl/device-host", Reach.HOST, _DEVICE, _RAM, _NIXL_STAGED),
+    Lane("nixl/host-device", Reach.HOST, _RAM, _DEVICE, _NIXL_STAGED),
+    Lane("tcp", Reach.HOST, _RAM, _RAM, Cost(2.5e9, 1e-6, 100e-6)),
+    Lane("nixl/rdma", Reach.NETWORK, _ANY, _ANY, _NIXL_RDMA, needs=("rdma",)),
+    Lane("nixl", Reach.NETWORK, _RAM, _RAM, _NIXL_TCP),
+    Lane("nixl/device-any", Reach.NETWORK, _DEVICE, _ANY, _NIXL_STAGED),
+    Lane("nixl/host-device", Reach.NETWORK, _RAM, _DEVICE, _NIXL_STAGED),
+    Lane("tcp", Reach.NETWORK, _RAM, _RAM, Cost(1.2e9, 1e-6, 200e-6)),
+    Lane("file/write", Reach.PROCESS, _RAM, _FILE, Cost(1.2e9, 5e-6, 500e-6)),
+    Lane("file/read", Reach.FILE, _FILE, _RAM, Cost(3e9, 5e-6, 200e-6)),
+)
+
+
+def lanes(source: Place, destination: Place) -> Iterator[Lane]:
+    """All that lead from one to the other, whoever can use them."""
+    apart = reach(source, destination)
+    is_one_device = source.device == destination.device
+    for lane in LANES:
+        if (
+            lane.reach is apart
+            and source.kind in lane.sources
+            and destination.kind in lane.destinations
+            and lane.same_device in (None, is_one_device)
+        ):
+            yield lane

@@ -1,0 +1,197 @@
+"""What two agents say to each other: messages in frames, and the bytes of blocks between them. Pure.
+
+    frame    length (4, little-endian) | a message (msgpack, tagged)
+    chunk    op (8) | first (4) | count (4) | bytes of a block (4) | whether checked (4)
+             | checksums (8 each, where asked for) | the blocks' bytes
+
+A connection carries frames, or, from its Welcome on, chunks: one of each kind for a pair of agents that talk over TCP,
+so that no word waits behind a block. Over a Unix socket the descriptor of a shared memory comes with its Described.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Literal
+
+import msgspec
+
+from kvolt.core.errors import ErrorInfo, ProtocolError
+from kvolt.transfer.memory import SlabInfo
+
+VERSION = 1
+MAX_FRAME_BYTES = 32 << 20
+"""Three million blocks by their numbers."""
+CHUNK = struct.Struct("<QIIII")
+_LENGTH = struct.Struct("<I")
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where an agent is reached."""
+
+    agent: str
+    """Another one with every start."""
+    host: str
+    port: int
+    unix: str
+    """The name of its abstract socket: whoever shares a network namespace with it reaches it there."""
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """For blocks that may be read, or written to, by who has it. Opaque to all but agents."""
+
+    address: Address
+    secret: int
+    slab: SlabInfo
+    num_blocks: int
+    is_for: Literal["read", "write"]
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    agent: str
+    carries: Literal["frames", "chunks"]
+    version: int = VERSION
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    agent: str
+    version: int = VERSION
+    also_serves: tuple[str, ...] = ()
+    """Paths beside those that everybody has."""
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """I would like to have these."""
+
+    op: int
+    secret: int
+    path: str
+    positions: bytes = b""
+    """Among the ticket's blocks (int64, packed); none for all of them."""
+    pieces: bytes = b""
+    """Offsets inside a block (int64, packed); none for whole blocks."""
+    piece_bytes: int = 0
+    is_checked: bool = True
+
+
+class Described(msgspec.Struct, frozen=True, tag=True):
+    """Of a slab, before anything of it. With its descriptor, where this is a Unix socket and others may map it."""
+
+    slab: SlabInfo
+    has_descriptor: bool
+
+
+class NixlSlab(msgspec.Struct, frozen=True, tag=True):
+    """Of a slab, before anything of it over NIXL."""
+
+    slab: SlabInfo
+    address: int
+    device: int
+    metadata: bytes
+    """Opaque: what NIXL must know of the memory, and of whose it is."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """They are in this slab under these numbers, and stay while you read."""
+
+    op: int
+    slab: int
+    blocks: bytes
+
+
+class Sums(msgspec.Struct, frozen=True, tag=True):
+    """Their checksums, from the `first` on (uint64, packed)."""
+
+    op: int
+    first: int
+    checksums: bytes
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """I read no more of it; whether I have it all."""
+
+    op: int
+    is_whole: bool
+
+
+class Declined(msgspec.Struct, frozen=True, tag=True):
+    """Nobody will read what this ticket is for."""
+
+    secret: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Nothing more comes of it."""
+
+    op: int
+    error: ErrorInfo
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """For your writable blocks at these positions there is something to be read."""
+
+    op: int
+    secret: int
+    positions: bytes
+    ticket: Ticket
+    is_checked: bool = True
+
+
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """Of an Offer: it is read, or will not be."""
+
+    op: int
+    error: ErrorInfo | None = None
+
+
+Message = (
+    Hello | Welcome | Fetch | Described | NixlSlab | Ready | Sums | Ended | Declined | Failed | Offer | Taken
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decode_message = msgspec.msgpack.Decoder(Message).decode
+_decode_ticket = msgspec.msgpack.Decoder(Ticket).decode
+
+
+def to_frame(message: Message) -> bytes:
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Bytes in, messages out."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """ProtocolError for what is none."""
+        buffer = self._buffer
+        buffer += data
+        messages: list[Message] = []
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if length > MAX_FRAME_BYTES:
+                raise ProtocolError(f"a frame of {length} bytes", rule="frame_size")
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            try:
+                messages.append(_decode_message(memoryview(buffer)[start + _LENGTH.size : end].tobytes()))
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                raise ProtocolError(f"a message that cannot be read: {error}", rule="message") from None
+            start = end
+        del buffer[:start]
+        return messages
+
+
+def ticket_bytes(ticket: Ticket) -> bytes:
+    return _encoder.encode(ticket)
+
+
+def read_ticket(data: bytes) -> Ticket:
+    """ProtocolError for what is none."""
+    try:
+        return _decode_ticket(data)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"a ticket that cannot be read: {error}", rule="ticket") from None
