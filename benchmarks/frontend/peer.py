@@ -53,7 +53,7 @@ _NEEDED = (
     "uvloop",
     "zstandard",
 )
-_PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
+PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
 
 _SPEEDUP = 1000.0
 _DECODE_STEP_S = 0.00574
@@ -113,7 +113,7 @@ def serve(
         frontend = processes.start(
             "frontend",
             [
-                *(str(peer.python), "-m", "dynamo.frontend", "--router-mode", router_mode, *_PLANES),
+                *(str(peer.python), "-m", "dynamo.frontend", "--router-mode", router_mode, *PLANES),
                 *("--http-host", "127.0.0.1", "--http-port", str(port)),
             ],
             env,
@@ -126,7 +126,7 @@ def serve(
 def _mock_command(peer: Peer, step_s: float | None) -> list[str]:
     decode_speedup = 1.0 if step_s is None else _DECODE_STEP_S / _SPEEDUP / step_s
     return [
-        *(str(peer.python), "-m", "dynamo.mocker", *_PLANES),
+        *(str(peer.python), "-m", "dynamo.mocker", *PLANES),
         *("--model-path", str(peer.model.path), "--model-name", tiny_model.NAME),
         *(
             "--num-workers",

@@ -81,7 +81,7 @@ class Source:
         link, _ = self._listening.accept()
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while link.recv(1):
-            link.sendall(self._memory)
+            link.sendall(self._memory.data)
 
 
 class Target:
@@ -130,7 +130,7 @@ class Target:
 
     def _receive(self) -> None:
         assert self._link is not None
-        into, got = memoryview(self._to), 0
+        into, got = self._to.data, 0
         self._link.sendall(b"!")
         while got < len(into):
             received = self._link.recv_into(into[got:])

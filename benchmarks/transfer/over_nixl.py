@@ -19,7 +19,7 @@ class _Agent:
     """Either side: both can move, and both can wait."""
 
     def __init__(self, name: str, memory: Bytes) -> None:
-        from nixl_cu12._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found]
+        from nixl_cu12._api import nixl_agent, nixl_agent_config
 
         self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self._memory = memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import tempfile
@@ -26,7 +27,13 @@ class Child:
     """One of them; starts at once, and is ready when its hello is here."""
 
     def __init__(
-        self, python: str, module: str, side: str, memories: Memories, environ: dict[str, str]
+        self,
+        python: str,
+        module: str,
+        side: str,
+        memories: Memories,
+        core: int | None,
+        environ: dict[str, str],
     ) -> None:
         self._name = f"{module} {side}"
         self._socket, theirs = socket.socketpair()
@@ -36,6 +43,7 @@ class Child:
         job = {
             "module": module,
             "side": side,
+            "core": core,
             "socket": theirs.fileno(),
             "memories": [*memories.descriptors, memories.num_bytes],
         }
@@ -115,10 +123,13 @@ def open_pair(
     `environ`: what both have in theirs beside ours; nothing of ours that would tune either system.
     """
     kept = {name: value for name, value in clean_environ().items() if not name.startswith(("UCX_", "NIXL_"))}
+    # Each on a core of its own: a scheduler that puts both on one now and then would be the greater part of a figure.
+    cores = sorted(os.sched_getaffinity(0))
+    places = cores[:2] if len(cores) > 1 else (None, None)
     children: list[Child] = []
     try:
-        for side in sides:
-            children.append(Child(python, module, side, memories, {**kept, **environ}))
+        for side, core in zip(sides, places, strict=True):
+            children.append(Child(python, module, side, memories, core, {**kept, **environ}))
         source, target = children
         of_source, of_target = source.hear(), target.hear()
         target.ask("meet", **of_source)

@@ -5,10 +5,10 @@
 
 Run from the repository's root, on a machine that does nothing else; two cores are enough. 64 MiB in blocks of 64 KiB,
 256 KiB and 1 MiB. All systems read the same memory and write the same memory (`memories`: two memfds, touched before),
-the blocks in one random order; whoever is started once stays and sleeps while others are measured. In every round all
-systems take their turn with every size, and the next round goes the other way round. A figure is the median of a
-system's transfers in a round, after one that is not counted; ratios are taken within a round. After each turn the
-target is compared with the source, and cleared before it.
+the blocks in one random order. Every source has one core and every target another; whoever is started once stays and
+sleeps while others are measured. In every round all systems take their turn with every size, and the next round goes
+the other way round. A figure is the median of a system's transfers in a round, after one that is not counted; ratios
+are taken within a round. After each turn the target is compared with the source, and cleared before it.
 
 Limits: `memcpy` is one of all 64 MiB from the source's memory, mapped, to the target's. `plain socket` is a blocking
 sendall of the source's memory and recv_into of the target's, over loopback.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import select
 import socket
 import sys
@@ -22,6 +23,8 @@ POLL = "poll"
 def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
     link = socket.socket(fileno=job["socket"])
+    if job["core"] is not None:
+        os.sched_setaffinity(0, {job["core"]})
     lines = link.makefile("rb")
     try:
         module = importlib.import_module(f"benchmarks.transfer.{job['module']}")

@@ -16,7 +16,7 @@ import pytest
 
 from kvolt.core.ids import RequestId
 from kvolt.engines.scheduler import Scheduler
-from kvolt.engines.worker import Worker
+from kvolt.engines.worker_open import OpenRequests
 from kvolt.runtime import backlog
 from kvolt.runtime.server import OWN_ENDPOINTS
 from kvolt.runtime.session import Session
@@ -103,7 +103,7 @@ def keep_counting_cancelled_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_requests_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "_close", lambda self, request_id, outcome: self._open.get(request_id))
+    monkeypatch.setattr(OpenRequests, "close", lambda self, request_id, outcome: self.get(request_id))
 
 
 def keep_blocks_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,14 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
     models = Models(
         runtime,
         [name for name in namespaces if name],
-        ModelOptions(wanted.token_cache_bytes, parsers, wanted.max_attempts, settings.router),
+        ModelOptions(
+            wanted.token_cache_bytes,
+            parsers,
+            wanted.max_attempts,
+            settings.router,
+            wanted.migration_limit,
+            wanted.prefill_min_tokens,
+        ),
         _new_router(settings, link),
     )
     loads = WorkerLoads()

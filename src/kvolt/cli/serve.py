@@ -9,7 +9,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -45,6 +45,7 @@ Examples:
   kvolt serve Qwen/Qwen3-0.6B          another model: a name on the hub, a folder, a GGUF file
   kvolt serve --arg dtype=float32      an argument of the engine (`kvolt engine list native` tells them)
   kvolt serve sim-tiny --workers 4     simulated workers: no weights, no torch
+  kvolt serve --prefill 2 --decode 2   prompts computed by two workers, answers by two others
   kvolt serve --lora sql=./adapters/sql
                                        with a LoRA adapter: ask for model "sql", or for the model itself
   kvolt serve --processes 4            the frontend as four processes on one port, and a router
@@ -54,6 +55,8 @@ Examples:
                                        others join with `kvolt worker --join 10.0.0.5:7400`
 """
 
+ROLES = (Role.PREFILL.value, Role.DECODE.value, Role.AGGREGATED.value)
+ANSWERING = frozenset((Role.DECODE.value, Role.AGGREGATED.value))
 _POLL_S = 0.1
 _CORES_PER_EDGE = 4
 """On machines with fewer, a core kept free for the frontend would idle while the workers lack it."""
@@ -68,6 +71,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "model", nargs="?", help="model of the first [[workers]] entry (default: smollm2-135m)"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes of the first [[workers]] entry")
+    parser.add_argument(
+        "--prefill",
+        type=int,
+        metavar="N",
+        help="workers that compute prompts for those of --decode, which go on with them: the first [[workers]] entry "
+        "in each of these roles",
+    )
+    parser.add_argument("--decode", type=int, metavar="N", help="see --prefill")
+    parser.add_argument(
+        "--aggregated",
+        type=int,
+        metavar="N",
+        help="workers that do both: the same as --workers, beside the others",
+    )
     add_engine_flags(parser)
     parser.add_argument("--quiet", action="store_true", help="show only warnings and errors of the processes")
     parser.add_argument(
@@ -80,6 +97,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     given = with_workers(with_model_served(loaded.settings, args.model), args.workers)
     given = with_engine_flags(given, args.arg, args.lora)
+    given = with_roles(given, {role: getattr(args, role) for role in ROLES})
     for group in given.workers:
         check_engine(group)
     return serve(given, args.quiet, args.interactive)
@@ -189,6 +207,25 @@ def with_workers(settings: Settings, count: int | None) -> Settings:
         raise ConfigError("serve needs at least one worker", key="workers", remedy="give --workers 1 or more")
     first = msgspec.structs.replace(settings.workers[0], count=count)
     return msgspec.structs.replace(settings, workers=[first, *settings.workers[1:]])
+
+
+def with_roles(settings: Settings, counts: Mapping[str, int | None]) -> Settings:
+    """So many workers of each role that is named, each as the first [[workers]] entry; None leaves all as it is."""
+    wanted = {role: count for role, count in counts.items() if count is not None}
+    if not wanted:
+        return settings
+    remedy = "for example --prefill 1 --decode 1, or --aggregated 2"
+    if min(wanted.values()) < 0 or not any(wanted.values()) or not settings.workers:
+        raise ConfigError("serve needs at least one worker", key="workers", remedy=remedy)
+    if wanted.get("prefill") and not (wanted.get("decode") or wanted.get("aggregated")):
+        raise ConfigError("nobody goes on with what prefill workers compute", key="workers", remedy=remedy)
+    first = settings.workers[0]
+    groups = [
+        msgspec.structs.replace(first, name=role, role=role, count=count)
+        for role, count in wanted.items()
+        if count
+    ]
+    return msgspec.structs.replace(settings, workers=[*groups, *settings.workers[1:]])
 
 
 def with_engine_flags(settings: Settings, arguments: Sequence[str], loras: Sequence[str]) -> Settings:
@@ -317,9 +354,7 @@ class _Serve:
         base = base_url(frontend.host, frontend.port)
         clock = SystemClock()
         num_wanted = sum(
-            group.count * group.per_process
-            for group in self._settings.workers
-            if group.role == Role.AGGREGATED.value
+            group.count * group.per_process for group in self._settings.workers if group.role in ANSWERING
         )
         complain_at: float | None = clock.monotonic() + self._settings.runtime.start_timeout_s
         while True:
@@ -378,6 +413,7 @@ def missing(settings: Settings, frontend_answers: bool) -> str:
     if not settings.workers:
         return "no worker has joined yet (start one with `kvolt worker`)"
     roles = sorted({group.role for group in settings.workers if group.count})
-    if Role.AGGREGATED.value not in roles:
-        return f'no worker has role = "aggregated" (only {", ".join(roles) or "none"}), and only those are served'
+    if not ANSWERING.intersection(roles):
+        wanted = " or ".join(sorted(ANSWERING))
+        return f"no worker has the role {wanted} (only {', '.join(roles) or 'none'}), and only those answer"
     return "no worker has registered a model yet (see its log)"

@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 
 from kvolt.cli.process import Process, run_process
+from kvolt.cli.transfers import Transfers
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
+from kvolt.engines.handoff_metrics import HandoffMetrics
 from kvolt.engines.registry import (
     AUTO,
     EngineSpec,
@@ -21,7 +23,7 @@ from kvolt.engines.registry import (
     find_engine,
     parse_argument,
 )
-from kvolt.engines.worker import Worker, WorkerOptions
+from kvolt.engines.worker import Worker, WorkerOptions, stats_of
 from kvolt.runtime.config import LoadedConfig
 from kvolt.runtime.settings import MAX_PER_PROCESS, WorkerSettings
 
@@ -107,14 +109,17 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 
     async def body(process: Process) -> None:
         runtime = process.runtime
+        transfers = Transfers(runtime)
         engine = build_engine(engine_name, spec, arguments)
-        worker = Worker(runtime, engine, loaded.settings.namespace, options)
+        worker = Worker(runtime, engine, loaded.settings.namespace, options, transfers.mover)
         await worker.start()
         process.metrics.registry.register(worker.metrics)
+        process.metrics.registry.register(HandoffMetrics(lambda: stats_of([worker])))
         runtime.commands["clear_kv_blocks"] = lambda body: worker.clear_kv_blocks()
         try:
             await worker.run()
         finally:
+            transfers.close()  # before the memory that it moves
             await worker.close()
 
     return run_process(loaded.settings, args.name or group.name, body if count == 1 else fleet)

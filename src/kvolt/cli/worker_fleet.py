@@ -18,9 +18,11 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvolt.cli.process import Process
+from kvolt.cli.transfers import Transfers
 from kvolt.core.errors import ConfigError, DiscoveryLost
 from kvolt.engines.contract import Engine
-from kvolt.engines.worker import Worker, WorkerOptions
+from kvolt.engines.handoff_metrics import HandoffMetrics
+from kvolt.engines.worker import Worker, WorkerOptions, stats_of
 from kvolt.engines.worker_metrics import WorkerMetrics
 from kvolt.runtime.discovery import Discovery, LeaseId, WatchEvent
 from kvolt.runtime.events import EventPlane, EventStream
@@ -49,6 +51,7 @@ class WorkerFleet:
         count: int,
     ) -> None:
         self._process = process
+        self._transfers = Transfers(process.runtime)
         self._new_engine = new_engine
         history = max(_HISTORY_BYTES // count, _LEAST_HISTORY_BYTES)
         self._options = msgspec.structs.replace(
@@ -74,7 +77,8 @@ class WorkerFleet:
         main.parts += [self._part(number, lease) for number in range(self._count)]
         settings = self._process.settings
         self.workers += [
-            Worker(part, self._new_engine(), settings.namespace, self._options) for part in main.parts
+            Worker(part, self._new_engine(), settings.namespace, self._options, self._transfers.mover)
+            for part in main.parts
         ]
         waiting = iter(zip(main.parts, self.workers, strict=True))
 
@@ -87,6 +91,7 @@ class WorkerFleet:
             for number in range(min(self._count, _STARTED_AT_ONCE)):
                 scope.start(start_in_turn(), f"starter-{number}")
         self._process.metrics.registry.register(FleetMetrics(self.workers))
+        self._process.metrics.registry.register(HandoffMetrics(lambda: stats_of(self.workers)))
         main.add_details("workers", lambda: self._count)
         main.commands["clear_kv_blocks"] = self._clear_kv_blocks
 
@@ -111,6 +116,7 @@ class WorkerFleet:
                 scope.start(worker.run(), str(number))
 
     async def close(self) -> None:
+        self._transfers.close()  # before the memory that it moves
         for worker in self.workers:
             await worker.close()
 

@@ -16,6 +16,7 @@ from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import KvChange
 from kvolt.core.load import WorkerLoad
+from kvolt.core.request import Handoff
 
 
 class FinishReason(StrEnum):
@@ -51,6 +52,9 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     queue_ms: float | None = None
     prefill_ms: float | None = None
     transfer_ms: float | None = None
+    """That KV was on its way from who computed the prompt."""
+    transfer_bytes: int | None = None
+    transfer_path: str | None = None
     decode_ms: float | None = None
 
 
@@ -69,6 +73,7 @@ class Delta(
         "usage": "u",
         "stages": "s",
         "stop_reason": "r",
+        "handoff": "h",
     },
 ):
     """New tokens of one choice: several only when a step made several, or a slow reader let them merge."""
@@ -82,6 +87,8 @@ class Delta(
     usage: Usage | None = None
     stages: StageTimes | None = None
     stop_reason: int | str | None = None
+    handoff: Handoff | None = None
+    """All that a prefill worker says: the prompt is computed, and here is how to go on with it."""
 
 
 def merge_deltas(deltas: Sequence[Delta]) -> Delta:
@@ -101,6 +108,7 @@ def merge_deltas(deltas: Sequence[Delta]) -> Delta:
         usage=next((delta.usage for delta in reversed(deltas) if delta.usage), None),
         stages=next((delta.stages for delta in reversed(deltas) if delta.stages), None),
         stop_reason=last.stop_reason,
+        handoff=last.handoff,
     )
 
 

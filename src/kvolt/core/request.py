@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -123,6 +124,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     media: tuple[MediaSpan, ...] = ()
     first_tokens: tuple[int, ...] | None = None
     """Present when prefill sampled them; then prefill's side emits them and decode does not."""
+    cached_tokens: int | None = None
+    """Of the prompt, those that prefill did not have to compute."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -146,6 +149,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     handoff: Handoff | None = None
     resume: tuple[int, ...] = ()
     """Output tokens that the client already has: go on after them."""
+    resume_choices: tuple[tuple[int, ...] | None, ...] = ()
+    """The same for each of several choices, in place of `resume`; None for one that is over and not wanted again."""
     deadline_s: float | None = None
     """Time left when it was sent. Remaining time, not a date: clocks of machines differ."""
     extra: dict[str, Any] = {}
@@ -156,3 +161,31 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.token_ids) or self.paper_length
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the client has something of the answer already."""
+        return bool(self.resume or self.resume_choices)
+
+    @property
+    def open_choices(self) -> Sequence[int]:
+        """Indices of the choices that are to be computed."""
+        if not self.resume_choices:
+            return range(self.sampling.num_choices)
+        return [index for index, resumed in enumerate(self.resume_choices) if resumed is not None]
+
+    def resumed(self, index: int) -> tuple[int, ...]:
+        """Output tokens of a choice that the client already has."""
+        return (self.resume_choices[index] or ()) if self.resume_choices else self.resume
+
+    @property
+    def num_resumed_tokens(self) -> int:
+        """Of all choices that are to be computed."""
+        if not self.resume_choices:
+            return len(self.resume) * self.sampling.num_choices
+        return sum(len(resumed or ()) for resumed in self.resume_choices)
+
+    @property
+    def num_given_tokens(self) -> int:
+        """All that has to be there before its next tokens can be computed: the prompt, and what it resumes after."""
+        return self.num_prompt_tokens + self.num_resumed_tokens

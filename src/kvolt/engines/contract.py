@@ -27,6 +27,11 @@ most likely first; the chosen token need not be among them, and has the same fig
 plain tokens. `prompt_logprobs` come with the first delta of choice 0, one per token of the prompt, None for the
 first; not for a request that resumes, whose client has them.
 
+A request that resumes goes on after the tokens that its client has, as if nothing had happened: grammar, penalties,
+`min_tokens` and `max_tokens` go by all of them. Of several choices each goes on after its own (`resume_choices`), and
+those that are over are not computed. An engine that cannot refuses it with Unsupported: to begin anew would tell the
+client everything twice.
+
 The same request with the same seed has the same tokens, wherever and with whatever else it runs.
 
 Load. While there is work every step tells it; `kv_used_blocks` counts blocks that requests (and handoffs not yet
@@ -41,12 +46,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
+import msgspec
+
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
-from kvolt.core.ids import BlockKey, RequestId
+from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Handoff, Request
+from kvolt.transfer.memory import Slab
 
 __all__ = [
     "FEATURES",
@@ -55,8 +63,11 @@ __all__ = [
     "Engine",
     "KvBlock",
     "KvEvents",
+    "KvHeld",
     "KvLayout",
     "KvMovable",
+    "KvPlaced",
+    "KvRoom",
     "KvVisible",
     "Lora",
     "Pooling",
@@ -155,6 +166,48 @@ class KvMovable(Protocol):
         ...
 
 
+class KvHeld(msgspec.Struct, frozen=True):
+    """Where the full blocks of a prompt lie that was computed for others."""
+
+    blocks: tuple[int, ...]
+    """Numbers in the engine's slab."""
+    keys: tuple[BlockKey, ...]
+    hashes: tuple[SequenceHash, ...]
+
+
+class KvRoom(msgspec.Struct, frozen=True):
+    """Where blocks go that come from elsewhere."""
+
+    num_present: int
+    """Of the blocks asked for, from the first on, those that are here already."""
+    blocks: tuple[int, ...]
+    """For those after them, in order; fewer where there is no room."""
+
+
+@runtime_checkable
+class KvPlaced(Protocol):
+    """Its blocks lie in a memory that others read and fill: what travels is copied once, and not by the engine.
+
+    Blocks that are held or given room for do not move and are nobody else's until they are let go.
+    """
+
+    def kv_slab(self) -> Slab:
+        """Known after `start`. Unsupported where the blocks lie in no such memory in this setup."""
+        ...
+
+    async def hold_kv(self, request_id: RequestId) -> KvHeld:
+        """Of a prompt that `prefill` has computed; held until `release_prefill`, or the handoff expires. NotFound."""
+        ...
+
+    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+        """For blocks from the first of a sequence on. Ends with `settle_kv`, unless `blocks` is empty."""
+        ...
+
+    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
+        """So many of the room's blocks hold what they should, and are found from now on; the rest is let go."""
+        ...
+
+
 @runtime_checkable
 class Prefill(Protocol):
     """Computes prompts for others to go on with; takes such prompts over.
@@ -224,7 +277,8 @@ class Sleep(Protocol):
 
 
 FEATURES: dict[str, type] = {
-    kind.__name__: kind for kind in (KvEvents, KvVisible, KvMovable, Prefill, Lora, Embed, Encode, Sleep)
+    kind.__name__: kind
+    for kind in (KvEvents, KvVisible, KvMovable, KvPlaced, Prefill, Lora, Embed, Encode, Sleep)
 }
 """The capability protocols by name."""
 

@@ -1,7 +1,7 @@
 """KvExchange: an engine's blocks as others ask for them: what is here, what leaves, what comes in.
 
-Owns the rules of the KvVisible and KvMovable protocols for engines with our scheduler. Knows no layout: the memory
-reads and writes whole blocks.
+Owns the rules of the KvVisible, KvMovable and KvPlaced protocols for engines with our scheduler. Knows no layout: the
+memory reads and writes whole blocks.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvolt.core.block_key import BlockKeyContext
-from kvolt.core.ids import BlockKey
+from kvolt.core.errors import NotFound
+from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
+from kvolt.engines.contract import KvHeld, KvRoom
 from kvolt.engines.scheduler import Scheduler
 from kvolt.engines.sequence import TokenNaming
 from kvolt.kv import BlockId, BlockName, Names
@@ -79,6 +81,24 @@ class KvExchange:
             exported.append(KvBlock(key, name.sequence_hash, parent, position, data).seal())
             parent, position = key, position + 1
         return tuple(exported)
+
+    def hold(self, request_id: RequestId) -> KvHeld:
+        """NotFound when nothing is kept for it any more."""
+        kept = self._scheduler.kept(request_id)
+        if kept is None:
+            raise NotFound(f"no blocks are kept of {request_id}", kind="handoff", name=request_id)
+        blocks, names = kept
+        return KvHeld(tuple(blocks[: len(names)]), tuple(names.keys), tuple(names.sequence_hashes))
+
+    def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+        names = Names(list(keys), list(hashes))
+        num_present = self._scheduler.pool.match(names.keys)
+        adopted = self._scheduler.adopt(names)
+        return KvRoom(num_present, tuple(block for _, block in adopted))
+
+    def settle(self, room: KvRoom, num_filled: int) -> None:
+        adopted = [(index, BlockId(block)) for index, block in enumerate(room.blocks, room.num_present)]
+        self._scheduler.seal_adopted(adopted, num_filled)
 
     def import_kv(self, blocks: Sequence[KvBlock]) -> int:
         count = 0

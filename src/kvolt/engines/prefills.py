@@ -30,6 +30,7 @@ class _Prefill:
     request: Request
     done: Done
     tokens: dict[int, int] = field(default_factory=dict)
+    cached_tokens: int | None = None
     can_tell: bool = True
     """Whether its first tokens can be told before decode goes on."""
 
@@ -75,6 +76,8 @@ class Prefills:
             return False
         request = prefill.request
         prefill.tokens[one.sequence.index] = one.token
+        if one.sequence.index == 0:
+            prefill.cached_tokens = one.sequence.num_cached
         if one.token in one.sequence.enders or one.sequence.num_output >= request.stop.max_tokens:
             prefill.can_tell = False
         if len(prefill.tokens) == request.sampling.num_choices:
@@ -128,4 +131,5 @@ class Prefills:
             expires_in_s=self._hold_s,
             token_ids=request.token_ids,
             first_tokens=tokens if prefill.can_tell else None,
+            cached_tokens=prefill.cached_tokens,
         )

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.delta import FinishReason
+from kvolt.core.ending import End
 from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
 from kvolt.engines.holds import Holds
 from kvolt.engines.scheduler_check import check_books
-from kvolt.engines.sequence import End, Naming, Phase, Sequence, TokenNaming
+from kvolt.engines.sequence import Naming, Phase, Sequence, TokenNaming
 from kvolt.engines.step_plan import (
     Advanced,
     Limits,
@@ -113,14 +114,12 @@ class Scheduler:
         """
         self._check(request)
         naming = self._naming(request)
-        sequences = [self._sequence(request, 0, naming)]
+        first, *others = request.open_choices
+        sequences = [self._sequence(request, first, naming)]
         tokens = sequences[0].tokens
         # All names that it can have now: what cannot be hashed is to fail here, and not in a step.
         naming.reach(tokens, len(tokens) // self.limits.block_size)
-        sequences += [
-            self._sequence(request, index, self._naming(request))
-            for index in range(1, request.sampling.num_choices)
-        ]
+        sequences += [self._sequence(request, index, self._naming(request)) for index in others]
         self._groups[request.request_id] = _Group(sequences, sequences[1:], keep_blocks, sequences[0])
         self._num_live += len(sequences)
         self._planner.wait(sequences[0])
@@ -244,7 +243,7 @@ class Scheduler:
         """All tokens of a prefill are computed, and here is the next."""
         is_first = not sequence.has_spoken
         end = sequence.push(token)
-        if is_first and not sequence.index:
+        if is_first:
             self._let_in_siblings(sequence)
         if end is not None:
             self._finish(sequence)
@@ -312,6 +311,8 @@ class Scheduler:
 
     def _let_in_siblings(self, first: Sequence) -> None:
         group = self._groups[first.request.request_id]
+        if first is not group.first:
+            return
         for sequence in group.held_back:
             self._planner.wait(sequence)
         group.held_back.clear()
@@ -321,7 +322,7 @@ class Scheduler:
         group = self._groups[request_id]
         self._planner.leave(sequence)
         sequence.phase = Phase.DONE
-        if group.keeps_blocks and not sequence.index:
+        if group.keeps_blocks and sequence is group.first:
             self._holds.keep(request_id, sequence.blocks, sequence.naming.names)
         else:
             self.pool.release(reversed(sequence.blocks))

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from kvolt.core.block_key import BlockKeyChain, BlockKeyContext
-from kvolt.core.delta import FinishReason
+from kvolt.core.ending import End, ended_by
 from kvolt.core.hashing import SequenceHasher, request_seed, token_bytes
 from kvolt.core.request import Request
 from kvolt.kv import BlockId, BlockName, Names
-
-
-class End(NamedTuple):
-    """Why a choice is over."""
-
-    finish: FinishReason
-    stop_reason: int | None = None
 
 
 class Phase(StrEnum):
@@ -100,7 +93,6 @@ class Sequence:
     """Tokens of the prompt that were found in the cache at its first admission; None before that."""
     num_preemptions: int = 0
     """How often it lost its blocks to others."""
-    stops: frozenset[int] = field(init=False)
     enders: frozenset[int] = field(init=False)
     """Tokens after which it may be over; after any other it is not, but for its length."""
     max_length: int = field(init=False)
@@ -113,10 +105,9 @@ class Sequence:
         request = self.request
         self.num_prompt = request.num_prompt_tokens
         self.tokens = [*request.token_ids] or [0] * self.num_prompt  # the latter where nobody knows them
-        self.tokens += request.resume or self._handed_over()
+        self.tokens += request.resumed(self.index) or self._handed_over()
         self.num_given = len(self.tokens)
-        self.stops = frozenset(request.stop.stop_token_ids)
-        self.enders = self.stops | self.eos
+        self.enders = self.eos.union(request.stop.stop_token_ids)
         self.max_length = self.num_prompt + request.stop.max_tokens
         self.is_plain = request.sampling.num_choices == 1 and request.sampling.logprobs is None
 
@@ -148,7 +139,7 @@ class Sequence:
         return (
             self.request.sampling.prompt_logprobs is not None
             and not self.index
-            and not self.request.resume
+            and not self.request.resumed(self.index)
             and not self.has_spoken
         )
 
@@ -161,9 +152,4 @@ class Sequence:
 
     def end_by(self, token: int) -> End | None:
         """How the token appended last ends it: one of `enders`, or one that makes it as long as it may be."""
-        if self.num_output > self.request.stop.min_tokens:
-            if token in self.eos:
-                return End(FinishReason.STOP)
-            if token in self.stops:
-                return End(FinishReason.STOP, token)
-        return End(FinishReason.LENGTH) if len(self.tokens) >= self.max_length else None
+        return ended_by(self.request.stop, self.eos, self.num_output, token)

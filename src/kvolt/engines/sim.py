@@ -22,13 +22,14 @@ from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import Cancelled, EngineFailed, ErrorInfo, Unsupported, from_info, to_info
 from kvolt.core.hashing import token_bytes
-from kvolt.core.ids import BlockKey, RequestId
+from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel, OccupancyModel
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.bell import Bell
+from kvolt.engines.contract import KvHeld, KvRoom
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.prefills import Prefills
 from kvolt.engines.registry import EngineSpec
@@ -43,6 +44,7 @@ from kvolt.engines.step_plan import Advanced, Limits, PlainBatch, StepPlan
 from kvolt.engines.step_telling import delta_of_run, load_of
 from kvolt.engines.step_watch import StepWatch
 from kvolt.kv import BlockPool
+from kvolt.transfer.memory import Slab
 
 __all__ = ["SimArguments", "SimEngine"]
 
@@ -83,7 +85,8 @@ class SimEngine:
             arguments.scheduling,
             (lambda request: PaperNaming(request, arguments.block_size)) if arguments.paper else None,
         )
-        memory = SimMemory()
+        memory = self._memory = SimMemory()
+        self._slab: Slab | None = None
         speaker = Speaker(
             model,
             arguments.say,
@@ -180,6 +183,8 @@ class SimEngine:
         for request in self._scheduler.requests():
             self._forget(request.request_id)
         self._prefills.close(to_info(EngineFailed("the engine was closed", engine="sim")))
+        if self._slab is not None:
+            self._slab.close()
         self._watch_expiry()
         self._work.ring()
 
@@ -314,9 +319,34 @@ class SimEngine:
         self._work.ring()
         return num_here
 
+    # --- KvPlaced
+
+    def kv_slab(self) -> Slab:
+        if self._arguments.paper:
+            raise Unsupported("on paper blocks hold nothing", feature="kv_slab")
+        if self._slab is None:
+            self._slab = self._memory.share(self._arguments.kv_blocks, self._arguments.block_size)
+        return self._slab
+
+    async def hold_kv(self, request_id: RequestId) -> KvHeld:
+        return self._exchange.hold(request_id)
+
+    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+        return self._exchange.make_room(keys, hashes)
+
+    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
+        if not await self._transfers.move(self._size(num_filled), NETWORK_IN):
+            num_filled = 0
+        self._exchange.settle(room, num_filled)
+        self._work.ring()
+
+    def _size(self, num_blocks: int) -> int:
+        """Of the blocks that so many of ours stand for."""
+        return num_blocks * self._arguments.block_size * self._arguments.kv_bytes_per_token
+
     def _size_of(self, blocks: Sequence[KvBlock]) -> int:
         """Of the blocks that these stand for."""
-        return len(blocks) * self._arguments.block_size * self._arguments.kv_bytes_per_token
+        return self._size(len(blocks))
 
     # --- Prefill
 
@@ -371,7 +401,8 @@ def _now() -> float:
 
 def _check_tokens(request: Request) -> None:
     """What are no tokens is refused here: in a step it would hurt all others. (The prompt is looked at anyway.)"""
-    if request.resume:
-        token_bytes(request.resume)
+    for resumed in (request.resume, *request.resume_choices):
+        if resumed:
+            token_bytes(resumed)
     if request.handoff is not None and request.handoff.first_tokens:
         token_bytes(request.handoff.first_tokens)

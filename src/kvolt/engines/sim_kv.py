@@ -16,6 +16,8 @@ from kvolt.core.ids import BlockKey
 from kvolt.core.kv_block import KvLayout
 from kvolt.core.request import Request
 from kvolt.kv import BlockId
+from kvolt.transfer.layout import SlabLayout
+from kvolt.transfer.memory import Slab
 
 NAME = "sim"
 """Of the layout, and of the data type."""
@@ -50,7 +52,14 @@ class SimMemory:
     """See the module. Grows with the blocks that are used: pools give out the first ones first."""
 
     def __init__(self) -> None:
-        self._bytes = bytearray()
+        self._bytes: bytearray | memoryview = bytearray()
+
+    def share(self, num_blocks: int, block_size: int) -> Slab:
+        """Move to a memory that other processes can map, with room for so many blocks."""
+        slab = Slab.shared(num_blocks, BLOCK_BYTES, SlabLayout.of_rank(layout(block_size)))
+        slab.memory[: len(self._bytes)] = self._bytes
+        self._bytes = slab.memory
+        return slab
 
     def read(self, block: BlockId) -> bytes:
         return bytes(self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
@@ -58,6 +67,7 @@ class SimMemory:
     def write(self, block: BlockId, data: bytes) -> None:
         start, end = block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES
         if end > len(self._bytes):
+            assert isinstance(self._bytes, bytearray)
             self._bytes.extend(bytes(end - len(self._bytes)))
         self._bytes[start:end] = data
 

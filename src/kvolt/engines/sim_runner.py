@@ -42,7 +42,8 @@ class SimRunner:
 
     def add(self, request: Request) -> None:
         """InvalidRequest for what no answer could keep to."""
-        self._silent[request.request_id] = dict(enumerate(self._speaker.choices(request)))
+        choices = self._speaker.choices(request)
+        self._silent[request.request_id] = {index: choices[index] for index in request.open_choices}
 
     def forget(self, request_id: RequestId) -> None:
         self._silent.pop(request_id, None)

@@ -136,7 +136,7 @@ class Speaker:
     def prompt_logprobs(self, request: Request) -> tuple[TokenLogprobs | None, ...] | None:
         """One for each token of the prompt; nothing comes before the first, so it has none."""
         num_top = request.sampling.prompt_logprobs
-        if num_top is None or request.resume:
+        if num_top is None or request.resumed(0):
             return None
         found: list[TokenLogprobs | None] = [None]
         for position, token in enumerate(request.token_ids[1:], 1):

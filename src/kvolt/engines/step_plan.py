@@ -14,11 +14,12 @@ from enum import StrEnum
 
 import msgspec
 
+from kvolt.core.ending import End
 from kvolt.core.errors import ConfigError, InvalidRequest
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats
 from kvolt.core.request import Request
-from kvolt.engines.sequence import End, Sequence
+from kvolt.engines.sequence import Sequence
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,9 +131,7 @@ def check_request(request: Request, limits: Limits, num_blocks: int, on_paper: b
             f"min_tokens is {stop.min_tokens}; it must be from 0 to max_tokens, which is {stop.max_tokens}",
             param="min_tokens",
         )
-    handed_over = request.handoff is not None and request.handoff.first_tokens is not None
-    if (len(request.resume) or handed_over) >= stop.max_tokens:
-        raise InvalidRequest("all tokens asked for have been generated already", param="resume")
+    _check_resumed(request)
     num_tokens = prompt + stop.max_tokens
     asked = f"{prompt} prompt tokens and {stop.max_tokens} new ones"
     if num_tokens > limits.context_length:
@@ -142,6 +141,19 @@ def check_request(request: Request, limits: Limits, num_blocks: int, on_paper: b
         raise InvalidRequest(
             f"{asked} need {needed} KV blocks, and the engine has {num_blocks}", param="max_tokens"
         )
+
+
+def _check_resumed(request: Request) -> None:
+    num_choices = request.sampling.num_choices
+    if request.resume_choices and (len(request.resume_choices) != num_choices or request.resume):
+        raise InvalidRequest(
+            f"resume_choices must have one entry for each of the {num_choices} choices, and resume none",
+            param="resume_choices",
+        )
+    handed_over = request.handoff is not None and request.handoff.first_tokens is not None
+    most = max((len(request.resumed(index)) or handed_over for index in request.open_choices), default=None)
+    if most is None or most >= request.stop.max_tokens:
+        raise InvalidRequest("all tokens asked for have been generated already", param="resume")
 
 
 def run_length(plan: StepPlan, block_size: int, num_free: int) -> int:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -31,10 +30,13 @@ from kvolt.core.errors import (
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_recovery import KvAnswer, KvQuestion
 from kvolt.core.load import LoadReport, WorkerLoad
-from kvolt.core.request import Request
+from kvolt.core.request import Request, Role
 from kvolt.core.withdrawal import Withdraw, Withdrawn, withdrawn_error
-from kvolt.engines.contract import Engine, features_of
+from kvolt.engines.contract import Engine, KvPlaced, features_of
+from kvolt.engines.handoffs import Handoffs, HandoffStats
+from kvolt.engines.kv_moving import KvMover
 from kvolt.engines.worker_control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
+from kvolt.engines.worker_handover import hand_over, new_handoffs
 from kvolt.engines.worker_kv import HISTORY_BYTES, KvJournal
 from kvolt.engines.worker_metrics import (
     CANCELLED,
@@ -46,6 +48,7 @@ from kvolt.engines.worker_metrics import (
     Labels,
     WorkerMetrics,
 )
+from kvolt.engines.worker_open import OpenRequests
 from kvolt.engines.worker_progress import Progress
 from kvolt.engines.worker_vllm_names import WITH_VLLM_NAMES
 from kvolt.runtime.address import EndpointAddress
@@ -54,6 +57,7 @@ from kvolt.runtime.plane import IncomingStream
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.server import decoder
 from kvolt.runtime.steps import StepSender
+from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)
 
@@ -74,27 +78,25 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Besides the engine's own: requests may demand or prefer them."""
 
 
-@dataclass(slots=True)
-class _Open:
-    stream: IncomingStream
-    num_choices_left: int
-    num_prompt_tokens: int
-    opened_at: float
-    deadline: asyncio.TimerHandle | None = None
-
-
 class Worker:
     """One engine in one process. `start`, then `run` until the engine or the process ends."""
 
     def __init__(
-        self, runtime: Runtime, engine: Engine, namespace: str, options: WorkerOptions | None = None
+        self,
+        runtime: Runtime,
+        engine: Engine,
+        namespace: str,
+        options: WorkerOptions | None = None,
+        new_mover: Callable[[KvPlaced], KvMover] | None = None,
     ) -> None:
+        """`new_mover`: how blocks come and go, for the roles that need it."""
         self._runtime = runtime
         self._engine = engine
         self._namespace = namespace
         self._options = options or WorkerOptions()
         self._clock = runtime.ports.clock
-        self._open: dict[RequestId, _Open] = {}
+        self._new_mover = new_mover
+        self._crew = Crew("worker")
         self._loads: dict[int, tuple[WorkerLoad, float]] = {}
         """Of each rank the latest, and when one was last published."""
         self._instance = InstanceId("")
@@ -111,7 +113,9 @@ class Worker:
         self.features: tuple[str, ...] = ()
         self.metrics = WorkerMetrics()
         """For the process's registry."""
+        self._open = OpenRequests(self._clock.monotonic, self.metrics, self._progress)
         self.journal: KvJournal | None = None
+        self.handoffs: Handoffs | None = None
 
     async def start(self) -> None:
         """Start the engine, then register: who is registered can compute."""
@@ -123,6 +127,7 @@ class Worker:
         taints = tuple(dict.fromkeys((*info.taints, *self._options.taints)))
         self.info = info = msgspec.structs.replace(info, features=self.features, loras=loras, taints=taints)
         component = component_name(info.model, info.role, info.card)
+        self.handoffs = new_handoffs(self._engine, info, self._new_mover, self._clock.monotonic)
         self._set_health(State.READY)
         self._runtime.add_details("engine", self._describe)
         self._serve_control(component)
@@ -192,6 +197,9 @@ class Worker:
 
     async def close(self) -> None:
         self._progress.close()
+        await self._crew.close()
+        if self.handoffs is not None:
+            await self.handoffs.close()
         await self._engine.close()
 
     async def clear_kv_blocks(self) -> dict[str, int | None]:
@@ -230,16 +238,15 @@ class Worker:
         deadline_s = stream.deadline_s
         if deadline_s is not None:  # what is left of the call's time is the request's
             request = msgspec.structs.replace(request, deadline_s=deadline_s)
-        self._submit(request)
-        if not self._open:
-            self._progress.begin()
-        entry = self._open[request_id] = _Open(
-            stream, request.sampling.num_choices, request.num_prompt_tokens, self._clock.monotonic()
-        )
+        is_for_others = self.info.role is Role.PREFILL
+        is_handed_over = is_for_others or request.handoff is not None
+        if self.handoffs is None or not is_handed_over:
+            self._submit(request)
+        entry = self._open.add(request, stream, self._on_deadline)
+        if self.handoffs is not None and is_handed_over:
+            work = hand_over(self.handoffs, request, self._open, self._submit, self._instance)
+            entry.handing_over = self._crew.start(work, f"handoff {request_id}")
         stream.on_cancel = lambda error: self._drop(request_id)
-        if deadline_s is not None:
-            loop = asyncio.get_running_loop()
-            entry.deadline = loop.call_later(deadline_s, self._on_deadline, request_id, deadline_s)
 
     def _submit(self, request: Request) -> None:
         """An engine's bug with one request is that request's failure."""
@@ -260,33 +267,23 @@ class Worker:
             log.exception("the engine failed to abort %s", request_id)
 
     def _drop(self, request_id: RequestId) -> None:
-        if self._close(request_id, CANCELLED) is not None:
+        if self._open.close(request_id, CANCELLED) is not None:
             self._abort(request_id)
 
     async def _withdraw(self, request_id: RequestId) -> bool:
         """Give a request back that has not begun; whether it was so."""
         if request_id not in self._open or not await self._engine.withdraw(request_id):
             return False
-        entry = self._close(request_id, WITHDRAWN)
+        entry = self._open.close(request_id, WITHDRAWN)
         if entry is not None:
             entry.stream.end(withdrawn_error())
         return True
 
     def _on_deadline(self, request_id: RequestId, after_s: float) -> None:
-        entry = self._close(request_id, DEADLINE)
+        entry = self._open.close(request_id, DEADLINE)
         if entry is not None:
             self._abort(request_id)
             entry.stream.end(DeadlineExceeded("the request's time is over", stage="total", after_s=after_s))
-
-    def _close(self, request_id: RequestId, outcome: str) -> _Open | None:
-        entry = self._open.pop(request_id, None)
-        if entry is not None:
-            if entry.deadline is not None:
-                entry.deadline.cancel()
-            self.metrics.on_end(outcome, self._clock.monotonic() - entry.opened_at)
-            if not self._open:
-                self._progress.rest()
-        return entry
 
     # --- steps out
 
@@ -296,24 +293,28 @@ class Worker:
         if step.plain_ids:
             if step.plain_ids is not self._plain_ids:
                 self._plain_ids = step.plain_ids
-                self._plain = StepSender([self._stream_of(request_id) for request_id in step.plain_ids])
+                self._plain = StepSender([self._open.stream_of(each) for each in step.plain_ids])
             self._plain.send(step.plain_tokens)
         for request_id, delta in step.deltas:
             num_tokens += len(delta.token_ids)
             entry = self._open.get(request_id)
             if entry is None:
                 continue  # its caller has gone meanwhile
-            entry.stream.send(delta)
+            if entry.pulled is None:
+                entry.stream.send(delta)
+            else:
+                entry.stream.send(msgspec.structs.replace(delta, stages=entry.pulled.stages))
+                entry.pulled = None
             if delta.cached_tokens is not None and not delta.index:
                 self.metrics.on_prompt(entry.num_prompt_tokens, delta.cached_tokens, now - entry.opened_at)
             if delta.finish is not None:
                 entry.num_choices_left -= 1
                 if entry.num_choices_left == 0:
-                    self._close(request_id, FINISHED)
+                    self._open.close(request_id, FINISHED)
                     self.metrics.finish_counts[delta.finish] += 1
                     entry.stream.end()
         for request_id, failure in step.failed:
-            entry = self._close(request_id, FAILED)
+            entry = self._open.close(request_id, FAILED)
             if entry is not None:
                 entry.stream.end(from_info(failure))
         self.metrics.on_tokens(num_tokens)
@@ -324,10 +325,6 @@ class Worker:
             self._report(step.load, now)
         if step.kv_changes and self.journal is not None:
             self.journal.record(step.kv_changes, dp_rank)
-
-    def _stream_of(self, request_id: RequestId) -> IncomingStream | None:
-        entry = self._open.get(request_id)
-        return entry.stream if entry is not None else None
 
     def _report(self, load: WorkerLoad, now: float) -> None:
         """Publish when membership changed, and else at most ten times a second."""
@@ -341,8 +338,8 @@ class Worker:
 
     def _fail_all(self, error: EngineDied) -> None:
         self._is_over = True
-        for request_id in list(self._open):
-            entry = self._close(request_id, FAILED)
+        for request_id in self._open:
+            entry = self._open.close(request_id, FAILED)
             if entry is not None:
                 entry.stream.end(error)
 
@@ -407,3 +404,8 @@ class Worker:
                 info = msgspec.structs.replace(self.info, loras=loras)
                 await self._runtime.update_info(self._generate, info)
                 self.info = info
+
+
+def stats_of(workers: Sequence[Worker]) -> list[HandoffStats]:
+    """Of those that take part in handoffs."""
+    return [worker.handoffs.stats for worker in workers if worker.handoffs is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,9 +17,13 @@ from kvolt.frontend.openai_api.wording import Wording, prompt_logprobs
 from kvolt.frontend.parsers.port import TextParser
 from kvolt.frontend.stops import StopMatcher
 from kvolt.journey.journey import Journey
+from kvolt.journey.resuming import Heard
 from kvolt.router.port import Decision
 
 log = logging.getLogger(__name__)
+
+TOKEN = "q"
+"""How tokens are kept: eight bytes each, for as long as their answer takes; also what a worker says that is none."""
 
 
 class Observer(Protocol):
@@ -77,8 +82,8 @@ class ChoiceState:
     num_echoed: int = 0
     """Characters of the prompt that were told before it."""
     pending_logprobs: list[Placed] = field(default_factory=list)
-    token_ids: list[int] | None = None
-    """All of them, where the caller wants to see them."""
+    token_ids: array[int] = field(default_factory=lambda: array(TOKEN))
+    """All that have come, for who goes on with it when its worker was lost, and for callers who want to see them."""
 
 
 class Answer(ABC):
@@ -129,8 +134,7 @@ class Answer(ABC):
                 plan.include_stop,
                 plan.min_tokens,
             )
-            kept: list[int] | None = [] if "completion_token_ids" in plan.extra_fields else None
-            states.append(ChoiceState(prompt * plan.num_choices + number, choice, token_ids=kept))
+            states.append(ChoiceState(prompt * plan.num_choices + number, choice))
         return states
 
     def placed_prompt(self, prompt: int, logprobs: Sequence[TokenLogprobs | None]) -> list[Placed]:
@@ -183,9 +187,9 @@ class Answer(ABC):
         if "worker_id" in wanted:
             told["worker_id"] = self._workers()
         if "timing" in wanted:
-            told["timing"] = self.plan.timing()
+            told["timing"] = self.plan.timing() | self._stages()
         if "completion_token_ids" in wanted:
-            told["completion_token_ids"] = [token for state in choices for token in state.token_ids or ()]
+            told["completion_token_ids"] = [token for state in choices for token in state.token_ids]
         if "prompt_logprobs" in wanted and self.prompt_logprobs:
             told["prompt_logprobs"] = prompt_logprobs(self.plan.vocabulary, self.prompt_logprobs)
         if "stop_reason" in wanted:
@@ -193,8 +197,31 @@ class Answer(ABC):
         return {"nvext": told} if told else {}
 
     def _workers(self) -> dict[str, Any]:
-        made = [journey.decision for journey in self._journeys if journey.decision is not None]
-        return workers_told(made[0]) if made else {}
+        made = [journey for journey in self._journeys if journey.decision is not None]
+        if not made or made[0].decision is None:
+            return {}
+        handoff = made[0].handoff
+        prefill = {} if handoff is None else {"prefill_worker_id": handoff.prefill_instance}
+        return prefill | workers_told(made[0].decision)
+
+    def _stages(self) -> dict[str, Any]:
+        """By the names of `nvext.timing`, and ours for what it has none for."""
+        stages = self._journeys[0].stages if self._journeys else None
+        if stages is None:
+            return {}
+        told = {
+            "prefill_wait_time_ms": stages.queue_ms,
+            "prefill_time_ms": stages.prefill_ms,
+            "kv_transfer_ms": stages.transfer_ms,
+            "kv_transfer_bytes": stages.transfer_bytes,
+            "kv_transfer_path": stages.transfer_path,
+        }
+        return {name: value for name, value in told.items() if value is not None}
+
+
+def heard_of(states: Sequence[ChoiceState]) -> Heard:
+    """As a journey asks for it. A stop string may have ended a choice of which its worker knows nothing."""
+    return [None if state.choice.finish is not None else state.token_ids for state in states]
 
 
 def workers_told(decision: Decision) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from typing import Any, cast
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError
-from kvolt.frontend.answer import Answer, ChoiceState, Observer, Plan, unfinished
+from kvolt.frontend.answer import Answer, ChoiceState, Observer, Plan, heard_of, unfinished
 from kvolt.frontend.choice import Told
 from kvolt.frontend.openai_api.errors import error_event
 from kvolt.frontend.openai_api.wording import DONE, Envelope, encode
 from kvolt.frontend.parsers.port import Content
+from kvolt.journey.resuming import Heard
 from kvolt.runtime.http_writer import CHUNK_HEADS, NUM_CHUNK_HEADS, ResponseWriter, chunk_head
 from kvolt.runtime.streams import Sink, StepSink
 
@@ -57,7 +58,7 @@ class TokenFan:
             size = receiver.size + len(text)
             head = CHUNK_HEADS[size] if size < NUM_CHUNK_HEADS else chunk_head(size)
             write(b"%b%b%b%b" % (head, receiver.before, text, receiver.after))
-            receiver.num_written += 1
+            receiver.token_ids.append(token_id)
             if receiver.last_at != last_at:  # those of one batch have all had their last token together
                 if observer is not None:
                     observer.gap(now - last_at, num_alike)
@@ -78,12 +79,12 @@ class LiveReceiver:
         "before",
         "has_begun",
         "last_at",
-        "num_written",
         "observer",
         "plain_json",
         "size",
         "states",
         "steps",
+        "token_ids",
         "write",
     )
 
@@ -102,8 +103,8 @@ class LiveReceiver:
         self.before, self.after = before, after + _LINE_END
         self.write: Callable[[bytes], None] | None = None
         """Set while the next plain token may be written without a look at anything else."""
-        self.num_written = 0
-        """Tokens written that way, not yet counted by the choice."""
+        self.token_ids = states[0].token_ids
+        """Those written that way among them, which the choice has not counted while `write` is set."""
 
     def on_token(self, token_id: int) -> None:
         """A plain token that is not so plain here."""
@@ -128,12 +129,12 @@ class LiveReceiver:
             if not text or self.write is None:
                 break
             self.write(b"%b%b%b%b" % (chunk_head(self.size + len(text)), self.before, text, self.after))
+            self.token_ids.append(token_id)
             num_plain += 1
         if num_plain:
-            self.num_written += num_plain
             self.last_at = self._answer.observe(self.last_at, num_plain, first=False)
         if num_plain < len(token_ids):
-            self.write = None
+            self.settle()
             self.on_item(Delta(token_ids[num_plain:]))
 
     def _on_more(self, delta: Delta) -> None:
@@ -147,8 +148,7 @@ class LiveReceiver:
         answer.note(delta)
         state = self.states[delta.index]
         self.settle()
-        if state.token_ids is not None:
-            state.token_ids.extend(delta.token_ids)
+        state.token_ids.extend(delta.token_ids)
         told = state.choice.feed_delta(delta)
         answer.tell(state, told)
         if told and state.choice.finish is not None and (delta.finish is None or len(self.states) > 1):
@@ -161,10 +161,12 @@ class LiveReceiver:
 
     def settle(self) -> None:
         """Count what was written past the choice, and let the next token come the long way."""
-        if self.num_written:
-            self.states[0].choice.num_tokens += self.num_written
-            self.num_written = 0
-        self.write = None
+        if self.write is not None:
+            self.states[0].choice.num_tokens = len(self.token_ids)
+            self.write = None
+
+    def so_far(self) -> Heard:
+        return heard_of(self.states)
 
 
 class LiveAnswer(Answer):

@@ -42,6 +42,7 @@ GAUGES = {
     "*_model_max_num_seqs": Rule.MAX,
     "*_model_max_num_batched_tokens": Rule.MAX,
     "*_model_workers": Rule.MAX,
+    "*_model_migration_limit": Rule.MAX,
     "*_router_queue_pending_requests": Rule.SUM,
     # Of every process:
     "kvolt_connections": Rule.SUM,

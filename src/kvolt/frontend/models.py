@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -17,10 +17,11 @@ from kvolt.core.card import HASH_SCHEME, Capacity, EngineInfo, ModelCard, card_h
 from kvolt.core.endpoints import CARD, GENERATE
 from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, Unavailable
 from kvolt.core.ids import CardHash
-from kvolt.core.request import Role, Sampling
+from kvolt.core.request import Request, Role, Sampling
 from kvolt.frontend.openai_api.generation import sampling_defaults
 from kvolt.frontend.preprocess import CardProcessor, ParserNames, Processor
 from kvolt.journey.journey import Road
+from kvolt.journey.prefill import Leg, nobody
 from kvolt.router.adapters import Adapters
 from kvolt.router.policies import ROUTERS, NewRouter
 from kvolt.router.port import Router, RouterContext
@@ -89,6 +90,10 @@ class ModelOptions(msgspec.Struct, frozen=True):
     """In place of what the card says or its template shows."""
     max_attempts: int = 3
     router: RouterSettings = RouterSettings()
+    migration_limit: int = 3
+    """How often an answer that has begun may go on at another worker."""
+    prefill_min_tokens: int = 0
+    """Prompts that are longer are computed by prefill workers, where there are any."""
 
 
 class Models:
@@ -118,6 +123,8 @@ class Models:
         self._registered: dict[EndpointAddress, dict[str, None]] = {}
         """Keys of each component's instances, as the one watch that also starts `_add` has seen them."""
         self._adding: dict[EndpointAddress, None] = {}
+        self._prefills: dict[tuple[str, CardHash], Leg] = {}
+        """Workers that compute prompts for others, by model and card."""
         self._unsynced = set(self._namespaces)
         self._settled = asyncio.Event()
         self._crew = Crew("models")
@@ -130,6 +137,8 @@ class Models:
         await self._crew.close()
         for model in self._every():
             await model.road.router.close()
+        for leg in self._prefills.values():
+            await leg.router.close()
 
     async def settle(self, timeout_s: float) -> None:
         """Wait until what is registered already can be served, or give up quietly: the rest will come."""
@@ -223,7 +232,11 @@ class Models:
                 continue
             if info.hash_scheme != HASH_SCHEME:
                 log.error("%s hashes blocks by %s, we by %s", event.key, info.hash_scheme, HASH_SCHEME)
-            elif info.role is Role.AGGREGATED:
+            elif info.role is Role.PREFILL:
+                if instance.endpoint not in self._coming:
+                    self._coming[instance.endpoint] = None
+                    self._crew.start(self._add_prefill(instance.endpoint, info), f"prefill of {info.model}")
+            elif info.role in (Role.AGGREGATED, Role.DECODE):
                 self._registered.setdefault(instance.endpoint, {})[event.key] = None
                 self._tell_hidden(info.loras)
                 if instance.endpoint not in self._coming:
@@ -271,14 +284,45 @@ class Models:
         self._tell_hidden(name for known in self._every() for name in known.adapters.names)
         await self._forget_old(generations)
 
+    async def _add_prefill(self, endpoint: EndpointAddress, info: EngineInfo) -> None:
+        """Workers that compute prompts for all that serve the same card."""
+        client = await self._runtime.client(endpoint)
+        await client.wait_synced(self._runtime.options.deadlines.connect_s)
+        context = RouterContext(client, self._runtime, info.block_size, self._options.router, Role.PREFILL)
+        self._prefills[info.model, info.card] = Leg(self._new_router(context), client)
+        log.info("prompts of %s are computed by prefill workers where that is faster", info.model)
+
+    def _prefill_of(self, info: EngineInfo) -> Callable[[Request], Leg | None]:
+        """Who computes prompts for these workers now, if anybody does."""
+
+        # Of what does not fill a block nothing could be handed over.
+        least_tokens = max(self._options.prefill_min_tokens, info.block_size)
+
+        def find(request: Request) -> Leg | None:
+            if request.num_prompt_tokens <= least_tokens:
+                return None
+            leg = self._prefills.get((info.model, info.card))
+            return leg if leg is not None and leg.client.candidates() else None
+
+        return find
+
     def _model(self, card: ModelCard, client: EndpointClient, info: EngineInfo) -> Model:
         options = self._options
         ports = self._runtime.ports
         processor = CardProcessor(
             card, ports.blocking, options.cache_bytes, options.parsers, ports.clock.wall
         )
-        router = self._new_router(RouterContext(client, self._runtime, info.block_size, options.router))
-        road = Road(router, client, self._crew, options.max_attempts)
+        context = RouterContext(client, self._runtime, info.block_size, options.router, info.role)
+        router = self._new_router(context)
+        road = Road(
+            router,
+            client,
+            self._crew,
+            options.max_attempts,
+            migration_limit=options.migration_limit,
+            eos_token_ids=card.eos_token_ids,
+            prefill=self._prefill_of(info) if info.role is Role.DECODE else nobody,
+        )
         defaults = sampling_defaults(card.defaults)
         return Model(card, processor, client, road, defaults, info.capacity, Adapters(client))
 

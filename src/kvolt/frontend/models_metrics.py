@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from kvolt.frontend.models import Model, Models
 from kvolt.frontend.token_cache import EncoderStats
@@ -25,6 +25,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Model], int]], ...] = (
         lambda model: model.capacity.max_batch_tokens,
     ),
     ("model_workers", "Workers that can be reached now", lambda model: len(model.client.candidates())),
+    (
+        "model_migration_limit",
+        "How often an answer may go on at another worker",
+        lambda model: model.road.migration_limit,
+    ),
 )
 
 _CACHE: tuple[tuple[str, str, Callable[[EncoderStats], int]], ...] = (
@@ -33,6 +38,10 @@ _CACHE: tuple[tuple[str, str, Callable[[EncoderStats], int]], ...] = (
     ("tokenizer_cache_cached_tokens", "Tokens taken from the cache", lambda stats: stats.cached_tokens),
     ("tokenizer_cache_uncached_tokens", "Tokens made anew", lambda stats: stats.uncached_tokens),
 )
+
+
+_MIGRATION_TYPES = {False: "new_request", True: "ongoing_request"}
+"""Dynamo's words for whether anything of the answer had been told."""
 
 
 class ModelsCollector:
@@ -60,23 +69,7 @@ class ModelsCollector:
         for model in models:
             held.add_metric((model.card.name,), model.processor.stats.bytes)
         yield held
-        retries = CounterMetricFamily(
-            f"{self._prefix}_model_migration",
-            "Requests tried on another worker",
-            labels=("model", "migration_type"),
-        )
-        for model in models:
-            number = sum(model.road.stats.retries.values())
-            if number:
-                retries.add_metric((model.card.name, "new_request"), number)
-        yield retries
-        reasons = CounterMetricFamily(
-            "kvolt_journey_retries", "Requests tried on another worker, by why", labels=("model", "reason")
-        )
-        for model in models:
-            for code, number in model.road.stats.retries.items():
-                reasons.add_metric((model.card.name, code), number)
-        yield reasons
+        yield from self._elsewhere(models)
         moves = CounterMetricFamily(
             "kvolt_journey_moves", "Requests moved to another worker before they had begun", labels=("model",)
         )
@@ -84,3 +77,37 @@ class ModelsCollector:
             moves.add_metric((model.card.name,), model.road.stats.num_moves)
         yield moves
         yield from queue_families((str(model.client.endpoint), model.road.router) for model in models)
+
+    def _elsewhere(self, models: list[Model]) -> Iterator[Metric]:
+        """Requests that another worker was asked for, from the beginning or amid the answer."""
+        total = CounterMetricFamily(
+            f"{self._prefix}_model_migration",
+            "Requests tried, and answers gone on with, on another worker",
+            labels=("model", "migration_type"),
+        )
+        took = HistogramMetricFamily(
+            f"{self._prefix}_model_migration_duration_seconds",
+            "From a failure to the next token, or to the end",
+            labels=("model", "migration_type", "outcome"),
+        )
+        retries, migrations = (
+            CounterMetricFamily(f"kvolt_journey_{name}", help_text, labels=("model", "reason"))
+            for name, help_text in (
+                ("retries", "Requests tried on another worker, by why"),
+                ("migrations", "Answers that another worker has gone on with, by why"),
+            )
+        )
+        for model in models:
+            name, stats = model.card.name, model.road.stats
+            for kind, by_code, family in (
+                (_MIGRATION_TYPES[False], stats.retries, retries),
+                (_MIGRATION_TYPES[True], stats.migrations, migrations),
+            ):
+                if by_code:
+                    total.add_metric((name, kind), sum(by_code.values()))
+                for code, number in by_code.items():
+                    family.add_metric((name, code), number)
+            for each, histogram in stats.elsewhere_s.items():
+                labels = (name, _MIGRATION_TYPES[each.is_amid], each.outcome.value)
+                took.add_metric(labels, histogram.buckets(), histogram.total)
+        yield from (total, took, retries, migrations)

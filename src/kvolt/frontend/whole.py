@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
 from kvolt.core.errors import KvoltError
-from kvolt.frontend.answer import Answer, ChoiceState, Plan, unfinished
-from kvolt.frontend.choice import Choice, Placed, Told
+from kvolt.frontend.answer import Answer, ChoiceState, Plan, heard_of, unfinished
+from kvolt.frontend.choice import Placed, Told
 from kvolt.frontend.openai_api.wording import (
     CallIds,
     Envelope,
@@ -17,6 +17,7 @@ from kvolt.frontend.openai_api.wording import (
     prompt_logprobs,
 )
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning, ToolArguments, ToolStart
+from kvolt.journey.resuming import Heard
 from kvolt.runtime.streams import StepSink
 
 
@@ -25,7 +26,7 @@ class WholeReceiver:
 
     __slots__ = (
         "_answer",
-        "_collected",
+        "_only_collects",
         "has_begun",
         "last_at",
         "prompt_logprobs",
@@ -46,16 +47,13 @@ class WholeReceiver:
         self.has_begun = False
         self.told: list[list[Told]] = [[] for _ in states]
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
-        keeps_all = not plan.with_logprobs and all(state.choice.is_plain for state in states)
-        self._collected: list[list[int]] | None = [[] for _ in states] if keeps_all else None
+        self._only_collects = not plan.with_logprobs and all(state.choice.is_plain for state in states)
 
     def on_token(self, token_id: int) -> None:
         """A plain token of the first choice."""
-        if self._collected is not None:
+        if self._only_collects:
             self._begin(1)
-            self._collected[0].append(token_id)
-            if self.states[0].token_ids is not None:
-                self.states[0].token_ids.append(token_id)
+            self.states[0].token_ids.append(token_id)
         else:
             self.on_item(Delta((token_id,)))
 
@@ -74,13 +72,10 @@ class WholeReceiver:
             self.prompt_logprobs = delta.prompt_logprobs
         state = self.states[delta.index]
         told = self.told[delta.index]
-        if state.token_ids is not None:
-            state.token_ids.extend(delta.token_ids)
-        if self._collected is not None:
-            kept = self._collected[delta.index]
-            kept.extend(delta.token_ids)
+        state.token_ids.extend(delta.token_ids)
+        if self._only_collects:
             if delta.finish is not None:
-                told.append(self._decode(state.choice, kept, delta))
+                told.append(self._decode(state, delta))
             return
         new = state.choice.feed_delta(delta)
         told += new
@@ -92,14 +87,15 @@ class WholeReceiver:
     def on_end(self, error: KvoltError | None) -> None:
         self._answer.end(self, error)
 
-    def _decode(self, choice: Choice, token_ids: list[int], delta: Delta) -> Told:
-        plan = self._answer.plan
-        num_tokens = len(token_ids)
-        if choice.hides_last(delta):
-            del token_ids[-1:]
-        return choice.feed_whole(
-            plan.vocabulary.decode(token_ids, plan.skip_special_tokens), num_tokens, delta
-        )
+    def so_far(self) -> Heard:
+        return heard_of(self.states)
+
+    def _decode(self, state: ChoiceState, delta: Delta) -> Told:
+        plan, shown = self._answer.plan, state.token_ids.tolist()
+        if state.choice.hides_last(delta):
+            del shown[-1:]
+        text = plan.vocabulary.decode(shown, plan.skip_special_tokens)
+        return state.choice.feed_whole(text, len(state.token_ids), delta)
 
     def _begin(self, num_tokens: int) -> None:
         self.last_at = self._answer.observe(self.last_at, num_tokens, first=not self.has_begun)

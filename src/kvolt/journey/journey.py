@@ -1,4 +1,4 @@
-"""A request's life after preprocessing: routed, opened, streamed, tried elsewhere, cancelled.
+"""A request's life after preprocessing: routed, opened, streamed, tried or gone on with elsewhere, cancelled.
 
 Performs what `machine` decides. Knows neither HTTP nor text. What a worker says goes straight to the
 receiver; the journey hears only of the beginning and the end, so that a token between costs it nothing.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
-from kvolt.core.delta import Delta, Usage
-from kvolt.core.errors import DeadlineExceeded, KvoltError, with_fields
-from kvolt.core.request import Request
+from kvolt.core.delta import Delta, StageTimes, Usage
+from kvolt.core.errors import DeadlineExceeded, KvoltError, Unavailable, with_fields
+from kvolt.core.request import Handoff, Request
 from kvolt.core.withdrawal import was_withdrawn
 from kvolt.journey.machine import (
     Action,
@@ -28,6 +28,9 @@ from kvolt.journey.machine import (
     JourneyMachine,
     Open,
     Opened,
+    Prefill,
+    Prefilled,
+    PrefillFailed,
     Route,
     Routed,
     Start,
@@ -35,6 +38,9 @@ from kvolt.journey.machine import (
     Stopped,
     TakenBack,
 )
+from kvolt.journey.prefill import Leg, PrefillCall, nobody
+from kvolt.journey.resuming import Heard, as_one, going_on, is_over, lost_ends
+from kvolt.journey.stats import Elsewhere, JourneyStats, Outcome
 from kvolt.journey.take_back import ask_back
 from kvolt.router.port import Decision, Router
 from kvolt.runtime.call import Call, Deadlines
@@ -47,6 +53,10 @@ log = logging.getLogger(__name__)
 _decode_delta = msgspec.msgpack.Decoder(Delta).decode
 
 
+_AMID = (State.STREAMING, State.RESUMING)
+"""Something of the answer has been told, and a worker is at it."""
+
+
 class Receiver(Protocol):
     """Who gets the answer. Called from the loop's read path: must not raise or block."""
 
@@ -55,7 +65,11 @@ class Receiver(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether any of the answer has come: from then on it cannot be begun again elsewhere."""
+        """Whether any of the answer has come: from then on it cannot be begun again elsewhere, only gone on with."""
+        ...
+
+    def so_far(self) -> Heard:
+        """All that has come of each choice, for who goes on with it when its worker was lost."""
         ...
 
     def on_item(self, delta: Any) -> None: ...
@@ -63,16 +77,6 @@ class Receiver(Protocol):
     def on_end(self, error: KvoltError | None) -> None:
         """Once, after the last delta."""
         ...
-
-
-@dataclass(slots=True)
-class JourneyStats:
-    """What became of the attempts at requests, for metrics."""
-
-    retries: Counter[str] = field(default_factory=Counter)
-    """By the code of the error that made another attempt necessary."""
-    num_moves: int = 0
-    """Requests that were taken back from a worker that had not begun them, and sent to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +90,35 @@ class Road:
     max_attempts: int = 3
     max_moves: int = 2
     """How often a request may be taken back that has not begun; its router may want less."""
+    migration_limit: int = 3
+    """How often an answer that has begun may go on at another worker."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Of the model: by what an answer is over whose worker was lost before it said so."""
     stats: JourneyStats = field(default_factory=JourneyStats)
+    prefill: Callable[[Request], Leg | None] = nobody
+    """Who is to compute the prompt of a request; None for whoever answers it."""
 
 
 class Journey:
     """One request. `begin`, then the receiver gets everything; `cancel` at any time."""
 
     __slots__ = (
+        "_asked",
         "_booked",
+        "_cached_tokens",
         "_call",
         "_deadlines",
+        "_failed_at",
+        "_handoff",
         "_held",
+        "_is_resumed",
         "_loop",
         "_machine",
         "_moving_to",
+        "_prefilling",
         "_retry",
         "_road",
+        "_stages",
         "_started",
         "_to_begin",
         "_usage",
@@ -114,7 +131,7 @@ class Journey:
     def __init__(self, road: Road, request: Request, receiver: Receiver, deadlines: Deadlines) -> None:
         self._road = road
         self._deadlines = deadlines
-        self._machine = JourneyMachine(road.max_attempts, road.max_moves)
+        self._machine = JourneyMachine(road.max_attempts, road.max_moves, road.migration_limit)
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
         self._call: Call | None = None
@@ -125,6 +142,18 @@ class Journey:
         self._moving_to: Decision | None = None
         """Booked as well, while its worker is asked to give it back."""
         self._usage: Usage | None = None
+        self._asked = request
+        """What a worker is asked: the request, or what is left of it."""
+        self._is_resumed = False
+        self._prefilling: PrefillCall | None = None
+        self._stages: StageTimes | None = None
+        """Of a prompt that was computed elsewhere: where its time went."""
+        self._handoff: Handoff | None = None
+        """Of whoever computed the prompt, if that was somebody else."""
+        self._cached_tokens: int | None = None
+        """What the first worker said of the prompt."""
+        self._failed_at: float | None = None
+        """Since when another worker is looked for."""
         self._retry: asyncio.Task[Any] | None = None
         self._held = False
         self.request = request
@@ -135,12 +164,23 @@ class Journey:
         self.steps = receiver.steps
 
     @property
+    def handoff(self) -> Handoff | None:
+        """Of whoever computed the prompt, if that was somebody else."""
+        return self._handoff
+
+    @property
+    def stages(self) -> StageTimes | None:
+        """Where its time went, as far as that is known: of a prompt that was computed elsewhere."""
+        return self._stages
+
+    @property
     def num_attempts(self) -> int:
         return self._machine.num_attempts
 
     async def begin(self) -> None:
         """Until a worker has the request, or it was cancelled. When it raises, the receiver hears nothing."""
-        error = await self._perform(self._machine.on(Start()))
+        leg = self._road.prefill(self.request)
+        error = await self._perform(self._machine.on(Start(is_remote=leg is not None)))
         if error is not None:
             raise error
 
@@ -149,8 +189,11 @@ class Journey:
         if self._machine.state is State.DONE:
             return
         self._machine.on(Stopped())
+        self._found(Outcome.CANCELLED)
         self._stay()
         self._free()
+        if self._prefilling is not None:
+            self._prefilling.cancel()
         if self._retry is not None:
             self._retry.cancel()
         call, self._call = self._call, None
@@ -173,8 +216,15 @@ class Journey:
         if self._to_begin:
             self._to_begin = False
             self._stay()
+            self._found(Outcome.SUCCESS)
             if self._booked is not None:
                 self._road.router.begun(self._booked, delta.cached_tokens)
+            if not self._is_resumed and self._handoff is None:
+                self._cached_tokens = delta.cached_tokens
+        if self._is_resumed or self._handoff is not None:
+            delta = as_one(delta, self._cached_tokens, is_told=self.sink.has_begun)
+        if delta.stages is not None and self._stages is not None:
+            self._stages = msgspec.structs.replace(delta.stages, **_known(self._stages))
         if delta.usage is not None:
             self._count(delta.usage)
         self.sink.on_item(delta)
@@ -188,15 +238,69 @@ class Journey:
             self._move(self._moving_to)
             return
         self._stay()
-        self._free(self._usage if error is None else None)
-        if machine.state is State.WAITING and self.sink.has_begun:
+        if self._got_further():
             machine.on(Delivered())
+        if error is not None and self._is_complete():
+            error = None
+        if self._machine.state is State.DONE:
+            return  # the receiver has all that it wanted
+        self._free(self._usage if error is None else None)
         action = machine.on(Finished() if error is None else Failed(error))
         if isinstance(action, End):
             self._call = None
             self.sink.on_end(self._told(action.error))
         else:
             self._retry = self._road.crew.start(self._go_on(action), f"retry {self.request.request_id}")
+
+    # --- gone on with elsewhere
+
+    def _got_further(self) -> bool:
+        """Whether the receiver has got anything that the machine does not know of."""
+        state = self._machine.state
+        if state is State.RESUMING:
+            asked = msgspec.structs.replace(self.request, handoff=self._handoff)
+            return going_on(asked, self.sink.so_far()) != self._asked
+        return state is State.WAITING and self.sink.has_begun
+
+    def _is_complete(self) -> bool:
+        """Whether nothing was lost with a worker but its last word. Ends that it did not come to say are told."""
+        if self._machine.state not in _AMID:
+            return False
+        for end in lost_ends(self.request, self.sink.so_far(), self._road.eos_token_ids):
+            self.on_item(end)
+        return is_over(self.sink.so_far())
+
+    def _look_elsewhere(self) -> None:
+        """Before a router is asked again."""
+        if self._failed_at is None:
+            self._failed_at = self._loop.time()
+        if self._machine.state is State.REROUTING:
+            self._is_resumed = True
+            # Its KV may still lie where its prompt was computed.
+            asked = msgspec.structs.replace(self.request, handoff=self._handoff)
+            self._asked = going_on(asked, self.sink.so_far())
+
+    def _count_elsewhere(self, failure: KvoltError, decision: Decision) -> None:
+        stats, request_id = self._road.stats, self.request.request_id
+        if not self._is_resumed:
+            stats.retries[failure.code] += 1
+            log.info("trying request %s elsewhere: %s", request_id, failure.message)
+            return
+        stats.migrations[failure.code] += 1
+        log.info(
+            "request %s goes on at %s after %d tokens: %s",
+            request_id,
+            decision.instance.id,
+            self._asked.num_resumed_tokens,
+            failure.message,
+        )
+
+    def _found(self, outcome: Outcome) -> None:
+        """Nobody is looked for any more."""
+        if self._failed_at is not None:
+            took_s = self._loop.time() - self._failed_at
+            self._failed_at = None
+            self._road.stats.elsewhere_s[Elsewhere(self._is_resumed, outcome)].observe(took_s)
 
     # --- taken back
 
@@ -249,6 +353,8 @@ class Journey:
         while True:
             if isinstance(action, Route):
                 event = await self._route(action)
+            elif isinstance(action, Prefill):
+                event = await self._prefill(action)
             elif isinstance(action, Open):
                 event = await self._open(action)
             else:
@@ -257,11 +363,50 @@ class Journey:
                 return None  # cancelled meanwhile
             action = self._machine.on(event)
 
-    async def _route(self, action: Route) -> Event:
+    async def _prefill(self, action: Prefill) -> Event:
+        leg = self._road.prefill(self.request)
+        if leg is None:  # they have gone meanwhile
+            return PrefillFailed(Unavailable("no prefill worker can be reached", reason="no_workers"), None)
+        prefilling = self._prefilling = PrefillCall(leg, self.request)
         total_s = self._deadlines.total_s
         try:
             async with asyncio.timeout_at(self._started + total_s):
-                decision = await self._road.router.route(self.request, action.excluded)
+                handoff = await prefilling.run(action.excluded, self._time_left())
+        except TimeoutError:
+            late = DeadlineExceeded(f"no prompt within {total_s:g} s", stage="route", after_s=total_s)
+            return PrefillFailed(late, None)
+        except KvoltError as error:
+            log.info(
+                "the prompt of %s was not computed elsewhere: %s", self.request.request_id, error.message
+            )
+            self._road.stats.prefill_failures[error.code] += 1
+            decision = prefilling.decision
+            return PrefillFailed(error, None if decision is None else decision.instance.id)
+        finally:
+            self._prefilling = None
+        if self._machine.state is not State.DONE:  # not cancelled meanwhile
+            self._stages = StageTimes(queue_ms=prefilling.wait_s * 1e3, prefill_ms=prefilling.took_s * 1e3)
+            self._take_over(handoff)
+        return Prefilled()
+
+    def _take_over(self, handoff: Handoff) -> None:
+        """What prefill has said is told at once, and not again by who goes on."""
+        self._road.stats.num_prefills += 1
+        self._handoff = handoff
+        self._asked = msgspec.structs.replace(self._asked, handoff=handoff)
+        self._cached_tokens = handoff.cached_tokens
+        for index, token in enumerate(handoff.first_tokens or ()):
+            cached_tokens = None if index else handoff.cached_tokens
+            self.sink.on_item(Delta(token_ids=(token,), index=index, cached_tokens=cached_tokens))
+
+    async def _route(self, action: Route) -> Event:
+        total_s = self._deadlines.total_s
+        failure = self._machine.failure
+        if failure is not None:
+            self._look_elsewhere()
+        try:
+            async with asyncio.timeout_at(self._started + total_s):
+                decision = await self._road.router.route(self._asked, action.excluded)
         except TimeoutError:
             return Failed(
                 DeadlineExceeded(f"no worker within {total_s:g} s (route)", stage="route", after_s=total_s)
@@ -272,15 +417,13 @@ class Journey:
         self._to_begin = True
         if self._machine.state is State.DONE:  # cancelled meanwhile
             self._free()
-        failure = self._machine.failure
-        if failure is not None:
-            self._road.stats.retries[failure.code] += 1
-            log.info("trying request %s elsewhere: %s", self.request.request_id, failure.message)
+        elif failure is not None:
+            self._count_elsewhere(failure, decision)
         return Routed(decision)
 
     async def _open(self, action: Open) -> Event:
         decision = self.decision = action.decision
-        request = self.request
+        request = self._asked
         if decision.kv_sources:
             request = msgspec.structs.replace(request, kv_sources=decision.kv_sources)
         if decision.dp_rank is not None:
@@ -306,7 +449,10 @@ class Journey:
 
     def _told(self, error: KvoltError | None) -> KvoltError | None:
         """As the receiver gets it: whether trying again would be the second time that it is computed."""
-        return None if error is None else with_fields(error, gpu_work=self._machine.gpu_work)
+        if error is None:
+            return None
+        self._found(Outcome.FAILURE)
+        return with_fields(error, gpu_work=self._machine.gpu_work)
 
     def _count(self, usage: Usage) -> None:
         """Each choice has its own, at its end; the prompt is the same."""
@@ -325,3 +471,7 @@ class Journey:
     def _time_left(self) -> Deadlines:
         total_s = max(self._started + self._deadlines.total_s - self._loop.time(), 0.0)
         return msgspec.structs.replace(self._deadlines, total_s=total_s)
+
+
+def _known(stages: StageTimes) -> dict[str, Any]:
+    return {name: value for name in stages.__struct_fields__ if (value := getattr(stages, name)) is not None}

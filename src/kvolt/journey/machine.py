@@ -1,8 +1,10 @@
 """What happens to one request and what is to be done next: states, events and actions, no I/O.
 
-A request of which nothing was delivered may be tried elsewhere; once something was, it is never sent a
-second time. Nor is one whose worker has begun it: but one that still waits there may be taken back and sent elsewhere,
-which is no failure of anybody. Handoff and migration will be further states of this machine.
+A prompt may be computed by another worker than its answer; where nobody can, whoever answers computes it. A request of
+which nothing was delivered may be tried elsewhere from its beginning; once something was, only from where it broke off
+(a migration). Both are bounded, and only for what another worker can do better: never for the request's own fault, a
+deadline or a caller who has gone. One that still waits at its worker may be taken back and sent elsewhere, which is no
+failure of anybody.
 """
 
 from __future__ import annotations
@@ -11,18 +13,34 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from kvolt.core.errors import Cancelled, EngineDied, KvoltError, Overloaded, Unavailable
+from kvolt.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineDied,
+    Fault,
+    KvoltError,
+    Overloaded,
+    Unavailable,
+    reworded,
+)
 from kvolt.core.ids import InstanceId
 from kvolt.router.port import Decision
 
 
 class State(StrEnum):
     NEW = "new"
+    PREFILLING = "prefilling"
+    """A worker that does nothing else computes its prompt, or one is looked for."""
     ROUTING = "routing"
     OPENING = "opening"
     WAITING = "waiting"
     """A worker has the request and has answered nothing."""
     STREAMING = "streaming"
+    REROUTING = "rerouting"
+    """Its worker was lost amid the answer: who can go on?"""
+    REOPENING = "reopening"
+    RESUMING = "resuming"
+    """Another worker has it, and has not gone on yet."""
     DONE = "done"
 
 
@@ -39,7 +57,18 @@ class GpuWork(StrEnum):
 
 
 class Start(NamedTuple):
-    pass
+    is_remote: bool = False
+    """Its prompt is to be computed elsewhere than its answer."""
+
+
+class Prefilled(NamedTuple):
+    """Its prompt is computed, and can be gone on with."""
+
+
+class PrefillFailed(NamedTuple):
+    error: KvoltError
+    instance_id: InstanceId | None
+    """Who has failed; None where nobody was asked."""
 
 
 class Routed(NamedTuple):
@@ -51,7 +80,7 @@ class Opened(NamedTuple):
 
 
 class Delivered(NamedTuple):
-    """Something of the answer has reached the receiver. Told at the latest before the end."""
+    """Something of the answer, or more of it, has reached the receiver. Told at the latest before the end."""
 
 
 class Failed(NamedTuple):
@@ -72,10 +101,17 @@ class Stopped(NamedTuple):
     """Whoever asked has gone."""
 
 
-Event = Start | Routed | Opened | Delivered | Failed | TakenBack | Finished | Stopped
+Event = (
+    Start | Prefilled | PrefillFailed | Routed | Opened | Delivered | Failed | TakenBack | Finished | Stopped
+)
 
 
 # --- what to do
+
+
+class Prefill(NamedTuple):
+    excluded: frozenset[InstanceId]
+    """Workers that have failed to compute this prompt."""
 
 
 class Route(NamedTuple):
@@ -95,7 +131,11 @@ class End(NamedTuple):
     error: KvoltError | None
 
 
-Action = Route | Open | Wait | End
+Action = Prefill | Route | Open | Wait | End
+
+
+_MAX_PREFILLS = 2
+"""Workers that are asked for a prompt alone."""
 
 
 class IllegalTransition(Exception):
@@ -108,24 +148,39 @@ class JourneyMachine:
     __slots__ = (
         "_excluded",
         "_instance",
+        "_loss",
         "_max_attempts",
         "_max_moves",
+        "_migration_limit",
+        "_num_deaths",
+        "_num_prefills",
         "failure",
         "gpu_work",
         "num_attempts",
+        "num_migrations",
         "num_moves",
         "state",
     )
 
-    def __init__(self, max_attempts: int, max_moves: int = 0) -> None:
+    def __init__(self, max_attempts: int, max_moves: int = 0, migration_limit: int = 0) -> None:
         self.state = State.NEW
         self.num_attempts = 0
+        """Workers that were asked for it from its beginning."""
         self.num_moves = 0
         """How often it was taken back."""
+        self.num_migrations = 0
+        """Workers that were asked to go on with it."""
         self._max_attempts = max_attempts
         self._max_moves = max_moves
+        self._migration_limit = migration_limit
+        self._num_prefills = 0
+        """Workers that were asked for the prompt alone."""
+        self._num_deaths = 0
+        """Engines that died with it inside."""
         self._instance: InstanceId | None = None
         self._excluded: frozenset[InstanceId] = frozenset()
+        self._loss: KvoltError | None = None
+        """What its answer was last broken off by."""
         self.failure: KvoltError | None = None
         """Why the last attempt failed."""
         self.gpu_work = GpuWork.NONE
@@ -142,6 +197,31 @@ class JourneyMachine:
         return step(self, event)
 
     def _start(self, event: Start) -> Action:
+        if event.is_remote:
+            self.state = State.PREFILLING
+            return Prefill(self._excluded)
+        return self._route_anew()
+
+    def _go_on_after_prefill(self, event: Prefilled) -> Action:
+        self.gpu_work = GpuWork.SOME
+        return self._route_anew()
+
+    def _fail_to_prefill(self, event: PrefillFailed) -> Action:
+        """Another prefill worker, then whoever answers: that one can compute a prompt, too."""
+        error = event.error
+        if error.fault is Fault.CALLER or isinstance(error, DeadlineExceeded):
+            return self._end(error)
+        if event.instance_id is not None:
+            if not isinstance(error, Overloaded | Unavailable):
+                self.gpu_work = GpuWork.UNKNOWN
+            self._num_prefills += 1
+            self._excluded |= {event.instance_id}
+            if error.retryable and not self._is_final(error) and self._num_prefills < _MAX_PREFILLS:
+                return Prefill(self._excluded)
+        return self._route_anew()
+
+    def _route_anew(self) -> Action:
+        self._excluded = frozenset()  # who failed to compute the prompt is nobody who answers
         self.state = State.ROUTING
         return Route(self._excluded)
 
@@ -169,14 +249,22 @@ class JourneyMachine:
         is_refusal = isinstance(event.error, Overloaded | Unavailable)
         if self.state is State.WAITING and not is_refusal:
             self.gpu_work = GpuWork.UNKNOWN
-        # Two engines that died of the same request: it may be the request, and a third would be one too many.
-        is_deadly = isinstance(event.error, EngineDied) and isinstance(self.failure, EngineDied)
-        if is_deadly or not event.error.retryable or self.num_attempts >= self._max_attempts:
+        if self._is_final(event.error) or self.num_attempts >= self._max_attempts:
             return self._end(event.error)
+        return self._look_elsewhere(event.error, State.ROUTING)
+
+    def _is_final(self, error: KvoltError) -> bool:
+        """Whether nobody else is to be asked. Two engines that died of the same request, wherever in it: it may be the
+        request, and a third would be one too many."""
+        if isinstance(error, EngineDied):
+            self._num_deaths += 1
+        return not error.retryable or self._num_deaths > 1
+
+    def _look_elsewhere(self, error: KvoltError, state: State) -> Action:
         assert self._instance is not None
-        self.failure = event.error
+        self.failure = error
         self._excluded |= {self._instance}
-        self.state = State.ROUTING
+        self.state = state
         return Route(self._excluded)
 
     def _move(self, event: TakenBack) -> Action:
@@ -187,8 +275,50 @@ class JourneyMachine:
         self._instance = event.decision.instance.id
         return Open(event.decision)
 
-    def _fail(self, event: Failed) -> Action:
-        return self._end(event.error)
+    # --- amid an answer
+
+    def _break_off(self, event: Failed) -> Action:
+        if self._is_final(event.error) or not self._migration_limit:
+            return self._end(event.error)
+        if self.num_migrations >= self._migration_limit:
+            said = (
+                f"{event.error.message}; it had gone on elsewhere as often as it may ({self.num_migrations})"
+            )
+            return self._end(reworded(event.error, said))
+        self._loss = event.error
+        self._excluded = frozenset()  # it got further since they failed it: they may be well again
+        return self._look_elsewhere(event.error, State.REROUTING)
+
+    def _fail_to_reroute(self, event: Failed) -> Action:
+        return self._end(self._unable(event.error))
+
+    def _reopen(self, event: Routed) -> Action:
+        self.state = State.REOPENING
+        self.num_migrations += 1
+        self._instance = event.decision.instance.id
+        return Open(event.decision)
+
+    def _resume(self, event: Opened) -> Action:
+        self.state = State.RESUMING
+        return Wait()
+
+    def _go_further(self, event: Delivered) -> Action:
+        self.state = State.STREAMING
+        return Wait()
+
+    def _fail_to_resume(self, event: Failed) -> Action:
+        if self._is_final(event.error) or self.num_migrations >= self._migration_limit:
+            return self._end(self._unable(event.error))
+        return self._look_elsewhere(event.error, State.REROUTING)
+
+    def _unable(self, error: KvoltError) -> KvoltError:
+        """Nobody could go on. That is the fault of who was lost: who would not go on may even blame the request, which
+        was fine until then. A deadline is its own reason."""
+        if isinstance(error, DeadlineExceeded) or self._loss is None:
+            return error
+        return reworded(self._loss, f"{self._loss.message}; nobody could go on with it: {error.message}")
+
+    # ---
 
     def _finish(self, event: Finished) -> Action:
         return self._end(None)
@@ -204,6 +334,9 @@ class JourneyMachine:
 _TRANSITIONS: dict[tuple[State, type[Any]], Callable[[JourneyMachine, Any], Action]] = {
     (State.NEW, Start): JourneyMachine._start,
     (State.NEW, Stopped): JourneyMachine._stop,
+    (State.PREFILLING, Prefilled): JourneyMachine._go_on_after_prefill,
+    (State.PREFILLING, PrefillFailed): JourneyMachine._fail_to_prefill,
+    (State.PREFILLING, Stopped): JourneyMachine._stop,
     (State.ROUTING, Routed): JourneyMachine._open,
     (State.ROUTING, Failed): JourneyMachine._fail_to_route,
     (State.ROUTING, Stopped): JourneyMachine._stop,
@@ -215,7 +348,17 @@ _TRANSITIONS: dict[tuple[State, type[Any]], Callable[[JourneyMachine, Any], Acti
     (State.WAITING, TakenBack): JourneyMachine._move,
     (State.WAITING, Finished): JourneyMachine._finish,
     (State.WAITING, Stopped): JourneyMachine._stop,
-    (State.STREAMING, Failed): JourneyMachine._fail,
+    (State.STREAMING, Failed): JourneyMachine._break_off,
     (State.STREAMING, Finished): JourneyMachine._finish,
     (State.STREAMING, Stopped): JourneyMachine._stop,
+    (State.REROUTING, Routed): JourneyMachine._reopen,
+    (State.REROUTING, Failed): JourneyMachine._fail_to_reroute,
+    (State.REROUTING, Stopped): JourneyMachine._stop,
+    (State.REOPENING, Opened): JourneyMachine._resume,
+    (State.REOPENING, Failed): JourneyMachine._fail_to_resume,
+    (State.REOPENING, Stopped): JourneyMachine._stop,
+    (State.RESUMING, Delivered): JourneyMachine._go_further,
+    (State.RESUMING, Failed): JourneyMachine._fail_to_resume,
+    (State.RESUMING, Finished): JourneyMachine._finish,
+    (State.RESUMING, Stopped): JourneyMachine._stop,
 }

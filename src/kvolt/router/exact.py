@@ -57,6 +57,7 @@ class ExactRouter(KvRouter):
             now,
             runtime.ports.rng,
             settings,
+            context.role,
             watch=self.holders,
         )
         self._crew = Crew(f"loads of {context.client.endpoint}")

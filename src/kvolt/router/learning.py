@@ -109,7 +109,7 @@ class Learning:
         if self._corrects_times:
             told_s = choice.told_s * (1.0 + sent.others_share)
             if cached_tokens is not None:  # more or less was computed than was thought
-                told_s *= max(request.num_prompt_tokens - cached_tokens, 1) / max(choice.prefill_tokens, 1)
+                told_s *= max(request.num_given_tokens - cached_tokens, 1) / max(choice.prefill_tokens, 1)
             self._fit.begun(sent.row, sent.at, told_s, now)
         self.watch.begun(ticket, choice, cached_tokens, now)
 

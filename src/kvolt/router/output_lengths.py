@@ -48,16 +48,23 @@ class OutputLengths:
         return len(self._means)
 
     def expected(self, request: Request) -> float:
-        """Tokens, of all its choices together."""
-        stop, num_choices = request.stop, request.sampling.num_choices
+        """Tokens, of all its choices together; of one that resumes those that are left."""
+        each = self._of_choice(request)
+        if not request.is_resumed:
+            return each * request.sampling.num_choices
+        return sum(max(each - len(request.resumed(index)), 1.0) for index in request.open_choices)
+
+    def _of_choice(self, request: Request) -> float:
+        """Tokens of one choice, from its first on."""
+        stop = request.stop
         hint = request.routing.expected_output_tokens
         if hint:
-            return float(min(hint, stop.max_tokens * num_choices))
+            return min(hint / request.sampling.num_choices, float(stop.max_tokens))
         if stop.ignore_eos and not stop.stop_token_ids:
-            return float(stop.max_tokens * num_choices)
+            return float(stop.max_tokens)
         own, alike, _ = _classes(request)
         tokens = self._blend(self._blend(self.typical, alike), own)
-        return min(max(tokens, float(stop.min_tokens), 1.0), float(stop.max_tokens)) * num_choices
+        return min(max(tokens, float(stop.min_tokens), 1.0), float(stop.max_tokens))
 
     @property
     def typical(self) -> float:

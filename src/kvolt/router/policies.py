@@ -20,11 +20,11 @@ NewRouter = Callable[[RouterContext], Router]
 ROUTERS: dict[str, NewRouter] = {
     "latency": lambda context: _late(context, "latency", latency_of(context.settings)),
     "classic": lambda context: _late(context, "classic", classic_of(context.settings)),
-    "round-robin": lambda context: RoundRobinRouter(context.client),
-    "least-loaded": lambda context: LeastLoadedRouter(context.client),
-    "power-of-two": lambda context: PowerOfTwoRouter(context.client, context.runtime.ports.rng),
-    "random": lambda context: RandomRouter(context.client, context.runtime.ports.rng),
-    "direct": lambda context: DirectRouter(context.client),
+    "round-robin": lambda context: RoundRobinRouter(context.client, context.role),
+    "least-loaded": lambda context: LeastLoadedRouter(context.client, context.role),
+    "power-of-two": lambda context: PowerOfTwoRouter(context.client, context.runtime.ports.rng, context.role),
+    "random": lambda context: RandomRouter(context.client, context.runtime.ports.rng, context.role),
+    "direct": lambda context: DirectRouter(context.client, context.role),
 }
 """The first is the default."""
 

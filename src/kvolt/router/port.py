@@ -56,6 +56,8 @@ class RouterContext:
     block_size: int
     """Of the hashes that requests come with."""
     settings: RouterSettings = _AS_THEY_COME
+    role: Role = Role.AGGREGATED
+    """Of these workers: a request may pin one of each role."""
 
 
 class Router(Protocol):

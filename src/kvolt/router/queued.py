@@ -18,7 +18,7 @@ import msgspec
 from kvolt.core.delta import Usage
 from kvolt.core.errors import KvoltError, Overloaded
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Request, Role
+from kvolt.core.request import Request
 from kvolt.router.port import Decision, Recall, Router
 from kvolt.router.queue import Order, QueueLimits, Waiting, WaitingQueue
 from kvolt.router.queue_stats import DrainRate, QueueStats
@@ -146,7 +146,9 @@ class QueueRouter:
     # --- the port
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        if request.routing.query_only:
+        if (
+            request.routing.query_only or request.is_resumed
+        ):  # who has begun to read does not wait in line again
             return await self.inner.route(request, excluded)
         decision = self.route_now(request, excluded)
         return decision if decision is not None else await self._wait(request, excluded)
@@ -337,7 +339,7 @@ def kind_of(request: Request, excluded: frozenset[InstanceId]) -> Hashable:
     kind = (
         excluded,
         request.lora,
-        routing.pins.get(Role.AGGREGATED),
+        tuple(routing.pins.items()),
         routing.pinned_dp_rank,
         routing.allowed,
         routing.required_taints,

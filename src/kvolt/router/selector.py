@@ -248,7 +248,7 @@ class Selector:
         own_s = max(float(self._book.idle_at[row]) - now, 0.0)
         ticket = self._book.book(
             row,
-            request.num_prompt_tokens,
+            request.num_given_tokens,
             choice.prefill_tokens,
             choice.blocks,
             choice.prefill_s,
@@ -353,7 +353,7 @@ class Selector:
         if not field.places:
             raise _nowhere(hints)
         asked = RequestView(
-            request.num_prompt_tokens,
+            request.num_given_tokens,
             request.block_size or 1,
             self._learning.output_tokens(request),
             hints.weights,
@@ -441,6 +441,8 @@ class Selector:
             return field.nothing, field.nothing
         lookups = self._lookups(field)
         held = lookups.held.read(self._holders.find(hashes))
+        if request.handoff is not None:  # it fetches what it lacks, wherever it goes
+            return np.full(len(field.places), float(len(hashes))), held
         soon = self._expected.find(hashes)
         return (held if soon is None else np.maximum(held, lookups.expected.read(soon))), held
 
@@ -484,7 +486,7 @@ def _most(values: npt.NDArray[Any]) -> Any:
 
 def _usable_hashes(request: Request) -> tuple[SequenceHash, ...]:
     """Less the last block where it is all there: an engine computes the last token anyway."""
-    return request.sequence_hashes[: (request.num_prompt_tokens - 1) // (request.block_size or 1)]
+    return request.sequence_hashes[: (request.num_given_tokens - 1) // (request.block_size or 1)]
 
 
 def _shadowed(shadow: Shadow, scored: _Scored, chosen: int) -> Shadowed | None:

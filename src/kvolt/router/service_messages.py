@@ -11,6 +11,8 @@ Who asks numbers its questions: what it gave up on before the answer came it fre
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from kvolt.core.delta import Usage
@@ -30,6 +32,11 @@ cordoned one must still hear what is over."""
 def router_endpoint(namespace: str) -> EndpointAddress:
     """Where the router of a namespace is asked."""
     return EndpointAddress(namespace, "router", "route")
+
+
+_Told = Annotated[int, msgspec.Meta(ge=0)]
+
+_MAX_RESUMED_TOKENS = 1 << 20
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True):
@@ -74,15 +81,23 @@ class RouteQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
     ticket: int = 0
     begun: tuple[Begun, ...] = ()
     freed: tuple[Freed, ...] = ()
+    resumed: tuple[_Told | None, ...] = ()
+    """Of a request that resumes: how many tokens of each choice were told; None for one that is over."""
 
     def __post_init__(self) -> None:
         check_packed(self.hashes)
+        if sum(number or 0 for number in self.resumed) > _MAX_RESUMED_TOKENS:
+            raise ValueError("more tokens than an answer can have")
 
     def whole_request(self) -> Request:
         """As a router is to see it."""
-        if not self.hashes:
-            return self.request
-        return msgspec.structs.replace(self.request, sequence_hashes=unpacked(self.hashes))
+        request = self.request
+        if self.hashes:
+            request = msgspec.structs.replace(request, sequence_hashes=unpacked(self.hashes))
+        if self.resumed:
+            given = tuple(None if number is None else (0,) * number for number in self.resumed)
+            request = msgspec.structs.replace(request, resume_choices=given)
+        return request
 
 
 class RouteAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -142,5 +157,20 @@ def question_of(
         paper_length=request.num_prompt_tokens,
     )
     return RouteQuestion(
-        endpoint, asked, tuple(sorted(excluded)), block_size, packed(request.sequence_hashes)
+        endpoint,
+        asked,
+        excluded=tuple(sorted(excluded)),
+        block_size=block_size,
+        hashes=packed(request.sequence_hashes),
+        resumed=_resumed_of(request),
+    )
+
+
+def _resumed_of(request: Request) -> tuple[int | None, ...]:
+    if not request.is_resumed:
+        return ()
+    is_open = set(request.open_choices)
+    return tuple(
+        len(request.resumed(index)) if index in is_open else None
+        for index in range(request.sampling.num_choices)
     )

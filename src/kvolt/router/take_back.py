@@ -20,7 +20,7 @@ import msgspec
 from kvolt.core.delta import Usage
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Request, Role
+from kvolt.core.request import Request
 from kvolt.router.place import Place
 from kvolt.router.port import Decision, Recall
 
@@ -169,7 +169,7 @@ class TakeBack:
     def _last_movable(self, queue: _Queue) -> _Sent | None:
         for _, sent in zip(range(_MOST_LOOKED_AT), reversed(queue.sent.values()), strict=False):
             recall = sent.decision.recall
-            is_pinned = Role.AGGREGATED in sent.request.routing.pins
+            is_pinned = bool(sent.request.routing.pins)
             is_free = sent.num_moves < self._options.max_moves and not (sent.is_asked or is_pinned)
             if is_free and recall is not None and recall.move is not None:
                 return sent

@@ -187,6 +187,22 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     max_attempts: Annotated[
         Count, Meta(description="Workers that a request is tried on before its first token.")
     ] = 3
+    migration_limit: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="How often an answer whose worker was lost may go on at another one; 0: it ends with an error.",
+        ),
+    ] = 3
+    prefill_min_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Prompts of as many tokens or fewer are computed where they are answered, though there are "
+            "prefill workers; and so is what fits into one KV block.",
+        ),
+    ] = 0
     token_cache_bytes: Annotated[
         Bytes, Meta(description="Memory for each model's tokenized pieces of chats.")
     ] = 8 * MIB

@@ -12,6 +12,7 @@ from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError
 from kvolt.core.request import Request
 from kvolt.journey.journey import Journey, Road
+from kvolt.journey.resuming import Heard, Hearing
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.streams import StepSink
 
@@ -24,8 +25,9 @@ class Deltas(AsyncIterator[Delta]):
 
     steps: StepSink | None = None
 
-    def __init__(self, hold_above: int = HOLD_ABOVE) -> None:
+    def __init__(self, num_choices: int, hold_above: int = HOLD_ABOVE) -> None:
         self._hold_above = hold_above
+        self._hearing = Hearing(num_choices)
         self._items: deque[Delta] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._journey: Journey | None = None
@@ -38,7 +40,7 @@ class Deltas(AsyncIterator[Delta]):
     async def of(
         cls, road: Road, request: Request, deadlines: Deadlines, hold_above: int = HOLD_ABOVE
     ) -> Self:
-        deltas = cls(hold_above)
+        deltas = cls(request.sampling.num_choices, hold_above)
         journey = deltas._journey = Journey(road, request, deltas, deadlines)
         try:
             await journey.begin()
@@ -47,8 +49,12 @@ class Deltas(AsyncIterator[Delta]):
             raise
         return deltas
 
+    def so_far(self) -> Heard:
+        return self._hearing.so_far()
+
     def on_item(self, delta: Delta) -> None:
         self.has_begun = True
+        self._hearing.take(delta)
         self._items.append(delta)
         if len(self._items) > self._hold_above and not self._held and self._journey is not None:
             self._held = True

@@ -29,16 +29,23 @@ def prefill_of(run: Run) -> Prefill:
 
 async def hand_over(source: Run, target: Run, request: Request) -> Request:
     """Compute the prompt at the source; the request as the target gets it, its blocks there already."""
-    handoff = await _prefilled(source, request)
+    handoff = await prefilled(source, request)
     if isinstance(source.engine, KvMovable) and isinstance(target.engine, KvMovable):
         blocks = await source.engine.export_kv(source.engine.kv_keys(request))
         await target.engine.import_kv(blocks)
     return replace(request, handoff=handoff)
 
 
-async def _prefilled(run: Run, request: Request) -> Handoff:
+async def prefilled(run: Run, request: Request) -> Handoff:
     async with asyncio.timeout(deadline_of(run.harness)):
         return await prefill_of(run).prefill(request)
+
+
+def short_expiry(handoff: Handoff) -> float:
+    """In how many seconds; NotRun for one that a test does not wait for."""
+    if handoff.expires_in_s is None or handoff.expires_in_s > _LONGEST_EXPIRY_S:
+        raise NotRun(f"tickets live for {handoff.expires_in_s} s, longer than a test waits")
+    return handoff.expires_in_s
 
 
 def whole_answer(answer: Answer) -> dict[int, list[int]]:
@@ -106,7 +113,7 @@ async def an_unknown_ticket_is_no_wrong_answer(harness: Harness) -> None:
     async with engine_run(harness) as whole, engine_run(harness) as source, engine_run(harness) as target:
         request = blocks_request(whole, "r", blocks_that_fit(whole, 2), tokens=9)
         expected = await whole.answer(request)
-        handoff = await _prefilled(source, request)
+        handoff = await prefilled(source, request)
         await prefill_of(source).release_prefill(request.request_id)
         for name, ticket in (("released", handoff.ticket), ("garbage", b"\xc1nobody's"), ("empty", b"")):
             asked = replace(request, request_id=RequestId(name), handoff=replace(handoff, ticket=ticket))
@@ -130,7 +137,7 @@ async def blocks_are_held_until_released(harness: Harness) -> None:
     async with engine_run(harness) as run:
         prefill = prefill_of(run)
         request = blocks_request(run, "r", blocks_that_fit(run, 3))
-        await _prefilled(run, request)
+        await prefilled(run, request)
         await run.answer(run.request("probe", prompt=3, tokens=3, variant=1))
         held = run.load.kv_used_blocks
         assert held >= len(request.token_ids) // run.info.block_size, f"only {held} blocks are held"
@@ -142,10 +149,8 @@ async def blocks_are_held_until_released(harness: Harness) -> None:
 
 async def a_ticket_expires(harness: Harness) -> None:
     async with engine_run(harness) as run:
-        handoff = await _prefilled(run, blocks_request(run, "r", blocks_that_fit(run, 3)))
-        if handoff.expires_in_s is None or handoff.expires_in_s > _LONGEST_EXPIRY_S:
-            raise NotRun(f"tickets live for {handoff.expires_in_s} s, longer than a test waits")
-        await asyncio.sleep(handoff.expires_in_s + 0.2)
+        handoff = await prefilled(run, blocks_request(run, "r", blocks_that_fit(run, 3)))
+        await asyncio.sleep(short_expiry(handoff) + 0.2)
         await run.assert_empty()
 
 
@@ -173,7 +178,7 @@ async def prefill_refuses_bad_requests(harness: Harness) -> None:
         )
         for request in bad:
             try:
-                await _prefilled(run, request)
+                await prefilled(run, request)
             except InvalidRequest:
                 continue
             raise AssertionError(f"taken: {request}")

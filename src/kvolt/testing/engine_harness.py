@@ -67,23 +67,22 @@ class Answer:
 
     @property
     def done(self) -> bool:
-        return self.error is not None or len(self.finishes) == self.request.sampling.num_choices
+        return self.error is not None or len(self.finishes) == len(self.request.open_choices)
 
     @property
     def is_open(self) -> bool:
         return not (self.done or self.stopped)
 
-    @property
-    def num_before(self) -> int:
-        """Tokens of each choice that the client has from elsewhere."""
+    def num_before(self, index: int) -> int:
+        """Tokens of a choice that the client has from elsewhere."""
         handoff = self.request.handoff
         told = handoff is not None and handoff.first_tokens is not None
-        return len(self.request.resume) + (1 if told else 0)
+        return len(self.request.resumed(index)) + (1 if told else 0)
 
     def take(self, delta: Delta) -> None:
         name = self.request.request_id
         assert not self.stopped, f"{name} got {delta} after it was stopped"
-        assert 0 <= delta.index < self.request.sampling.num_choices, f"{name} has no choice {delta.index}"
+        assert delta.index in self.request.open_choices, f"{name} has no choice {delta.index}"
         assert delta.index not in self.finishes, f"{name} got {delta} after its end"
         tokens = self.tokens.setdefault(delta.index, [])
         tokens.extend(delta.token_ids)
@@ -94,7 +93,7 @@ class Answer:
         assert (delta.usage is None) == (delta.finish is None), f"{name}: usage comes with an end: {delta}"
         if delta.usage is not None:
             self.usage[delta.index] = delta.usage
-            counted = (len(self.request.token_ids), self.num_before + len(tokens))
+            counted = (len(self.request.token_ids), self.num_before(delta.index) + len(tokens))
             assert (delta.usage.prompt_tokens, delta.usage.completion_tokens) == counted, f"{name}: {delta}"
         if delta.finish is not None:
             self.finishes[delta.index] = delta.finish

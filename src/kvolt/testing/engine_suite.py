@@ -75,6 +75,27 @@ async def resumes_as_if_nothing_happened(harness: Harness) -> None:
             assert answer.usage[0].completion_tokens == len(whole)
 
 
+async def each_choice_resumes_after_its_own_tokens(harness: Harness) -> None:
+    """And one that is over is not computed again."""
+    async with engine_run(harness) as run:
+        request = run.request("whole", choices=3, tokens=7, seed=3)
+        whole = (await run.answer(request)).tokens
+        for number, cuts in enumerate(((2, 5, 1), (None, 3, 0), (6, None, None), (0, 0, 4))):
+            given = tuple(
+                None if cut is None else tuple(whole[index][:cut]) for index, cut in enumerate(cuts)
+            )
+            moved = replace(request, request_id=RequestId(f"moved{number}"), resume_choices=given)
+            try:
+                answer = run.submit(moved)
+            except Unsupported as error:
+                raise NotRun(f"it refuses that: {error.message}") from error
+            await run.finish(answer)
+            left = {index: whole[index][cut:] for index, cut in enumerate(cuts) if cut is not None}
+            assert answer.tokens == left
+            assert {usage.completion_tokens for usage in answer.usage.values()} == {7}
+        await run.assert_empty()
+
+
 async def every_choice_ends(harness: Harness) -> None:
     async with engine_run(harness) as run:
         answer = await run.answer(run.request("r", choices=3, tokens=6))
@@ -119,6 +140,8 @@ async def refuses_bad_requests(harness: Harness) -> None:
             replace(good, stop=replace(good.stop, max_tokens=run.engine.card.context_length)),
             replace(good, sampling=replace(good.sampling, num_choices=0)),
             replace(good, resume=harness.prompt(good.stop.max_tokens)),
+            replace(good, resume_choices=(None,)),
+            replace(good, resume_choices=((), harness.prompt(1))),
             replace(good, stop=replace(good.stop, max_tokens=-1)),
         ]
         for request in bad:
@@ -164,6 +187,7 @@ CASES: tuple[Case, ...] = (
     tokens_come_while_it_computes,
     same_seed_same_tokens,
     resumes_as_if_nothing_happened,
+    each_choice_resumes_after_its_own_tokens,
     every_choice_ends,
     withdraws_only_what_has_not_started,
     two_hundred_at_once,

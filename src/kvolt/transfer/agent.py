@@ -305,7 +305,7 @@ def _some(slab: Slab, blocks: Blocks, seeds: bytes | None) -> Numbers:
     numbers = slab.numbers(blocks)
     if not len(numbers):
         raise InvalidRequest("no blocks are nothing to move", param="blocks")
-    if len(np.unique(numbers)) != len(numbers):
+    if not slab.are_apart(numbers):
         raise InvalidRequest("a block is named twice", param="blocks")
     if seeds is not None and len(seeds) != 8 * len(numbers):
         raise InvalidRequest("a seed has eight bytes, and every block has one", param="seeds")

@@ -36,7 +36,7 @@ from kvolt.transfer import file_path, nixl_library
 from kvolt.transfer.chunks import ChunkSender
 from kvolt.transfer.lanes import MemoryKind
 from kvolt.transfer.link import Link
-from kvolt.transfer.memory import Numbers, Slab
+from kvolt.transfer.memory import Numbers, Slab, are_apart
 from kvolt.transfer.nixl_memory import RAM
 from kvolt.transfer.nixl_path import NIXL, Nixl
 from kvolt.transfer.offered import Offered, Offers, chosen
@@ -287,11 +287,7 @@ class Hub:
         num_blocks = len(writable.blocks)
         if len(positions) != offer.ticket.num_blocks or not len(positions):
             raise InvalidRequest("as many positions as there are blocks", param="positions")
-        if (
-            positions.min() < 0
-            or positions.max() >= num_blocks
-            or len(np.unique(positions)) != len(positions)
-        ):
+        if positions.min() < 0 or positions.max() >= num_blocks or not are_apart(positions, num_blocks):
             raise InvalidRequest(f"positions outside of {num_blocks} blocks, or twice", param="positions")
         if writable.is_taken[positions].any():
             raise InvalidRequest("some of these blocks were written to already", param="positions")

@@ -107,3 +107,23 @@ def test_a_public_trace_line_loads_as_it_is() -> None:
     assert record == TraceRecord(
         timestamp=27482.0, input_length=6955, output_length=52, hash_ids=(46, 47, 2353)
     )
+
+
+def test_what_a_request_goes_on_after() -> None:
+    assert not PLAIN.is_resumed
+    assert (list(PLAIN.open_choices), PLAIN.resumed(0), PLAIN.num_given_tokens) == ([0], (), 2)
+    one = msgspec.structs.replace(PLAIN, resume=(7, 8, 9))
+    assert one.is_resumed
+    assert (list(one.open_choices), one.resumed(0)) == ([0], (7, 8, 9))
+    assert (one.num_resumed_tokens, one.num_given_tokens) == (3, 5)
+    several = msgspec.structs.replace(
+        PLAIN, sampling=Sampling(num_choices=4), resume_choices=((7, 8), None, (), (9,))
+    )
+    assert several.is_resumed
+    assert list(several.open_choices) == [0, 2, 3]
+    assert [several.resumed(index) for index in range(4)] == [(7, 8), (), (), (9,)]
+    assert (several.num_resumed_tokens, several.num_given_tokens) == (3, 5)
+    encoded = msgspec.msgpack.encode(several)
+    assert msgspec.msgpack.decode(encoded, type=Request) == several
+    alike = msgspec.structs.replace(one, sampling=Sampling(num_choices=3))
+    assert alike.num_resumed_tokens == 9

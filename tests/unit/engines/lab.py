@@ -22,6 +22,8 @@ from kvolt.core.endpoints import GENERATE, component_name
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, Sampling, StopConditions
+from kvolt.engines.contract import KvPlaced
+from kvolt.engines.kv_moving import KvMover
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.worker import Worker, WorkerOptions
@@ -167,11 +169,16 @@ class Lab:
         return runtime
 
     async def worker(
-        self, name: str, engine: Any = None, namespace: str = NAMESPACE, options: WorkerOptions | None = None
+        self,
+        name: str,
+        engine: Any = None,
+        namespace: str = NAMESPACE,
+        options: WorkerOptions | None = None,
+        new_mover: Callable[[KvPlaced], KvMover] | None = None,
     ) -> RunningWorker:
         runtime = await self.runtime(name)
         engine = engine if engine is not None else sim()
-        worker = Worker(runtime, engine, namespace, options)
+        worker = Worker(runtime, engine, namespace, options, new_mover)
         await worker.start()
         running = RunningWorker(runtime, engine, worker, self._crew.start(worker.run(), name))
         self._workers.append(running)

@@ -14,11 +14,12 @@ import xxhash
 
 from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.delta import FinishReason
+from kvolt.core.ending import End
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats
 from kvolt.core.request import Request, RoutingHints, Sampling, StopConditions
 from kvolt.engines.scheduler import Advanced, Limits, Scheduler, StepPlan, Work
-from kvolt.engines.sequence import End, Sequence
+from kvolt.engines.sequence import Sequence
 from kvolt.engines.step_plan import Scheduling
 from kvolt.kv import BlockId, BlockPool
 

@@ -35,6 +35,7 @@ from kvolt.testing.engine_cancel_cases import (
     abort_while_it_waits,
 )
 from kvolt.testing.engine_suite import (
+    each_choice_resumes_after_its_own_tokens,
     refuses_bad_requests,
     same_seed_same_tokens,
     streams_in_order_and_stops_at_max_tokens,
@@ -241,6 +242,11 @@ class _AlwaysEos(_OtherStops):
         return replace(stop, ignore_eos=False)
 
 
+class _BeginsAnew(SimEngine):
+    def submit(self, request: Request) -> None:
+        super().submit(replace(request, resume_choices=()))
+
+
 class _NeverEos(_OtherStops):
     def seen(self, stop: StopConditions) -> StopConditions:
         return replace(stop, ignore_eos=True)
@@ -271,6 +277,7 @@ class _NeverEos(_OtherStops):
         (_NoStopTokens, stops_at_a_stop_token),
         (_AlwaysEos, ignores_eos_when_told),
         (_NeverEos, ends_at_eos),
+        (_BeginsAnew, each_choice_resumes_after_its_own_tokens),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -11,10 +11,11 @@ from tests.unit.engines.scheduler_lab import EOS, request
 
 from kvolt.core.block_key import BlockKeyChain, BlockKeyContext
 from kvolt.core.delta import FinishReason
+from kvolt.core.ending import End
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import MediaExtent, SequenceHasher, request_seed
 from kvolt.core.request import MediaSpan, Request
-from kvolt.engines.sequence import End, Sequence, TokenNaming
+from kvolt.engines.sequence import Sequence, TokenNaming
 from kvolt.kv import BlockName
 
 CONTEXT = BlockKeyContext(weights_hash="w", dtype="f4", block_size=4, layout="l")

@@ -67,7 +67,7 @@ def test_a_request_is_answered_and_leaves_nothing() -> None:
                 tokens = [token for delta in deltas for token in delta.token_ids]
                 assert tokens == [next_token(seed, position) for position in range(9)]
                 assert [delta.finish for delta in deltas][-1] is FinishReason.LENGTH
-            assert running.worker._open == {}
+            assert not running.worker._open
             assert is_empty(running.engine)
             details = (await running.runtime.status()).details["engine"]
             assert (details["model"], details["open"]) == ("sim-tiny", 0)
@@ -106,7 +106,7 @@ def test_a_cancel_aborts_in_the_engine() -> None:
                 await anext(stream)
                 assert not is_empty(running.engine)
             await until(lambda: is_empty(running.engine), 1.0)
-            assert running.worker._open == {}
+            assert not running.worker._open
 
     run_virtual(scenario)
 
@@ -165,7 +165,7 @@ def test_the_deadline_ends_the_stream_and_the_work() -> None:
             assert caught.value.fields["stage"] == "total"
             assert loop.time() - started == pytest.approx(1.0, abs=0.01)
             await until(lambda: is_empty(running.engine), 0.5)
-            assert running.worker._open == {}
+            assert not running.worker._open
 
     run_virtual(scenario)
 
@@ -240,7 +240,7 @@ def test_what_can_never_run_is_refused() -> None:
             asked = msgspec.structs.replace(make_request(), grammar=grammar)
             assert isinstance(await refusal(client, asked), Unsupported)
             assert isinstance(await refusal(client, {"request_id": 7}), InvalidRequest)
-            assert running.worker._open == {}
+            assert not running.worker._open
             assert len(await read(await start_stream(client, make_request()))) > 0
 
     run_virtual(scenario)

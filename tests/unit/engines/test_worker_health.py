@@ -149,7 +149,7 @@ def test_an_abort_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> N
             await until(lambda: bool(engine.submitted))
             await stream.aclose()
             await until(lambda: engine.aborted == ["r"])
-            assert running.worker._open == {}
+            assert not running.worker._open
             engine.submitted.clear()
             async with await start_stream(client, make_request()) as again:
                 await until(lambda: bool(engine.submitted))

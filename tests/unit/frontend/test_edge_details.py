@@ -79,7 +79,7 @@ def test_after_the_reasoning_tokens_take_the_short_way(monkeypatch: pytest.Monke
     settle = live.LiveReceiver.settle
 
     def watched(receiver: live.LiveReceiver) -> None:
-        written.append(receiver.num_written)
+        written.append(len(receiver.token_ids) - receiver.states[0].choice.num_tokens)
         settle(receiver)
 
     monkeypatch.setattr(live.LiveReceiver, "settle", watched)

@@ -267,7 +267,7 @@ def test_stop_strings_end_the_work_of_the_engine(stream: bool) -> None:
         choice = answer.chunks[-1]["choices"][0] if stream else answer.json["choices"][0]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "wor")
         await until(lambda: is_empty(running.engine), 0.5)
-        assert running.worker._open == {}
+        assert not running.worker._open
 
     served(body, saying("hello world " * 30))
 
@@ -788,7 +788,7 @@ def test_hanging_up_cancels_up_to_the_engine(fields: str, stream: str, after_s: 
             await asyncio.sleep(after_s)
             assert not is_empty(running.engine)
         await until(lambda: is_empty(running.engine), 0.5)
-        assert running.worker._open == {}
+        assert not running.worker._open
         assert edge.sample("dynamo_frontend_active_requests") == 0
         assert edge.sample("dynamo_frontend_disconnected_clients") == 1
 
@@ -856,7 +856,7 @@ def test_one_prompt_of_a_batch_that_fails_early_fails_all_with_its_own_error() -
         for stream in (False, True):
             answer = await edge.complete(prompt=[[5, 6], [5, 6, 7, 8]], max_tokens=5, stream=stream)
             assert (answer.status, answer.json["error"]["param"]) == (400, "prompt")
-        await until(lambda: running.worker._open == {}, 1.0)
+        await until(lambda: not running.worker._open, 1.0)
 
     served(body, Picky)
 

@@ -36,6 +36,9 @@ from kvolt.journey.machine import (
     JourneyMachine,
     Open,
     Opened,
+    Prefill,
+    Prefilled,
+    PrefillFailed,
     Route,
     Routed,
     Start,
@@ -64,12 +67,21 @@ def to(name: str) -> Decision:
     return Decision(Instance(id=InstanceId(name), endpoint=EndpointAddress("n", "c", "e"), address="host:1"))
 
 
+LOST = WorkerLost("a was lost", address="a:1")
+
 WAY: dict[State, list[Event]] = {
     State.NEW: [],
+    State.PREFILLING: [Start(is_remote=True)],
     State.ROUTING: [Start()],
     State.OPENING: [Start(), Routed(to("a"))],
     State.WAITING: [Start(), Routed(to("a")), Opened()],
     State.STREAMING: [Start(), Routed(to("a")), Opened(), Delivered()],
+    State.REROUTING: [Start(), Routed(to("a")), Opened(), Delivered(), Failed(LOST)],
+    State.REOPENING: [Start(), Routed(to("a")), Opened(), Delivered(), Failed(LOST), Routed(to("b"))],
+    State.RESUMING: [
+        *(Start(), Routed(to("a")), Opened(), Delivered()),
+        *(Failed(LOST), Routed(to("b")), Opened()),
+    ],
     State.DONE: [Stopped()],
 }
 EVENTS: list[Event] = [
@@ -81,10 +93,15 @@ EVENTS: list[Event] = [
     Finished(),
     Stopped(),
     TakenBack(to("b")),
+    Prefilled(),
+    PrefillFailed(WorkerLost("lost"), InstanceId("p")),
 ]
 LEGAL: dict[tuple[State, type], tuple[State, type]] = {
     (State.NEW, Start): (State.ROUTING, Route),
     (State.NEW, Stopped): (State.DONE, End),
+    (State.PREFILLING, Prefilled): (State.ROUTING, Route),
+    (State.PREFILLING, PrefillFailed): (State.PREFILLING, Prefill),
+    (State.PREFILLING, Stopped): (State.DONE, End),
     (State.ROUTING, Routed): (State.OPENING, Open),
     (State.ROUTING, Failed): (State.DONE, End),
     (State.ROUTING, Stopped): (State.DONE, End),
@@ -96,14 +113,24 @@ LEGAL: dict[tuple[State, type], tuple[State, type]] = {
     (State.WAITING, TakenBack): (State.OPENING, Open),
     (State.WAITING, Finished): (State.DONE, End),
     (State.WAITING, Stopped): (State.DONE, End),
-    (State.STREAMING, Failed): (State.DONE, End),
+    (State.STREAMING, Failed): (State.REROUTING, Route),
     (State.STREAMING, Finished): (State.DONE, End),
     (State.STREAMING, Stopped): (State.DONE, End),
+    (State.REROUTING, Routed): (State.REOPENING, Open),
+    (State.REROUTING, Failed): (State.DONE, End),
+    (State.REROUTING, Stopped): (State.DONE, End),
+    (State.REOPENING, Opened): (State.RESUMING, Wait),
+    (State.REOPENING, Failed): (State.REROUTING, Route),
+    (State.REOPENING, Stopped): (State.DONE, End),
+    (State.RESUMING, Delivered): (State.STREAMING, Wait),
+    (State.RESUMING, Failed): (State.REROUTING, Route),
+    (State.RESUMING, Finished): (State.DONE, End),
+    (State.RESUMING, Stopped): (State.DONE, End),
 }
 
 
-def at(state: State, max_attempts: int = 3) -> JourneyMachine:
-    machine = JourneyMachine(max_attempts, max_moves=2)
+def at(state: State, max_attempts: int = 3, migration_limit: int = 3) -> JourneyMachine:
+    machine = JourneyMachine(max_attempts, max_moves=2, migration_limit=migration_limit)
     for event in WAY[state]:
         machine.on(event)
     assert machine.state is state
@@ -158,9 +185,106 @@ def test_what_no_other_instance_could_do_better_is_final(state: State, error: Kv
     assert at(state).on(Failed(error)) == End(error)
 
 
+@pytest.mark.parametrize("state", [State.WAITING, State.STREAMING])
+def test_an_engine_may_die_once_whatever_else_happens(state: State) -> None:
+    machine = at(state)
+    machine.on(Failed(EngineDied("first")))
+    for number, event in enumerate([Failed(LOST), Failed(EngineDied("second"))]):
+        machine.on(Routed(to(f"w{number}")))
+        machine.on(Opened())
+        action = machine.on(event)
+        assert isinstance(action, Route if number == 0 else End)
+
+
+# --- amid an answer
+
+
 @pytest.mark.parametrize("error", RETRYABLE + FINAL, ids=repr)
-def test_after_the_first_answer_everything_is_final(error: KvoltError) -> None:
+def test_without_migrations_everything_is_final_after_the_first_answer(error: KvoltError) -> None:
+    assert at(State.STREAMING, migration_limit=0).on(Failed(error)) == End(error)
+
+
+@pytest.mark.parametrize("error", FINAL, ids=repr)
+def test_amid_an_answer_what_no_other_could_do_better_is_final(error: KvoltError) -> None:
     assert at(State.STREAMING).on(Failed(error)) == End(error)
+
+
+@pytest.mark.parametrize("error", [*RETRYABLE, EngineDied("e")], ids=repr)
+def test_amid_an_answer_another_goes_on(error: KvoltError) -> None:
+    machine = at(State.STREAMING)
+    assert machine.on(Failed(error)) == Route(frozenset({InstanceId("a")}))
+    assert machine.failure is error
+    assert machine.on(Routed(to("b"))) == Open(to("b"))
+    assert (machine.num_attempts, machine.num_migrations) == (1, 1)
+    machine.on(Opened())
+    machine.on(Delivered())
+    assert machine.state is State.STREAMING
+    assert machine.on(Finished()) == End(None)
+
+
+def test_who_failed_before_is_left_out_until_it_got_further() -> None:
+    machine = at(State.REROUTING)
+    refusal = Overloaded("b is full")
+    machine.on(Routed(to("b")))
+    assert machine.on(Failed(refusal)) == Route(frozenset({InstanceId("a"), InstanceId("b")}))
+    machine.on(Routed(to("c")))
+    machine.on(Opened())
+    machine.on(Delivered())
+    assert machine.on(Failed(LOST)) == Route(frozenset({InstanceId("c")}))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_migrations_are_bounded_and_the_end_says_so(limit: int) -> None:
+    machine = at(State.STREAMING, migration_limit=limit)
+    for number in range(limit):
+        machine.on(Failed(LOST))
+        machine.on(Routed(to(f"w{number}")))
+        machine.on(Opened())
+        machine.on(Delivered())
+    action = machine.on(Failed(LOST))
+    assert isinstance(action, End)
+    assert isinstance(action.error, WorkerLost)
+    assert action.error.fields == LOST.fields
+    assert action.error.message == f"a was lost; it had gone on elsewhere as often as it may ({limit})"
+    assert machine.num_migrations == limit
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        (State.REROUTING, Unavailable("nobody is there")),
+        (State.REROUTING, Overloaded("nobody is there")),
+        (State.REOPENING, Unsupported("nobody is there")),
+        (State.RESUMING, InvalidRequest("nobody is there")),
+        (State.RESUMING, EngineFailed("nobody is there")),
+    ],
+    ids=repr,
+)
+def test_that_nobody_goes_on_is_the_fault_of_who_was_lost(state: State, error: KvoltError) -> None:
+    machine = at(state)
+    action = machine.on(Failed(error))
+    assert isinstance(action, End)
+    assert isinstance(action.error, WorkerLost)
+    assert action.error.message == "a was lost; nobody could go on with it: nobody is there"
+    assert action.error.fields == LOST.fields
+    assert machine.gpu_work is GpuWork.SOME
+
+
+def test_refusals_of_who_should_go_on_count_as_well() -> None:
+    machine = at(State.REOPENING, migration_limit=2)
+    assert isinstance(machine.on(Failed(ConnectFailed("c"))), Route)
+    machine.on(Routed(to("c")))
+    machine.on(Opened())
+    action = machine.on(Failed(Overloaded("full")))
+    assert isinstance(action, End)
+    assert isinstance(action.error, WorkerLost), "that is why it has to go on elsewhere"
+    assert "full" in action.error.message
+
+
+@pytest.mark.parametrize("state", [State.REROUTING, State.REOPENING, State.RESUMING])
+def test_a_deadline_amid_a_migration_is_a_deadline(state: State) -> None:
+    late = DeadlineExceeded("too late")
+    assert at(state).on(Failed(late)) == End(late)
 
 
 def test_a_single_attempt() -> None:
@@ -207,7 +331,7 @@ def test_what_is_taken_back_goes_elsewhere_and_that_is_no_attempt() -> None:
     ],
 )
 def test_whether_anything_was_computed_in_vain(state: State, error: KvoltError, spent: GpuWork) -> None:
-    machine = at(state, max_attempts=1)
+    machine = at(state, max_attempts=1, migration_limit=0)
     assert machine.on(Failed(error)) == End(error)
     assert machine.gpu_work is spent
 
@@ -219,10 +343,10 @@ def test_stopping_is_cancelled_and_finishing_is_no_error() -> None:
     assert at(State.WAITING).on(Finished()) == End(None)
 
 
-@given(st.integers(1, 4), st.lists(st.sampled_from(range(10)), max_size=40))
-def test_random_walks(max_attempts: int, picks: list[int]) -> None:
-    """However the world behaves: few attempts, none after something was delivered, one end."""
-    machine = JourneyMachine(max_attempts, max_moves=2)
+@given(st.integers(1, 4), st.integers(0, 3), st.lists(st.sampled_from(range(10)), max_size=60))
+def test_random_walks(max_attempts: int, migration_limit: int, picks: list[int]) -> None:
+    """However the world behaves: few attempts, none from the beginning after something was delivered, one end."""
+    machine = JourneyMachine(max_attempts, max_moves=2, migration_limit=migration_limit)
     actions: list[Action] = []
     delivered = False
     tried: list[InstanceId] = []
@@ -245,8 +369,10 @@ def test_random_walks(max_attempts: int, picks: list[int]) -> None:
             continue
         delivered = delivered or isinstance(event, Delivered)
         actions.append(action)
+        if isinstance(event, Delivered):
+            tried = tried[-1:]
         if isinstance(action, Route):
-            assert not delivered
+            assert machine.state is (State.REROUTING if delivered else State.ROUTING)
             assert action.excluded == frozenset(tried)
         if isinstance(event, TakenBack):
             assert not delivered
@@ -254,8 +380,9 @@ def test_random_walks(max_attempts: int, picks: list[int]) -> None:
         if isinstance(action, Open):
             tried.append(action.decision.instance.id)
     num_opened = sum(isinstance(action, Open) for action in actions)
-    assert num_opened == machine.num_attempts + machine.num_moves
+    assert num_opened == machine.num_attempts + machine.num_moves + machine.num_migrations
     assert machine.num_attempts <= max_attempts
+    assert machine.num_migrations <= migration_limit
     assert machine.num_moves <= 2
     ends = [number for number, action in enumerate(actions) if isinstance(action, End)]
     assert ends == ([len(actions) - 1] if machine.state is State.DONE else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Grammar, GrammarKind, Request, RoutingHints, Sampling, StopConditions
@@ -45,6 +46,19 @@ def test_who_says_it_is_believed() -> None:
     assert lengths.expected(asked(hint=33)) == 33
     assert lengths.expected(asked(hint=9999, max_tokens=50)) == 50
     assert lengths.expected(asked(ignore_eos=True, max_tokens=50)) == 50
+
+
+def test_of_an_answer_that_goes_on_what_is_left_is_expected() -> None:
+    lengths = OutputLengths()
+    for _ in range(1000):
+        lengths.learn(asked(), 100)
+    whole = lengths.expected(asked())
+    assert lengths.expected(replace(asked(), resume=(5,) * 30)) == whole - 30
+    assert lengths.expected(replace(asked(), resume=(5,) * 500)) == 1, "more than was expected already"
+    assert lengths.expected(replace(asked(hint=50), resume=(5,) * 30)) == 20
+    assert lengths.expected(replace(asked(ignore_eos=True, max_tokens=50), resume=(5,) * 30)) == 20
+    several = replace(asked(choices=4, hint=40), resume_choices=((5, 6), None, (), (5,) * 9))
+    assert lengths.expected(several) == 8 + 10 + 1
 
 
 def test_a_class_is_learned_and_the_others_are_told_apart() -> None:

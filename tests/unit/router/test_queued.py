@@ -501,3 +501,29 @@ def test_who_decides_is_behind_who_waits() -> None:
         assert who_decides(here.inner) is here.inner
 
     scene(body, Rooms(a=1))
+
+
+class Crowded(Rooms):
+    """Takes whom it is told to take, room or not."""
+
+    async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
+        self.rooms["a"] += 1
+        return await super().route(request, excluded)
+
+
+def test_an_answer_that_goes_on_does_not_wait_in_line() -> None:
+    async def body(here: Scene) -> None:
+        (first,) = await here.fill()
+        waiting = here.start(asking("waits"))
+        await ticks()
+        assert here.router.num_waiting == 1
+        resumed = replace(asking("goes on"), resume=(300, 301))
+        decision = await here.router.route(resumed)
+        assert decision.recall is None
+        assert not waiting.done()
+        here.router.begun(decision, 0)
+        here.router.free(decision, None)
+        here.router.free(first, None)
+        here.router.free(await waiting, None)
+
+    scene(body, Crowded(a=1))

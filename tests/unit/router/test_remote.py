@@ -507,6 +507,23 @@ def test_a_question_carries_hashes_and_lengths_and_no_tokens() -> None:
         RouteQuestion("e", request, hashes=b"123")
 
 
+def test_a_question_says_how_far_an_answer_is_that_goes_on() -> None:
+    request = prompt("r", tuple(range(1, 40)))
+    several = msgspec.structs.replace(
+        request, sampling=Sampling(num_choices=3), resume_choices=((7, 8), None, ())
+    )
+    for asked, told in ((msgspec.structs.replace(request, resume=(7, 8)), (2,)), (several, (2, None, 0))):
+        question = question_of("ns.c.generate", asked, frozenset(), BLOCK)
+        assert question.resumed == told
+        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(question), type=RouteQuestion)
+        whole = decoded.whole_request()
+        assert whole.is_resumed
+        assert (whole.num_given_tokens, list(whole.open_choices)) == (41, list(asked.open_choices))
+        assert 7 not in [token for tokens in whole.resume_choices for token in tokens or ()]
+    with pytest.raises(ValueError, match="more tokens than an answer"):
+        RouteQuestion("e", request, resumed=(1 << 40,))
+
+
 class Busy:
     """A LateRouter over all workers in turn that has no room until it is told so."""
 

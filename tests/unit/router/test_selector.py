@@ -168,6 +168,17 @@ def test_choosing_books_nothing_and_what_is_over_leaves_nothing() -> None:
     assert here.selector._expected.num_prompts == 0
 
 
+def test_what_an_answer_goes_on_after_is_computed_with_its_prompt() -> None:
+    here = Scene({A: worker()}, Held(a=range(1, 3)))
+    whole, rest = prompt(1, 2, more_tokens=0), replace(prompt(1, 2, more_tokens=0), resume=(5,) * 40)
+    choices = [here.selector.choose(request, (A,)) for request in (whole, rest)]
+    assert [choice.overlap_blocks for choice in choices] == [1, 2], "the prompt's last token is not the last"
+    assert [choice.prefill_tokens for choice in choices] == [BLOCK, 40]
+    here.selector.book(choices[1])
+    [load] = here.selector.loads()
+    assert load.prefill_tokens == 40
+
+
 def test_a_place_that_is_gone_cannot_be_booked() -> None:
     here = Scene({A: worker()})
     choice = here.selector.choose(prompt(1), here.allowed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
@@ -185,9 +186,10 @@ async def test_reading_pauses_at_the_pipelining_bound() -> None:
         sent = [get(f"/?n={n}", "x: " + "y" * 1000) for n in range(num_requests)]
         client.send(b"".join(sent))
         await until(lambda: server.num_connections == 1)
-        with pytest.raises(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # the kernel's buffers may hold all of it
             async with asyncio.timeout(0.3):
                 await client.writer.drain()
+                await asyncio.sleep(1)
         (connection,) = server._connections
         assert len(connection._reader.requests) < 4 + 20  # at most one slice past the bound
         gate.set()

@@ -13,15 +13,17 @@ from tests.unit.testing.toy_engine import BLOCK_BYTES, Choice, Job, ToyArguments
 from tests.unit.testing.toy_store import Entry
 
 from kvolt.core.delta import StepOutput
-from kvolt.core.ids import BlockKey, InstanceId, RequestId
+from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 from kvolt.core.packed_hashes import packed
 from kvolt.core.request import Handoff, Request, Role
+from kvolt.engines.contract import KvHeld, KvRoom
 from kvolt.engines.registry import EngineSpec
 from kvolt.testing import engine_event_cases as events
 from kvolt.testing import engine_handoff_cases as handoff
 from kvolt.testing import engine_movable_cases as movable
+from kvolt.testing import engine_placed_cases as placed
 from kvolt.testing import engine_visible_cases as visible
 from kvolt.testing import run_virtual
 from kvolt.testing.engine_suite import CASES as CORE
@@ -185,13 +187,13 @@ class _Trusting(ToyEngine):
 
     def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
         super().__init__(spec, arguments)
-        self.store.accepts = lambda block, size: len(block.data) == size  # type: ignore[method-assign]
+        self.store.accepts = lambda block: len(block.data) == BLOCK_BYTES  # type: ignore[method-assign]
 
 
 class _TakesAnySize(ToyEngine):
     def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
         super().__init__(spec, arguments)
-        self.store.accepts = lambda block, size: block.intact  # type: ignore[method-assign]
+        self.store.accepts = lambda block: block.intact  # type: ignore[method-assign]
 
 
 class _TakesOrphans(ToyEngine):
@@ -212,7 +214,7 @@ class _ImportDropsOthers(ToyEngine):
         for job in self._jobs.values():
             for choice in job.choices:
                 for entry in choice.entries:
-                    entry.data = bytes(BLOCK_BYTES)
+                    entry.place[:] = bytes(BLOCK_BYTES)
         return await super().import_kv(blocks)
 
 
@@ -295,8 +297,114 @@ class _WrongWithoutBlocks(ToyEngine):
         while len(choice.entries) < choice.num_computed // self._arguments.block_size:
             position = len(choice.entries)
             names = choice.keys.keys[position], choice.hashes.sequence[position]
-            choice.entries.append(Entry(*names, None, position, bytes(BLOCK_BYTES), 1))
+            entry = self.store.new(*names, None)
+            entry.place[:] = bytes(BLOCK_BYTES)
+            choice.entries.append(entry)
         return None
+
+
+class _MixesUpBlocks(ToyEngine):
+    async def hold_kv(self, request_id: RequestId) -> KvHeld:
+        held = await super().hold_kv(request_id)
+        return replace(held, blocks=held.blocks[::-1])
+
+
+class _NamesOtherBlocks(ToyEngine):
+    async def hold_kv(self, request_id: RequestId) -> KvHeld:
+        held = await super().hold_kv(request_id)
+        return replace(held, hashes=held.hashes[::-1])
+
+
+class _LendsWhatIsHeld(ToyEngine):
+    """Has told where the blocks lie, and lets go of them."""
+
+    async def hold_kv(self, request_id: RequestId) -> KvHeld:
+        held = await super().hold_kv(request_id)
+        entries, num_reserved, timer = self._held[request_id]
+        self.store.num_reserved -= num_reserved
+        self.store.release(entries)
+        self._held[request_id] = ([], 0, timer)
+        return held
+
+
+class _HoldsForEver(ToyEngine):
+    """Tells of blocks that are let go."""
+
+    def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
+        super().__init__(spec, arguments)
+        self._told: dict[RequestId, KvHeld] = {}
+
+    async def hold_kv(self, request_id: RequestId) -> KvHeld:
+        if request_id not in self._told:
+            self._told[request_id] = await super().hold_kv(request_id)
+        return self._told[request_id]
+
+
+class _ForgetsWhatIsPresent(ToyEngine):
+    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+        self.store.named, known = {}, self.store.named
+        room = await super().make_room(keys, hashes)
+        self.store.named |= known
+        return room
+
+
+class _GivesRoomOfOthers(ToyEngine):
+    """Blocks that running requests hold."""
+
+    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+        room = await super().make_room(keys, hashes)
+        choices = [choice for job in self._jobs.values() for choice in job.choices]
+        held = [entry.block for choice in choices for entry in choice.entries]
+        return replace(room, blocks=(*held, *room.blocks)[: len(room.blocks)])
+
+
+class _WritesIntoRooms(ToyEngine):
+    """Room is not taken out of what the engine computes with."""
+
+    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+        room = await super().make_room(keys, hashes)
+        self.store.free += room.blocks
+        return room
+
+
+class _OneRoomForAPrompt(ToyEngine):
+    """Of two for the same blocks it knows the later one."""
+
+    def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
+        super().__init__(spec, arguments)
+        self._latest: dict[BlockKey, KvRoom] = {}
+
+    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+        room = self._latest[keys[-1]] = await super().make_room(keys, hashes)
+        return room
+
+    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
+        if room in self._latest.values():
+            await super().settle_kv(room, num_filled)
+
+
+class _SettlesUnfilled(ToyEngine):
+    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
+        await super().settle_kv(room, len(room.blocks))
+
+
+class _SettlesNothing(ToyEngine):
+    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
+        await super().settle_kv(room, 0)
+
+
+class _NeverLetsGoOfRoom(ToyEngine):
+    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
+        await super().settle_kv(room, num_filled)
+        self.store.num_reserved += len(room.blocks)
+
+
+class _NamesOrphans(ToyEngine):
+    """Does not look at whether what a block follows is still there."""
+
+    def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
+        super().__init__(spec, arguments)
+        self.store.is_orphan = lambda entry: False  # type: ignore[method-assign]
 
 
 FAULTS = [
@@ -341,6 +449,28 @@ FAULTS = [
     (_NeverExpires, handoff.a_ticket_expires),
     (_GoesOnWhenCancelled, handoff.a_cancelled_prefill_leaves_nothing),
     (_PrefillsAnything, handoff.prefill_refuses_bad_requests),
+    (_MixesUpBlocks, placed.blocks_are_copied_past_the_engines),
+    (_NamesOtherBlocks, placed.blocks_are_copied_past_the_engines),
+    (_SettlesNothing, placed.blocks_are_copied_past_the_engines),
+    (_NeverLetsGoOfRoom, placed.blocks_are_copied_past_the_engines),
+    (_TellsNothing, placed.blocks_are_copied_past_the_engines),
+    (_ForgetsWhatIsPresent, placed.only_what_is_missing_is_asked_for),
+    (_SettlesNothing, placed.only_what_is_missing_is_asked_for),
+    (_NeverLetsGoOfRoom, placed.only_what_is_missing_is_asked_for),
+    (_SettlesUnfilled, placed.what_did_not_come_is_computed),
+    (_NeverLetsGoOfRoom, placed.what_did_not_come_is_computed),
+    (_GivesRoomOfOthers, placed.room_is_nobody_elses),
+    (_WritesIntoRooms, placed.room_is_nobody_elses),
+    (_WritesIntoRooms, placed.no_two_rooms_share_a_block),
+    (_NeverLetsGoOfRoom, placed.no_two_rooms_share_a_block),
+    (_OneRoomForAPrompt, placed.the_same_blocks_come_twice),
+    (_NamesOrphans, placed.a_clear_while_blocks_come),
+    (_StaleAfterClear, placed.a_clear_while_blocks_come),
+    (_LendsWhatIsHeld, placed.what_is_held_stays),
+    (_HoldsForEver, placed.what_is_held_stays),
+    (_NeverLetsGo, placed.what_is_held_stays),
+    (_HoldsForEver, placed.what_has_expired_is_not_held),
+    (_NeverExpires, placed.what_has_expired_is_not_held),
 ]
 
 

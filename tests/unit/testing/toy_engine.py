@@ -17,16 +17,17 @@ from tests.unit.testing.toy_store import Entry, Store
 from kvolt.core.block_key import BlockKeyChain, BlockKeyContext
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import Delta, FinishReason, StepOutput, TokenLogprobs, Usage
-from kvolt.core.errors import InvalidRequest
+from kvolt.core.errors import InvalidRequest, NotFound
 from kvolt.core.hashing import SequenceHasher, request_seed, token_bytes
-from kvolt.core.ids import BlockKey, InstanceId, RequestId
+from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import features_of
+from kvolt.engines.contract import KvHeld, KvRoom, features_of
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim_model import EOS, sim_card
+from kvolt.transfer.memory import Slab
 
 BLOCK_BYTES = 32
 VOCABULARY = 48
@@ -73,7 +74,7 @@ class ToyEngine:
     def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
         self._spec, self._arguments = spec, arguments
         self._card = sim_card(spec.model, 256, arguments.block_size)
-        self.store = Store(arguments.kv_blocks)
+        self.store = Store(arguments.kv_blocks, BLOCK_BYTES)
         self._jobs: dict[RequestId, Job] = {}
         self._held: dict[RequestId, tuple[list[Entry], int, asyncio.TimerHandle]] = {}
         self._work = asyncio.Event()
@@ -105,17 +106,19 @@ class ToyEngine:
 
     def _add(self, request: Request) -> Job:
         stop, num_prompt = request.stop, len(request.token_ids)
-        if not num_prompt or request.sampling.num_choices < 1 or stop.max_tokens <= len(request.resume):
+        is_uneven = len(request.resume_choices) not in (0, request.sampling.num_choices)
+        most = max((len(request.resumed(index)) for index in request.open_choices), default=stop.max_tokens)
+        if not num_prompt or is_uneven or stop.max_tokens <= most:
             raise InvalidRequest("nothing to do", param="token_ids")
         if num_prompt + stop.max_tokens > self._card.context_length or request.request_id in self._jobs:
             raise InvalidRequest("too long, or here already", param="max_tokens")
-        job = Job(request, [self._choice(request, index) for index in range(request.sampling.num_choices)])
+        job = Job(request, [self._choice(request, index) for index in request.open_choices])
         self._jobs[request.request_id] = job
         self._work.set()
         return job
 
     def _choice(self, request: Request, index: int) -> Choice:
-        tokens = [*request.token_ids, *request.resume]
+        tokens = [*request.token_ids, *request.resumed(index)]
         if request.handoff is not None and request.handoff.first_tokens is not None:
             tokens.append(request.handoff.first_tokens[index])
         num_blocks = -(-(len(request.token_ids) + request.stop.max_tokens) // self._arguments.block_size)
@@ -222,7 +225,7 @@ class ToyEngine:
             before = parent.data if parent else b""
             data = blake2b(before + token_bytes(block), digest_size=BLOCK_BYTES).digest()
             names = choice.keys.keys[position], choice.hashes.sequence[position]
-            choice.entries.append(self.store.add(Entry(*names, parent, position, data)))
+            choice.entries.append(self.store.add(*names, parent, data))
 
     def _sample(self, choice: Choice) -> int:
         tail = choice.tokens[len(choice.entries) * self._arguments.block_size :]
@@ -323,11 +326,35 @@ class ToyEngine:
     async def import_kv(self, blocks: Sequence[KvBlock]) -> int:
         taken = 0
         for block in blocks:
-            if not self.store.take_in(block, BLOCK_BYTES):
+            if not self.store.take_in(block):
                 break
             taken += 1
         self._work.set()
         return taken
+
+    # --- KvPlaced
+
+    def kv_slab(self) -> Slab:
+        return self.store.slab
+
+    async def hold_kv(self, request_id: RequestId) -> KvHeld:
+        if request_id not in self._held:
+            raise NotFound(f"no blocks are held of {request_id}", kind="handoff", name=request_id)
+        entries, _, _ = self._held[request_id]
+        return KvHeld(
+            tuple(entry.block for entry in entries),
+            tuple(entry.key for entry in entries),
+            tuple(entry.sequence_hash for entry in entries),
+        )
+
+    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+        room = self.store.make_room(keys, hashes)
+        self._work.set()
+        return room
+
+    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
+        self.store.settle(room.blocks[0], num_filled)
+        self._work.set()
 
     # --- Prefill
 
@@ -390,4 +417,4 @@ def _logprobs(tokens: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs
 
 def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...] | None:
     told = _logprobs(request.token_ids[1:], request.sampling.prompt_logprobs)
-    return None if told is None or request.resume else (None, *told)
+    return None if told is None or request.resumed(0) else (None, *told)

@@ -1,4 +1,4 @@
-"""The KV of the toy engine: blocks by key, those that nobody holds evicted oldest first."""
+"""The KV of the toy engine: blocks by key in one memory, those that nobody holds evicted oldest first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
+from kvolt.engines.contract import KvRoom
+from kvolt.transfer.memory import Slab
 
 
 @dataclass(slots=True, eq=False)
@@ -19,9 +21,16 @@ class Entry:
     sequence_hash: SequenceHash
     parent: Entry | None
     position: int
-    data: bytes
+    block: int
+    """Its number in the memory."""
+    place: memoryview
+    """Its bytes there."""
     num_holders: int = 0
     named: bool = False
+
+    @property
+    def data(self) -> bytes:
+        return bytes(self.place)
 
     def export(self) -> KvBlock:
         parent = self.parent.key if self.parent else None
@@ -32,13 +41,29 @@ class Entry:
         return Stored.of([self.sequence_hash], parent, self.position)
 
 
+@dataclass(slots=True)
+class Room:
+    """Blocks that somebody fills, and those that they follow; all held."""
+
+    present: list[Entry]
+    fresh: list[Entry]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.present) + len(self.fresh)
+
+
 class Store:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.num_blocks = num_blocks
         self.num_reserved = 0
-        """By requests and handoffs, each for all that it can ever need."""
+        """By requests, handoffs and rooms, each for all that it can ever need."""
+        self.slab = Slab(memoryview(bytearray(num_blocks * block_bytes)), block_bytes)
+        self.free = list(range(num_blocks))
         self.named: dict[BlockKey, Entry] = {}
         self.idle: OrderedDict[BlockKey, Entry] = OrderedDict()
+        self.rooms: dict[int, Room] = {}
+        """By the first block that is to be filled."""
         self.changes: list[KvChange] = []
 
     def reserve(self, num_blocks: int) -> bool:
@@ -52,6 +77,7 @@ class Store:
         while self.num_reserved + len(self.idle) > self.num_blocks:
             _, entry = self.idle.popitem(last=False)
             self.evict(entry)
+            self.free.append(entry.block)
 
     def evict(self, entry: Entry) -> None:
         del self.named[entry.key]
@@ -69,49 +95,96 @@ class Store:
 
     def hold(self, entry: Entry) -> Entry:
         entry.num_holders += 1
-        self.idle.pop(entry.key, None)
+        if entry.named:
+            self.idle.pop(entry.key, None)
         return entry
 
-    def add(self, entry: Entry) -> Entry:
+    def new(self, key: BlockKey, sequence_hash: SequenceHash, parent: Entry | None) -> Entry:
+        """Held, to be filled, and without a name yet. There is a block for who has reserved one."""
+        block = self.free.pop()
+        start, size = block * self.slab.block_bytes, self.slab.block_bytes
+        position = parent.position + 1 if parent else 0
+        place = self.slab.memory[start : start + size]
+        return Entry(key, sequence_hash, parent, position, block, place, num_holders=1)
+
+    def add(self, key: BlockKey, sequence_hash: SequenceHash, parent: Entry | None, data: bytes) -> Entry:
         """Held; the one that is here already if there is one."""
-        if entry.parent is not None and not entry.parent.named:
-            entry.num_holders = 1
+        entry = self.new(key, sequence_hash, parent)
+        entry.place[: len(data)] = data
+        return self.name(entry)
+
+    def name(self, entry: Entry) -> Entry:
+        """It is filled, and found from now on. In place of one that is here already, that one is held."""
+        if self.is_orphan(entry):
             return entry
         known = self.named.get(entry.key)
-        if known is None:
-            known = self.named[entry.key] = entry
-            entry.named = True
-            self.changes.append(entry.told())
-        return self.hold(known)
+        if known is not None:
+            self.release([entry])
+            return self.hold(known)
+        self.named[entry.key] = entry
+        entry.named = True
+        self.changes.append(entry.told())
+        return entry
+
+    def is_orphan(self, entry: Entry) -> bool:
+        return entry.parent is not None and not entry.parent.named
 
     def release(self, entries: Sequence[Entry]) -> None:
         for entry in reversed(entries):
             entry.num_holders -= 1
-            if not entry.num_holders and entry.named:
+            if entry.num_holders:
+                continue
+            if entry.named:
                 self.idle[entry.key] = entry
+            else:
+                self.free.append(entry.block)
 
-    def take_in(self, block: KvBlock, block_bytes: int) -> bool:
+    def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+        room = Room(self.acquire(keys), [])
+        num_present = len(room.present)
+        num_blocks = min(len(keys), self.num_blocks - self.num_reserved)
+        if num_blocks <= num_present:
+            self.release(room.present)
+            return KvRoom(num_present, ())
+        self.reserve(num_blocks)
+        before = room.present[-1] if room.present else None
+        for index in range(num_present, num_blocks):
+            before = self.new(keys[index], hashes[index], before)
+            room.fresh.append(before)
+        self.rooms[room.fresh[0].block] = room
+        return KvRoom(num_present, tuple(entry.block for entry in room.fresh))
+
+    def settle(self, first_block: int, num_filled: int) -> None:
+        room = self.rooms.pop(first_block)
+        self.num_reserved -= room.num_blocks
+        held = room.present
+        for entry in room.fresh[:num_filled]:
+            entry.parent = held[-1] if held else None  # it may have come by another way meanwhile
+            held.append(self.name(entry))
+        self.release([*held, *room.fresh[num_filled:]])
+
+    def take_in(self, block: KvBlock) -> bool:
         if block.key in self.named:
             return True
         parent = None if block.parent is None else self.named.get(block.parent)
         orphan = block.parent is not None and parent is None
         full = self.num_reserved + len(self.idle) >= self.num_blocks
-        if orphan or full or not self.accepts(block, block_bytes):
+        if orphan or full or not self.accepts(block):
             return False
-        entry = Entry(block.key, block.sequence_hash, parent, block.position, block.data)
-        self.release([self.add(entry)])
+        self.release([self.add(block.key, block.sequence_hash, parent, block.data)])
         if parent is not None and not parent.num_holders:
             self.idle.move_to_end(parent.key)  # never before its child
         return True
 
-    def accepts(self, block: KvBlock, block_bytes: int) -> bool:
-        return block.intact and len(block.data) == block_bytes
+    def accepts(self, block: KvBlock) -> bool:
+        return block.intact and len(block.data) == self.slab.block_bytes
 
     def clear(self) -> int:
         num_blocks = len(self.named)
         for entry in self.named.values():
             entry.named = False
         self.named.clear()
+        self.free += [entry.block for entry in self.idle.values()]
         self.idle.clear()
         self.changes.append(Cleared())
         return num_blocks

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from kvolt.core.errors import ErrorInfo, InvalidRequest, KvoltError, Overloaded, Unsupported
-from kvolt.core.ids import BlockKey, RequestId
+from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
-from kvolt.engines.contract import Pooling
+from kvolt.engines.contract import KvHeld, KvRoom, Pooling
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.slab import LAYOUT
@@ -68,6 +68,17 @@ class Capabilities:
     def import_kv(self, blocks: Sequence[KvBlock]) -> int:
         self._refuse_ranks()
         return self._exchange.import_kv(blocks)
+
+    def hold_kv(self, request_id: RequestId) -> KvHeld:
+        self._refuse_ranks()
+        return self._exchange.hold(request_id)
+
+    def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+        self._refuse_ranks()
+        return self._exchange.make_room(keys, hashes)
+
+    def settle_kv(self, room: KvRoom, num_filled: int) -> None:
+        self._exchange.settle(room, num_filled)
 
     def _refuse_ranks(self) -> None:
         if self._core.runner.model.group.degree > 1:

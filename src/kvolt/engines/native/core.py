@@ -363,6 +363,8 @@ class EngineCore:
 
 def _given(request: Request) -> list[tuple[int, ...]]:
     """The output that a request comes with, by choice where choices differ."""
+    if request.resume_choices:
+        return [request.resumed(index) for index in request.open_choices]
     if request.resume or request.handoff is None or request.handoff.first_tokens is None:
         return [request.resume]
     return [(token,) for token in request.handoff.first_tokens]

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from kvolt.engines.native.grammar.compiler import GrammarCompiler
 
 _PROGRESS_S = 2.0
-_OF_WHOLE_BLOCKS = ("KvMovable", "Prefill")
-FEATURES = ("KvEvents", "KvVisible", "KvMovable", "Prefill", "Lora", "Embed")
+_OF_WHOLE_BLOCKS = ("KvMovable", "KvPlaced", "Prefill")
+FEATURES = ("KvEvents", "KvVisible", "KvMovable", "KvPlaced", "Prefill", "Lora", "Embed")
 
 
 def _quiet(text: str) -> None:

@@ -25,17 +25,18 @@ from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.card import Capacity, EngineInfo, card_hash
 from kvolt.core.delta import Delta, FinishReason, StepOutput, TokenLogprobs, Usage
 from kvolt.core.errors import ConfigError, ErrorInfo, InvalidRequest, NotFound, Unsupported
-from kvolt.core.ids import BlockKey, InstanceId, RequestId
+from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request
+from kvolt.engines.contract import KvHeld, KvRoom
+from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.scheduler import Advanced, Limits, Scheduler, Work
-from kvolt.engines.sequence import TokenNaming
 from kvolt.engines.sim_model import sim_card
-from kvolt.kv import BlockId, BlockName, BlockPool, Names
+from kvolt.kv import BlockId, BlockPool
 
 VOCABULARY = 1000
 NUM_SAID = 48
@@ -72,13 +73,13 @@ class FakeCore:
             ),
             kv_layout="fake",
         )
-        self.capabilities = FakeCapabilities(self)
         self.scheduler = Scheduler(BlockPool(num_blocks), limits, self.card.eos_token_ids, self.keys_of)
         self.runner = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY)))
         self.block_bytes = block_size * _STATE.size
         descriptor = hooks.memory(num_blocks * self.block_bytes)
         self.memory = mmap.mmap(descriptor, num_blocks * self.block_bytes)
         os.close(descriptor)
+        self.capabilities = FakeCapabilities(self)
         self.step_s = STEP_S
         self._faults: dict[RequestId, str] = {}
 
@@ -186,6 +187,14 @@ class FakeCore:
         block, offset = divmod(position, self.card.block_size)
         return blocks[block] * self.block_bytes + offset * _STATE.size
 
+    # --- the memory of its blocks, for KvExchange
+
+    def read(self, block: BlockId) -> bytes:
+        return self.memory[block * self.block_bytes : (block + 1) * self.block_bytes]
+
+    def write(self, block: BlockId, data: bytes) -> None:
+        self.memory[block * self.block_bytes : (block + 1) * self.block_bytes] = data
+
 
 def _root(request: Request) -> int:
     return xxh3_64_intdigest((request.lora or "").encode())
@@ -226,6 +235,7 @@ def _delta(one: Advanced) -> Delta:
 class FakeCapabilities:
     def __init__(self, core: FakeCore) -> None:
         self._core = core
+        self._exchange = KvExchange(core.scheduler, core, core.block_bytes, core.keys_of)
         self.adapters: dict[str, str] = {}
         self._prefills: dict[
             RequestId, tuple[Request, Callable[[Handoff | ErrorInfo], None], dict[int, Any]]
@@ -238,60 +248,36 @@ class FakeCapabilities:
         return self._core.scheduler.clear()
 
     def match(self, request: Request) -> int:
-        return self._core.scheduler.pool.match(self._names(request).keys) * self._core.card.block_size
+        return self._exchange.match(request)
 
     def kv_contents(self) -> tuple[Stored, ...]:
-        return tuple(self._core.scheduler.pool.contents())
+        return self._exchange.contents()
 
     def kv_layout(self) -> KvLayout:
-        block_size = self._core.card.block_size
         return KvLayout(
             name="fake",
             dtype="u8",
             num_layers=1,
             num_kv_heads=1,
             head_dim=_STATE.size,
-            block_size=block_size,
-            block_bytes=block_size * _STATE.size,
+            block_size=self._core.card.block_size,
+            block_bytes=self._core.block_bytes,
         )
 
     def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        core, pool = self._core, self._core.scheduler.pool
-        exported: list[KvBlock] = []
-        for key in keys:
-            block = pool.block_of(key)
-            if block is None:
-                break
-            lineage = pool.lineage(key)
-            parent = lineage[-2].key if len(lineage) > 1 else None
-            data = core.memory[block * core.block_bytes : (block + 1) * core.block_bytes]
-            name = lineage[-1]
-            exported.append(KvBlock(key, name.sequence_hash, parent, len(lineage) - 1, data).seal())
-        return tuple(exported)
+        return self._exchange.export_kv(keys)
 
     def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        core, scheduler = self._core, self._core.scheduler
-        num_taken = 0
-        for block in blocks:
-            before = scheduler.pool.lineage(block.parent) if block.parent is not None else Names()
-            if not block.intact or len(block.data) != core.block_bytes or len(before) != block.position:
-                break
-            if scheduler.pool.block_of(block.key) is None:
-                name = BlockName(block.key, block.sequence_hash)
-                adopted = scheduler.adopt(Names.of([*before, name]))
-                if not adopted:
-                    break
-                place = adopted[0][1] * core.block_bytes
-                core.memory[place : place + core.block_bytes] = block.data
-                scheduler.seal_adopted(adopted)
-            num_taken += 1
-        return num_taken
+        return self._exchange.import_kv(blocks)
 
-    def _names(self, request: Request) -> Names:
-        naming = TokenNaming(request, self._core.keys_of(request))
-        tokens = list(request.token_ids)
-        naming.reach(tokens, len(tokens) // self._core.card.block_size)
-        return naming.names
+    def hold_kv(self, request_id: RequestId) -> KvHeld:
+        return self._exchange.hold(request_id)
+
+    def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+        return self._exchange.make_room(keys, hashes)
+
+    def settle_kv(self, room: KvRoom, num_filled: int) -> None:
+        self._exchange.settle(room, num_filled)
 
     # --- prompts for others
 

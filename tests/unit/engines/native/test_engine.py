@@ -50,7 +50,8 @@ async def test_nothing_is_known_before_the_start() -> None:
         _ = engine.card
     with pytest.raises(EngineFailed):
         engine.submit(request("r"))
-    assert features_of(engine) == ("KvEvents", "KvVisible", "KvMovable", "Prefill", "Lora", "Embed")
+    of_blocks = ("KvEvents", "KvVisible", "KvMovable", "KvPlaced")
+    assert features_of(engine) == (*of_blocks, "Prefill", "Lora", "Embed")
     await engine.close()
     with pytest.raises(EngineFailed):
         await engine.start()

@@ -114,7 +114,7 @@ def test_answers_equal_those_of_transformers(core: EngineCore, reference: Refere
 
 
 def test_what_needs_whole_blocks_is_not_announced(core: EngineCore) -> None:
-    assert {"KvMovable", "Prefill"}.isdisjoint(core.info.features)
+    assert {"KvMovable", "KvPlaced", "Prefill"}.isdisjoint(core.info.features)
     assert {"KvEvents", "KvVisible"} <= set(core.info.features)
 
 

@@ -30,11 +30,11 @@ from kvolt.core.errors import (
     from_info,
     to_info,
 )
-from kvolt.core.ids import BlockKey, RequestId
+from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import Pooling, features_of
+from kvolt.engines.contract import KvHeld, KvRoom, Pooling, features_of
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell import messages
 from kvolt.engines.native.shell.host import Host, ProcessHost, ThreadHost
@@ -56,6 +56,8 @@ from kvolt.engines.native.shell.progress_lines import ProgressLines
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.step_plan import check_request
 from kvolt.runtime.tasks import Crew
+from kvolt.transfer.layout import SlabLayout
+from kvolt.transfer.memory import Slab
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class NativeEngine:
         self._crew = Crew("native-engine")
         self._progress = ProgressLines(log)
         self._memory: int | None = None
+        self._slab: Slab | None = None
         self._loading: asyncio.Future[Loaded] | None = None
         self._loaded: Loaded | None = None
         self._loras: dict[str, str] = {}
@@ -128,7 +131,7 @@ class NativeEngine:
 
     async def _launch(self) -> None:
         if hasattr(os, "memfd_create"):
-            self._memory = os.memfd_create("kvolt-kv", os.MFD_CLOEXEC)
+            self._memory = os.memfd_create("kvolt-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         ours, theirs = socket.socketpair()
         try:
             await self._link.connect(ours)
@@ -180,6 +183,8 @@ class NativeEngine:
                 await _bury(host)
             self._link.close()
             await self._crew.close()
+            if self._slab is not None:
+                self._slab.close()
             if self._memory is not None:
                 os.close(self._memory)
                 self._memory = None
@@ -344,6 +349,28 @@ class NativeEngine:
     @property
     def _blocks_at_once(self) -> int:
         return max(1, _MOVE_BYTES // self.kv_layout().block_bytes)
+
+    # --- KvPlaced
+
+    def kv_slab(self) -> Slab:
+        if self._slab is None:
+            descriptor, layout = self.kv_memory, self.kv_layout()
+            if descriptor is None:
+                raise Unsupported("the KV blocks lie in no memory of the host", feature="kv_slab")
+            num_bytes = os.fstat(descriptor).st_size
+            self._slab = Slab.mapped(
+                os.dup(descriptor), num_bytes, layout.block_bytes, SlabLayout.of_rank(layout)
+            )
+        return self._slab
+
+    async def hold_kv(self, request_id: RequestId) -> KvHeld:
+        return await self._link.call(messages.HOLD_KV, request_id)
+
+    async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+        return await self._link.call(messages.MAKE_ROOM, list(keys), list(hashes))
+
+    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
+        await self._link.call(messages.SETTLE_KV, room, num_filled)
 
     # --- Prefill
 

@@ -45,7 +45,7 @@ class Ledger:
 
     def add(self, request: Request, number: int) -> None:
         """A request was sent by command `number`."""
-        num_choices = request.sampling.num_choices
+        num_choices = len(request.open_choices)
         self._entries[request.request_id] = Entry(number, num_choices)
         self.num_sequences += num_choices
 
@@ -141,6 +141,7 @@ def check_vocabulary(request: Request, vocab_size: int) -> None:
     for param, tokens in (
         ("token_ids", request.token_ids),
         ("resume", request.resume),
+        *(("resume_choices", resumed or ()) for resumed in request.resume_choices),
         ("handoff", (handoff.first_tokens if handoff is not None else None) or ()),
         ("stop_token_ids", request.stop.stop_token_ids),
         ("allowed_token_ids", sampling.allowed_token_ids or ()),

@@ -19,12 +19,12 @@ from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import Delta, StepOutput
 from kvolt.core.errors import ErrorInfo, ProtocolError
-from kvolt.core.ids import BlockKey, RequestId
+from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import KvChange, Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import Pooling
+from kvolt.engines.contract import KvHeld, KvRoom, Pooling
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.step_plan import Limits
@@ -189,6 +189,9 @@ MATCH: Method[int] = Method("match", tuple[Request], int)
 KV_CONTENTS: Method[tuple[Stored, ...]] = Method("kv_contents", tuple[()], tuple[Stored, ...])
 EXPORT_KV: Method[tuple[KvBlock, ...]] = Method("export_kv", tuple[list[BlockKey]], tuple[KvBlock, ...])
 IMPORT_KV: Method[int] = Method("import_kv", tuple[list[KvBlock]], int)
+HOLD_KV: Method[KvHeld] = Method("hold_kv", tuple[RequestId], KvHeld)
+MAKE_ROOM: Method[KvRoom] = Method("make_room", tuple[list[BlockKey], list[SequenceHash]], KvRoom)
+SETTLE_KV: Method[None] = Method("settle_kv", tuple[KvRoom, int], None)
 PREFILL: Method[Handoff] = Method(
     "prefill", tuple[Request], Handoff, None
 )  # its caller's to bound, as a request is
@@ -207,6 +210,9 @@ METHODS: dict[str, Method[Any]] = {
         KV_CONTENTS,
         EXPORT_KV,
         IMPORT_KV,
+        HOLD_KV,
+        MAKE_ROOM,
+        SETTLE_KV,
         PREFILL,
         RELEASE_PREFILL,
         LOAD_LORA,

@@ -1,0 +1,80 @@
+"""A worker's requests that come from another one, or go there: what is done before the engine has them, or for it.
+
+One task for each such request, since it waits for a peer; requests of the usual kind have none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import cast
+
+from kvolt.core.card import EngineInfo
+from kvolt.core.delta import Delta
+from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, Unsupported
+from kvolt.core.ids import InstanceId
+from kvolt.core.request import Request, Role
+from kvolt.engines.contract import Engine, KvPlaced
+from kvolt.engines.handoffs import Handoffs, PrefillEngine
+from kvolt.engines.kv_moving import KvMover
+from kvolt.engines.worker_metrics import FAILED, FINISHED
+from kvolt.engines.worker_open import OpenRequests
+
+log = logging.getLogger(__name__)
+
+
+def new_handoffs(
+    engine: Engine,
+    info: EngineInfo,
+    new_mover: Callable[[KvPlaced], KvMover] | None,
+    now: Callable[[], float],
+) -> Handoffs | None:
+    """For the roles that need them. ConfigError where the engine cannot move its blocks."""
+    if info.role not in (Role.PREFILL, Role.DECODE):
+        return None
+    can = {"KvPlaced", "Prefill"} <= set(info.features)
+    reason = ""
+    if can and new_mover is not None and isinstance(engine, KvPlaced):
+        try:
+            return Handoffs(cast("PrefillEngine", engine), new_mover(engine), now)
+        except Unsupported as error:  # its blocks lie where nobody reaches them
+            reason = f": {error.message}"
+    raise ConfigError(
+        f"a {info.role} worker moves KV, which the {info.engine} engine cannot do in this setup{reason}",
+        key="role",
+        remedy="serve it as aggregated",
+    )
+
+
+async def hand_over(
+    handoffs: Handoffs,
+    request: Request,
+    requests: OpenRequests,
+    submit: Callable[[Request], None],
+    instance: InstanceId,
+) -> None:
+    """Compute a prompt for others, or go on with one that others have computed."""
+    request_id = request.request_id
+    failure: KvoltError
+    try:
+        if request.handoff is None:
+            handoff = await handoffs.give(request, instance)
+            entry = requests.close(request_id, FINISHED)
+            if entry is not None:
+                entry.stream.send(Delta(handoff=handoff, cached_tokens=handoff.cached_tokens))
+                entry.stream.end()
+            return
+        pulled = await handoffs.take(request.handoff)
+        entry = requests.get(request_id)
+        if entry is not None:  # its caller has not gone meanwhile
+            entry.pulled = pulled
+            submit(request)
+        return
+    except KvoltError as error:
+        failure = error
+    except Exception as error:  # one request's, whatever it was
+        log.exception("the handoff of %s failed", request_id)
+        failure = EngineFailed(f"the handoff failed ({type(error).__name__})")
+    entry = requests.close(request_id, FAILED)
+    if entry is not None:
+        entry.stream.end(failure)

@@ -1,0 +1,105 @@
+"""Prompts that are computed elsewhere: a worker that does nothing else computes one, and says how to go on with it.
+
+Owns the call to such a worker, its booking included. What comes of it, and what is done when nothing does, is the
+machine's to decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvolt.core.delta import Delta
+from kvolt.core.errors import Cancelled, KvoltError, ProtocolError
+from kvolt.core.ids import InstanceId
+from kvolt.core.request import Handoff, Request
+from kvolt.router.port import Decision, Router
+from kvolt.runtime.call import Call, Deadlines
+from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.streams import StepSink
+
+_decode_delta = msgspec.msgpack.Decoder(Delta).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Where the workers of one role are reached."""
+
+    router: Router
+    client: EndpointClient
+
+
+def nobody(request: Request) -> Leg | None:
+    """Who computes prompts where every worker computes its own."""
+    return None
+
+
+class PrefillCall:
+    """One prompt at one prefill worker. `run` once; `cancel` at any time."""
+
+    steps: StepSink | None = None
+    """As a sink it takes items only."""
+
+    def __init__(self, leg: Leg, request: Request) -> None:
+        self._leg = leg
+        self._request = request
+        self._done: asyncio.Future[Handoff] = asyncio.get_running_loop().create_future()
+        self._call: Call | None = None
+        self._handoff: Handoff | None = None
+        self.decision: Decision | None = None
+        """Where it went."""
+        self.wait_s = 0.0
+        """Until it was known where."""
+        self.took_s = 0.0
+        """From then on."""
+
+    async def run(self, excluded: frozenset[InstanceId], deadlines: Deadlines) -> Handoff:
+        """KvoltError when the prompt was not computed; then nothing is left of it."""
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        decision = self.decision = await self._leg.router.route(self._request, excluded)
+        sent_at = loop.time()
+        self.wait_s = sent_at - asked_at
+        try:
+            if self._done.done():  # cancelled meanwhile
+                return self._done.result()
+            self._call = await self._leg.client.call(
+                self._request, self, instance=decision.instance, deadlines=deadlines, decode=_decode_delta
+            )
+            return await self._done
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        finally:
+            self.took_s = loop.time() - sent_at
+            self._leg.router.free(decision, None)
+
+    def cancel(self) -> None:
+        """Stop here and there; `run` raises Cancelled."""
+        if self._call is not None:
+            self._call.cancel()
+        self._settle(Cancelled("the caller cancelled"))
+
+    # --- as the sink of a call
+
+    def on_item(self, delta: Any) -> None:
+        self._handoff = delta.handoff
+        if self.decision is not None:
+            self._leg.router.begun(self.decision, delta.cached_tokens)
+
+    def on_end(self, error: KvoltError | None) -> None:
+        if error is None and self._handoff is None:
+            error = ProtocolError("a prefill worker ended without a handoff", rule="handoff")
+        self._settle(error)
+
+    def _settle(self, error: KvoltError | None) -> None:
+        if self._done.done():
+            return
+        if error is not None or self._handoff is None:
+            self._done.set_exception(error or Cancelled("the caller cancelled"))
+            self._done.exception()  # `run` may have ended already
+        else:
+            self._done.set_result(self._handoff)

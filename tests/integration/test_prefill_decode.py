@@ -1,0 +1,100 @@
+"""Prefill and decode as processes: a prompt here, its answer there, its KV between them; and what happens without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.integration.processes import MODEL, PATIENCE_S, Bench, Kvolt, until_ready
+
+PROMPTS = [" ".join(f"w{number * each}" for number in range(40 + 7 * each)) for each in range(1, 9)]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with Bench(tmp_path) as bench:
+        yield bench
+
+
+async def texts(url: str, prompts: list[str] = PROMPTS, **more: Any) -> list[str]:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+
+        async def ask(prompt: str) -> str:
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 24, **more}
+            response = await client.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            text: str = response.json()["choices"][0]["text"]
+            return text
+
+        return list(await asyncio.gather(*map(ask, prompts)))
+
+
+async def aggregated(bench: Bench) -> list[str]:
+    """What one worker would say, in a namespace of its own."""
+    bench.worker("alone", "--namespace", "alone")
+    _, url = await bench.frontend("--namespace", "alone", name="edge-alone")
+    await until_ready(url)
+    return await texts(url)
+
+
+async def metric(url: str, name: str) -> float:
+    """The sum over all labels."""
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        lines = (await client.get(f"{url}/metrics")).text.splitlines()
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and not line.startswith("#")
+    )
+
+
+async def start(bench: Bench, *workers: tuple[str, str], speed: float = 1.0) -> tuple[dict[str, Kvolt], str]:
+    """Workers by name with their role, and the frontend's URL."""
+    started = {name: bench.worker(name, "--role", role, speed=speed) for name, role in workers}
+    _, url = await bench.frontend()
+    await bench.until_seen("frontend", *started)
+    await until_ready(url)
+    return started, url
+
+
+async def test_prompts_are_computed_elsewhere_and_the_text_is_the_same(bench: Bench) -> None:
+    expected = await aggregated(bench)
+    _, url = await start(bench, ("p0", "prefill"), ("d0", "decode"), ("d1", "decode"))
+    assert await texts(url) == expected
+    assert await texts(url, n=1, stream=False) == expected  # and again, from what is cached
+    views = await bench.look()
+    admin = {name: f"http://{view.admin}" for name, view in views.items()}
+    given = await metric(admin["p0"], "kvolt_handoffs_given_total")
+    taken = sum([await metric(admin[name], "kvolt_handoff_blocks_total") for name in ("d0", "d1")])
+    assert given == 2 * len(PROMPTS)
+    assert taken > 0
+    roles = {view["name"]: view["status"]["details"].get("engine", {}).get("role") for view in bench.status()}
+    assert roles == {"frontend": None, "p0": "prefill", "d0": "decode", "d1": "decode"}
+
+
+async def test_without_prefill_workers_decode_computes_prompts(bench: Bench) -> None:
+    expected = await aggregated(bench)
+    workers, url = await start(bench, ("p0", "prefill"), ("d0", "decode"))
+    assert await texts(url) == expected
+    workers["p0"].kill()
+    assert await texts(url) == expected
+    bench.worker("p1", "--role", "prefill")
+    await bench.until_seen("frontend", "d0", "p1")
+    assert await texts(url) == expected
+    views = await bench.look()
+    assert await metric(f"http://{views['p1'].admin}", "kvolt_handoffs_given_total") == len(PROMPTS)
+
+
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+async def test_a_worker_is_killed_in_the_middle(bench: Bench, victim: str) -> None:
+    """Of two of its role; every answer is whole."""
+    expected = await aggregated(bench)
+    roles = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
+    workers, url = await start(bench, *roles.items(), speed=0.2)
+    asking = [asyncio.ensure_future(texts(url)) for _ in range(4)]
+    await asyncio.sleep(0.5)
+    workers[victim].kill()
+    for answers in await asyncio.gather(*asking):
+        assert answers == expected

@@ -1,0 +1,213 @@
+"""Handoffs: prompts that one engine computes and another goes on with, their KV carried by transfer agents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+from msgspec.structs import replace
+
+from kvolt.core.delta import Delta
+from kvolt.core.errors import KvoltError
+from kvolt.core.ids import InstanceId, RequestId
+from kvolt.core.request import Handoff, Request, Role, StopConditions
+from kvolt.engines.handoffs import Handoffs
+from kvolt.engines.kv_moving import AgentMover
+from kvolt.engines.registry import EngineSpec
+from kvolt.engines.sim import SimArguments, SimEngine
+from kvolt.runtime.tasks import Scope
+from kvolt.transfer.agent import TransferAgent, TransferOptions
+
+BLOCK = 16
+ENGINE = SimArguments(speed=1000.0, block_size=BLOCK, kv_blocks=64)
+PREFILL = InstanceId("p0")
+
+
+@dataclass
+class Side:
+    """An engine of a role with its half of handoffs, and what it says."""
+
+    engine: SimEngine
+    handoffs: Handoffs
+    agent: TransferAgent
+    said: dict[RequestId, list[Delta]]
+
+    async def answer(self, request: Request) -> list[int]:
+        self.engine.submit(request)
+        said = self.said[request.request_id] = []
+        while not (said and said[-1].finish):
+            await asyncio.sleep(0.001)
+        return [token for delta in said for token in delta.token_ids]
+
+    def cached(self, request_id: str) -> int | None:
+        return self.said[RequestId(request_id)][0].cached_tokens
+
+    @property
+    def num_used(self) -> int:
+        return self.engine.load().kv_used_blocks
+
+
+@asynccontextmanager
+async def side(
+    arguments: SimArguments = ENGINE, pull_s: float = 5.0, near: bool = True
+) -> AsyncIterator[Side]:
+    engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.DECODE), arguments)
+    await engine.start()
+    agent = TransferAgent(TransferOptions(shared_memory=near))
+    slab = engine.kv_slab()
+    loop = asyncio.get_running_loop()
+    found = Side(engine, Handoffs(engine, AgentMover(agent, slab), loop.time, pull_s), agent, {})
+
+    async def listen() -> None:
+        async for step in engine.steps():
+            for request_id, delta in step.deltas:
+                found.said.setdefault(request_id, []).append(delta)
+            for request_id, token in zip(step.plain_ids, step.plain_tokens, strict=True):
+                found.said.setdefault(request_id, []).append(Delta(token_ids=(token,)))
+
+    async with Scope("side") as scope:
+        scope.start(listen(), "listen")
+        try:
+            yield found
+        finally:
+            await found.handoffs.close()
+            agent.close()
+            await engine.close()
+            scope.cancel()
+
+
+def request(name: str = "r", num_tokens: int = 5 * BLOCK + 3, **more: object) -> Request:
+    return Request(
+        request_id=RequestId(name),
+        model="sim-tiny",
+        token_ids=tuple(range(10, 10 + num_tokens)),
+        stop=StopConditions(max_tokens=8, ignore_eos=True),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+async def whole(asked: Request) -> list[int]:
+    async with side() as alone:
+        return await alone.answer(asked)
+
+
+def after_first(handoff: Handoff, tokens: list[int]) -> list[int]:
+    assert handoff.first_tokens is not None
+    return [*handoff.first_tokens, *tokens]
+
+
+async def at_rest(*sides: Side) -> None:
+    """Nothing is held for anybody."""
+    async with asyncio.timeout(5):
+        while any(each.num_used for each in sides):
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("near", [True, False])
+async def test_decode_goes_on_with_what_prefill_computed(near: bool) -> None:
+    asked = request()
+    expected = await whole(asked)
+    async with side() as prefill, side(near=near) as decode:
+        handoff = await prefill.handoffs.give(asked, PREFILL)
+        assert handoff.prefill_instance == PREFILL
+        assert handoff.cached_tokens == 0
+        assert prefill.num_used > 0
+        pulled = await decode.handoffs.take(handoff)
+        assert (pulled.num_blocks, pulled.path) == (5, "shm" if near else "tcp")
+        tokens = await decode.answer(replace(asked, handoff=handoff))
+        assert after_first(handoff, tokens) == expected
+        assert decode.cached("r") == 5 * BLOCK
+        await at_rest(prefill, decode)
+        assert decode.handoffs.stats.by_path == {pulled.path: 5}
+
+
+async def test_what_decode_has_is_not_moved() -> None:
+    async with side() as prefill, side() as decode:
+        await decode.answer(request("before", 3 * BLOCK))
+        handoff = await prefill.handoffs.give(request(), PREFILL)
+        assert (await decode.handoffs.take(handoff)).num_blocks == 2
+        await decode.answer(replace(request(), handoff=handoff))
+        again = await prefill.handoffs.give(request("again"), PREFILL)
+        assert again.cached_tokens == 5 * BLOCK
+        assert (await decode.handoffs.take(again)).num_blocks == 0
+        await at_rest(prefill, decode)  # also what nobody had to fetch
+
+
+async def test_a_prompt_of_less_than_a_block_moves_nothing() -> None:
+    asked = request(num_tokens=BLOCK - 1)
+    expected = await whole(asked)
+    async with side() as prefill, side() as decode:
+        handoff = await prefill.handoffs.give(asked, PREFILL)
+        assert handoff.ticket == b""
+        assert (await decode.handoffs.take(handoff)).num_blocks == 0
+        tokens = await decode.answer(replace(asked, handoff=handoff))
+        assert after_first(handoff, tokens) == expected
+        await at_rest(prefill, decode)
+
+
+@pytest.mark.parametrize("how", ["gone", "nonsense", "expired", "taken by another"])
+async def test_what_does_not_come_is_computed_again(how: str) -> None:
+    asked = request()
+    expected = await whole(asked)
+    async with AsyncExitStack() as stack:
+        decode = await stack.enter_async_context(side())
+        prefill = await stack.enter_async_context(
+            side(replace(ENGINE, hold_s=0.05 if how == "expired" else 30.0))
+        )
+        handoff = await prefill.handoffs.give(asked, PREFILL)
+        if how == "gone":
+            prefill.agent.close()
+        elif how == "nonsense":
+            handoff = replace(handoff, ticket=b"nonsense")
+        elif how == "expired":
+            await at_rest(prefill)
+        else:
+            other = await stack.enter_async_context(side())
+            await other.handoffs.take(handoff)
+        assert (await decode.handoffs.take(handoff)).num_blocks == 0
+        tokens = await decode.answer(replace(asked, handoff=handoff))
+        assert after_first(handoff, tokens) == expected
+        assert decode.cached("r") == 0
+        assert sum(decode.handoffs.stats.failures.values()) == 1
+        await at_rest(decode)
+
+
+async def test_who_goes_leaves_nothing() -> None:
+    async with side() as prefill, side() as decode:
+        slow = prefill.engine.prefill
+
+        async def never(asked: Request) -> Handoff:
+            await slow(asked)
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        prefill.engine.prefill = never  # type: ignore[method-assign]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(prefill.handoffs.give(request("a"), PREFILL), 0.05)
+        await prefill.engine.release_prefill(RequestId("a"))
+        prefill.engine.prefill = slow  # type: ignore[method-assign]
+        handoff = await prefill.handoffs.give(request(), PREFILL)
+
+        pull = decode.handoffs._mover.pull
+
+        async def stuck(*arguments: object) -> str:
+            await asyncio.Event().wait()
+            return ""
+
+        decode.handoffs._mover.pull = stuck  # type: ignore[method-assign]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(decode.handoffs.take(handoff), 0.05)
+        await at_rest(decode)
+        decode.handoffs._mover.pull = pull  # type: ignore[method-assign]
+        assert (await decode.handoffs.take(handoff)).num_blocks == 5
+        await at_rest(prefill, decode)
+
+
+async def test_an_engine_that_refuses_is_heard() -> None:
+    async with side() as prefill:
+        with pytest.raises(KvoltError, match="context"):
+            await prefill.handoffs.give(request(num_tokens=100_000), PREFILL)
+        await at_rest(prefill)

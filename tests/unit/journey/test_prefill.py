@@ -1,0 +1,202 @@
+"""Prompts that are computed elsewhere: who is asked, in which order, and what is left when nobody can."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvolt.core.delta import Delta
+from kvolt.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineDied,
+    InvalidRequest,
+    KvoltError,
+    Overloaded,
+    ProtocolError,
+    Unavailable,
+    WorkerLost,
+)
+from kvolt.core.ids import InstanceId, RequestId
+from kvolt.core.request import Handoff, Request, StopConditions
+from kvolt.journey.machine import (
+    Action,
+    End,
+    GpuWork,
+    JourneyMachine,
+    Prefill,
+    Prefilled,
+    PrefillFailed,
+    Route,
+    Start,
+    State,
+    Stopped,
+)
+from kvolt.journey.prefill import Leg, PrefillCall, nobody
+from kvolt.router.port import Decision
+from kvolt.runtime.address import EndpointAddress, Instance
+from kvolt.runtime.call import Deadlines
+
+P0, P1 = InstanceId("p0"), InstanceId("p1")
+NOBODY: frozenset[InstanceId] = frozenset()
+REQUEST = Request(request_id=RequestId("r"), model="m", token_ids=(1,), stop=StopConditions(max_tokens=4))
+HANDOFF = Handoff(ticket=b"", prefill_instance=P0, cached_tokens=16)
+
+
+def started() -> JourneyMachine:
+    machine = JourneyMachine(max_attempts=3)
+    assert machine.on(Start(is_remote=True)) == Prefill(NOBODY)
+    assert machine.state is State.PREFILLING
+    return machine
+
+
+def test_the_answer_is_routed_once_the_prompt_is_computed() -> None:
+    machine = started()
+    assert machine.on(Prefilled()) == Route(NOBODY)
+    assert (machine.state, machine.gpu_work) == (State.ROUTING, GpuWork.SOME)
+
+
+def test_without_prefill_workers_it_is_routed_at_once() -> None:
+    assert JourneyMachine(max_attempts=3).on(Start()) == Route(NOBODY)
+    assert nobody(REQUEST) is None
+
+
+def test_another_prefill_worker_then_whoever_answers() -> None:
+    machine = started()
+    assert machine.on(PrefillFailed(WorkerLost("gone"), P0)) == Prefill(frozenset({P0}))
+    assert machine.gpu_work is GpuWork.UNKNOWN
+    assert machine.on(PrefillFailed(WorkerLost("gone"), P1)) == Route(NOBODY)
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (Unavailable("none"), None),
+        (Overloaded("full"), None),
+        (ProtocolError("no handoff"), P0),
+        (KvoltError("internal error (KeyError)"), P0),
+    ],
+)
+def test_where_nobody_else_could_do_better_whoever_answers_computes_it(
+    error: KvoltError, asked: InstanceId | None
+) -> None:
+    assert started().on(PrefillFailed(error, asked)) == Route(NOBODY)
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("bad"), DeadlineExceeded("late")])
+def test_what_is_nobodys_fault_here_is_told(error: KvoltError) -> None:
+    assert started().on(PrefillFailed(error, P0)) == End(error)
+
+
+def test_engines_that_die_of_a_prompt_are_counted() -> None:
+    machine = started()
+    assert machine.on(PrefillFailed(EngineDied("died"), P0)) == Prefill(frozenset({P0}))
+    assert machine.on(PrefillFailed(EngineDied("died"), P1)) == Route(NOBODY)
+
+
+def test_whoever_asked_may_go() -> None:
+    action: Action = started().on(Stopped())
+    assert isinstance(action, End)
+    assert isinstance(action.error, Cancelled)
+
+
+# --- the call
+
+
+class Desk:
+    """Router and client of a leg: it tells what it was asked, and answers as it was told."""
+
+    def __init__(
+        self, *items: Delta, error: KvoltError | None = None, refuses: KvoltError | None = None
+    ) -> None:
+        endpoint = EndpointAddress("ns", "c", "generate")
+        self.decision = Decision(Instance(id=P0, endpoint=endpoint, address="127.0.0.1:1"))
+        self.items, self.error, self.refuses = items, error, refuses
+        self.begun_with: list[int | None] = []
+        self.num_freed = 0
+        self.num_cancelled = 0
+        self.answers = True
+
+    async def route(self, request: Request, excluded: frozenset[InstanceId] = NOBODY) -> Decision:
+        await asyncio.sleep(0)
+        return self.decision
+
+    def begun(self, decision: Decision, cached_tokens: int | None) -> None:
+        self.begun_with.append(cached_tokens)
+
+    def free(self, decision: Decision, usage: object) -> None:
+        self.num_freed += 1
+
+    async def close(self) -> None: ...
+
+    async def call(self, request: Request, sink: Any, **more: Any) -> Desk:
+        if self.refuses is not None:
+            raise self.refuses
+        if self.answers:
+            for item in self.items:
+                sink.on_item(item)
+            sink.on_end(self.error)
+        return self
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
+
+
+def asked(desk: Desk) -> PrefillCall:
+    return PrefillCall(Leg(desk, desk), REQUEST)  # type: ignore[arg-type]
+
+
+async def test_a_prompt_is_computed() -> None:
+    desk = Desk(Delta(handoff=HANDOFF, cached_tokens=16))
+    call = asked(desk)
+    assert await call.run(NOBODY, Deadlines()) == HANDOFF
+    assert call.decision is desk.decision
+    assert (desk.begun_with, desk.num_freed) == ([16], 1)
+
+
+@pytest.mark.parametrize(
+    ("desk", "error"),
+    [
+        (Desk(error=WorkerLost("gone")), WorkerLost),
+        (Desk(refuses=Overloaded("full")), Overloaded),
+        (Desk(), ProtocolError),
+    ],
+    ids=["lost", "refused", "nothing said"],
+)
+async def test_a_prompt_is_not_computed(desk: Desk, error: type[KvoltError]) -> None:
+    with pytest.raises(error):
+        await asked(desk).run(NOBODY, Deadlines())
+    assert desk.num_freed == 1
+
+
+async def test_a_call_is_cancelled() -> None:
+    desk = Desk()
+    desk.answers = False
+    call = asked(desk)
+    running = asyncio.ensure_future(call.run(NOBODY, Deadlines()))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(Cancelled):
+        await running
+    assert (desk.num_cancelled, desk.num_freed) == (1, 1)
+
+
+async def test_a_call_is_cancelled_before_it_was_sent() -> None:
+    desk = Desk()
+    call = asked(desk)
+    running = asyncio.ensure_future(call.run(NOBODY, Deadlines()))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(Cancelled):
+        await running
+    assert (desk.num_cancelled, desk.num_freed) == (0, 1)
+
+
+async def test_whoever_waits_may_go() -> None:
+    desk = Desk()
+    desk.answers = False
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asked(desk).run(NOBODY, Deadlines()), 0.01)
+    assert (desk.num_cancelled, desk.num_freed) == (1, 1)
