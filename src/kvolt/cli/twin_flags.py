@@ -22,6 +22,13 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", nargs="?", metavar="TRACE", help="any format that `kvolt trace` reads")
     group = parser.add_argument_group("the cluster")
     group.add_argument("--workers", type=int, default=1, metavar="N", help="simulated workers (default: 1)")
+    group.add_argument(
+        "--prefill",
+        type=int,
+        default=0,
+        metavar="N",
+        help="workers besides that compute prompts for the others, which then only decode (default: 0)",
+    )
     group.add_argument("--gpus", type=int, default=1, metavar="N", help="of each worker, for GPU-seconds")
     group.add_argument(
         "--router",
@@ -55,6 +62,8 @@ def settings_of(args: argparse.Namespace) -> TwinSettings:
     """ConfigError says what is wrong, before anything runs."""
     if args.workers < 1:
         raise ConfigError("a twin needs a worker", key="workers", remedy="give --workers 1 or more")
+    if args.prefill < 0:
+        raise ConfigError("fewer than no workers", key="prefill", remedy="give --prefill 0 or more")
     if args.gpus < 1:
         raise ConfigError("a worker has a GPU", key="gpus", remedy="give --gpus 1 or more")
     given: dict[str, Any] = dict(parse_argument(text) for text in args.arg)
@@ -66,6 +75,7 @@ def settings_of(args: argparse.Namespace) -> TwinSettings:
     find_router(args.router, routing)
     return TwinSettings(
         num_workers=args.workers,
+        num_prefill=args.prefill,
         gpus_per_worker=args.gpus,
         router=args.router,
         routing=routing,
@@ -100,6 +110,7 @@ def told_settings(args: argparse.Namespace, settings: TwinSettings) -> dict[str,
     return {
         "trace": args.trace or "small",
         "workers": settings.num_workers,
+        "prefill": settings.num_prefill,
         "gpus": settings.gpus_per_worker,
         "router": settings.router,
         "preset": settings.engine.preset,

@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -34,8 +34,13 @@ class HandoffTicket(msgspec.Struct, frozen=True, array_like=True):
     """What is in `Handoff.ticket`, for the two workers."""
 
     transfer: bytes
-    keys: tuple[BlockKey, ...]
+    names: tuple[bytes | int, ...]
+    """BlockKeys; on paper, where nothing is stored under them, blocks have numbers."""
     hashes: tuple[SequenceHash, ...]
+
+    @property
+    def keys(self) -> tuple[BlockKey, ...]:
+        return cast("tuple[BlockKey, ...]", self.names)
 
 
 class PrefillEngine(Prefill, KvPlaced, Protocol):

@@ -60,7 +60,8 @@ class Prefills:
     def start(self, request: Request, submit: Callable[[Request], None], done: Done) -> None:
         """Compute a prompt and sample its first tokens; `done` is called by a later step. Errors as of `submit`,
         which must keep the blocks."""
-        check_request(request, self._scheduler.limits, self._scheduler.pool.num_blocks)
+        scheduler = self._scheduler
+        check_request(request, scheduler.limits, scheduler.pool.num_blocks, scheduler.is_on_paper)
         num_tokens = len(request.resume) + 1
         stop = msgspec.structs.replace(
             request.stop, max_tokens=num_tokens, min_tokens=min(request.stop.min_tokens, num_tokens)

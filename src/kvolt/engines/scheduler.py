@@ -75,7 +75,8 @@ class Scheduler:
         self._eos = frozenset(card_eos)
         self._keys = keys
         self._naming = naming or self._by_tokens
-        self._on_paper = naming is not None
+        self.is_on_paper = naming is not None
+        """Whether prompts have a length and no tokens."""
         self._planner = StepPlanner(pool, limits, scheduling)
         self._holds = Holds(pool)
         self._groups: dict[RequestId, _Group] = {}
@@ -277,7 +278,7 @@ class Scheduler:
     # ---
 
     def _check(self, request: Request) -> None:
-        check_request(request, self.limits, self.pool.num_blocks, self._on_paper)
+        check_request(request, self.limits, self.pool.num_blocks, self.is_on_paper)
         if request.request_id in self._groups or request.request_id in self._holds:
             raise InvalidRequest(f"request {request.request_id} is here already", param="request_id")
         if self.num_waiting >= self.limits.max_waiting:

@@ -49,8 +49,8 @@ from kvolt.transfer.memory import Slab
 __all__ = ["SimArguments", "SimEngine"]
 
 
-_ON_PAPER = ("KvEvents",)
-"""What an engine can do whose blocks have neither tokens nor bytes."""
+_ON_PAPER = ("KvEvents", "KvPlaced", "Prefill")
+"""What an engine can do whose blocks have neither tokens nor bytes: who moves them must not look for any."""
 
 
 class SimEngine:

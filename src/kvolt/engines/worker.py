@@ -306,7 +306,7 @@ class Worker:
                 entry.stream.send(msgspec.structs.replace(delta, stages=entry.pulled.stages))
                 entry.pulled = None
             if delta.cached_tokens is not None and not delta.index:
-                self.metrics.on_prompt(entry.num_prompt_tokens, delta.cached_tokens, now - entry.opened_at)
+                self._open.prompt_done(entry, delta.cached_tokens)
             if delta.finish is not None:
                 entry.num_choices_left -= 1
                 if entry.num_choices_left == 0:

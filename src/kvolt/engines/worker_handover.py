@@ -61,6 +61,7 @@ async def hand_over(
             handoff = await handoffs.give(request, instance)
             entry = requests.close(request_id, FINISHED)
             if entry is not None:
+                requests.prompt_done(entry, handoff.cached_tokens or 0)
                 entry.stream.send(Delta(handoff=handoff, cached_tokens=handoff.cached_tokens))
                 entry.stream.end()
             return

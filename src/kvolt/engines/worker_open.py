@@ -69,6 +69,10 @@ class OpenRequests:
             )
         return entry
 
+    def prompt_done(self, entry: OpenRequest, cached_tokens: int) -> None:
+        """Its first token is there."""
+        self._metrics.on_prompt(entry.num_prompt_tokens, cached_tokens, self._now() - entry.opened_at)
+
     def close(self, request_id: RequestId, outcome: str) -> OpenRequest | None:
         """Over, one way or another; None for one that is over already."""
         entry = self._entries.pop(request_id, None)

@@ -8,6 +8,7 @@
 
 #include <math.h>
 #include <stdbool.h>
+#include <string.h>
 
 #ifndef KVOLT_SOURCE_DIGEST
 #define KVOLT_SOURCE_DIGEST ""
@@ -97,7 +98,45 @@ static PyObject *prices_look(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* A buffer of doubles, as many as there are workers; what it was is not known to a buffer of plain bytes. */
+static bool take_doubles(PyObject *array, int flags, Py_ssize_t bytes, Py_buffer *taken) {
+    if (PyObject_GetBuffer(array, taken, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | flags) < 0) return false;
+    if (taken->format && strcmp(taken->format, "d") == 0 && (bytes < 0 || taken->len == bytes)) return true;
+    PyBuffer_Release(taken);
+    PyErr_SetString(PyExc_ValueError, "every array has a double for each worker");
+    return false;
+}
+
+/* `policy.latency` in one pass, in the same order of operations: the costs are the same to the last bit. */
+static PyObject *prices_latency(PyObject *self, PyObject *args) {
+    enum { INPUTS = 7 };
+    double waiting, others, room, affinity;
+    PyObject *arrays[INPUTS], *found;
+    Py_buffer in[INPUTS], out;
+    if (!PyArg_ParseTuple(args, "ddddOOOOOOOO", &waiting, &others, &room, &affinity, &arrays[0], &arrays[1], &arrays[2],
+                          &arrays[3], &arrays[4], &arrays[5], &arrays[6], &found))
+        return NULL;
+    if (!take_doubles(found, PyBUF_WRITABLE, -1, &out)) return NULL;
+    int taken = 0;
+    while (taken < INPUTS && take_doubles(arrays[taken], 0, out.len, &in[taken])) taken++;
+    if (taken == INPUTS) {
+        const double *requests = in[0].buf, *decoding = in[1].buf, *prefill = in[2].buf, *slowdown = in[3].buf,
+                     *queue = in[4].buf, *until_room = in[5].buf, *served = in[6].buf;
+        double *costs = out.buf;
+        for (Py_ssize_t i = 0; i < out.len / (Py_ssize_t)sizeof(double); i++) {
+            const double own = (at_least(requests[i] - decoding[i], 0.0) * waiting + 1.0) * prefill[i];
+            const double theirs = (prefill[i] + slowdown[i]) * decoding[i] * others;
+            costs[i] = own + theirs + at_least(queue[i], room * until_room[i]) - affinity * served[i];
+        }
+    }
+    PyBuffer_Release(&out);
+    for (int i = 0; i < taken; i++) PyBuffer_Release(&in[i]);
+    if (taken < INPUTS) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"latency", prices_latency, METH_VARARGS, "Costs of all workers by kvolt.router.policy.latency."},
     {"look", prices_look, METH_VARARGS, "Prefill and slowdown, in seconds, of all workers: see kvolt.router.prices."},
     {NULL, NULL, 0, NULL},
 };

@@ -77,6 +77,8 @@ class LoadBook:
         self._pending_s = np.zeros(_FIRST_ROWS)
         self.others_idle_at = np.zeros(_FIRST_ROWS)
         """When it would have computed what the others have told that they sent it."""
+        self._others_until = 0.0
+        """When all of them would have: mostly nobody has told anything, and nothing is to be looked at."""
         self._told_requests = np.zeros(_FIRST_ROWS)
         self._told_decoding = np.zeros(_FIRST_ROWS)
         self._told_prefill_tokens = np.zeros(_FIRST_ROWS)
@@ -182,8 +184,11 @@ class LoadBook:
 
     def queue_s(self, rows: Rows | slice, now: float) -> Floats:
         """Until all prompts are computed that were sent there, ours and others'."""
-        own = np.maximum(self.idle_at[rows] - now, 0.0)
-        return own + np.maximum(self.others_idle_at[rows] - now, 0.0)
+        left_s: Floats = self.idle_at[rows] - now
+        np.maximum(left_s, 0.0, out=left_s)
+        if now < self._others_until:
+            left_s += np.maximum(self.others_idle_at[rows] - now, 0.0)
+        return left_s
 
     def left_s(self, row: int, now: float) -> float:
         """Until the prompts are computed that we sent there; once that time is over, what they were to take."""
@@ -218,6 +223,7 @@ class LoadBook:
         self._told_context_tokens[row] = told.context_tokens
         self._count_others(row, 1.0)
         self.others_idle_at[row] = now + told.queue_s
+        self._others_until = max(self._others_until, now + told.queue_s)
 
     def own(self, rows: Mapping[Place, int], now: float) -> list[PlaceBookings]:
         """What we have at these places ourselves, where there is anything."""

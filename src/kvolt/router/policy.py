@@ -1,7 +1,8 @@
 """Policies: what sending a request to each worker would cost; the least is taken. Pure.
 
 A policy is a function over arrays, one element for each candidate: a `RequestView` and a `WorkersView` in, costs out.
-Ours are `classic`, which counts blocks as Dynamo does, and `latency`, which counts milliseconds.
+Ours are `classic`, which counts blocks as Dynamo does, and `latency`, which counts milliseconds (`_prices_native.c`
+does what is said of it here in one pass, where it was built).
 """
 
 from __future__ import annotations
@@ -10,11 +11,20 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from kvolt.core.latency import Floats
+
+if TYPE_CHECKING:
+    native_latency: Callable[..., None] | None
+else:
+    try:
+        from kvolt.router._prices_native import latency as native_latency
+    except ImportError:
+        native_latency = None
 
 WEIGHTS = ("overlap", "others", "room", "affinity")
 """What a request may weigh in its own way; each policy reads those that it has."""
@@ -111,6 +121,23 @@ def latency(weights: LatencyWeights | None = None) -> Policy:
         room = request.weights.get("room", weighed.room)
         affinity = request.weights.get("affinity", weighed.affinity)
         prefill_s, decoding = workers.prefill_s, workers.decoding
+        if native_latency is not None:
+            found = np.empty(len(prefill_s))
+            native_latency(
+                weighed.waiting,
+                others_weight,
+                room,
+                affinity,
+                workers.requests,
+                decoding,
+                prefill_s,
+                workers.slowdown_s,
+                workers.queue_s,
+                workers.room_s,
+                workers.affinity,
+                found,
+            )
+            return found
         # The prompt's own time, and the same again in part for each that decodes or waits there. In place: this is
         # done for every request, over all workers.
         costs = workers.requests - decoding

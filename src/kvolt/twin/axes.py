@@ -30,6 +30,9 @@ Point = dict[str, Any]
 ARRIVALS = "arrivals"
 _OF_CLUSTER = {
     "workers": "num_workers",
+    "prefill": "num_prefill",
+    "prefill_min_tokens": "prefill_min_tokens",
+    "kv_link_bytes_per_s": "kv_link_bytes_per_s",
     "gpus": "gpus_per_worker",
     "router": "router",
     "link_s": "link_s",

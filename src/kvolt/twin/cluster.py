@@ -6,6 +6,7 @@ the ports are virtual: time, network, chance, blocking calls. Discovery and even
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass
 from typing import Annotated, Self
@@ -14,15 +15,19 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from kvolt.core.card import EngineInfo
 from kvolt.core.endpoints import GENERATE, component_name
 from kvolt.core.request import Role
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
+from kvolt.engines.sim_links import Link
+from kvolt.engines.sim_transfers import SimTransfers
 from kvolt.engines.worker import Worker
 from kvolt.journey.journey import Road
+from kvolt.journey.prefill import Leg
 from kvolt.router.custom_policy import is_custom
 from kvolt.router.policies import ROUTERS, find_router, reads_kv_events
-from kvolt.router.port import RouterContext
+from kvolt.router.port import Router, RouterContext
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.clock import new_id
@@ -36,6 +41,7 @@ from kvolt.runtime.tasks import Crew
 from kvolt.testing.link import LinkProfile
 from kvolt.testing.network import VirtualNetwork
 from kvolt.testing.ports import VirtualProcess
+from kvolt.twin.paper_mover import PaperBoard, PaperMover, link_in, link_out
 from kvolt.twin.trouble import Trouble, every, new_bus
 from kvolt.twin.watching import ClusterWatch, EngineWatch
 
@@ -52,6 +58,14 @@ class TwinSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What is modelled."""
 
     num_workers: Annotated[int, Meta(ge=1)] = 1
+    num_prefill: Annotated[int, Meta(ge=0)] = 0
+    """Besides, workers that compute prompts for the others, which then decode; 0: every worker does both."""
+    kv_link_bytes_per_s: Annotated[float, Meta(gt=0)] = 25e9
+    """That KV moves at between two workers, out of one and into the other, all of it together."""
+    kv_link_s: Annotated[float, Meta(ge=0)] = 0.00005
+    """Of each such move, besides."""
+    prefill_min_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Shorter prompts are computed where they are answered."""
     gpus_per_worker: Annotated[int, Meta(ge=1)] = 1
     """For GPU-seconds; how fast so many are is in the engine's preset."""
     router: str = next(iter(ROUTERS))
@@ -79,6 +93,21 @@ class _Member:
     worker: Worker
     watch: EngineWatch
 
+    @property
+    def role(self) -> Role:
+        assert self.worker.info is not None  # it has started
+        return self.worker.info.role
+
+
+def _links(settings: TwinSettings) -> list[Link]:
+    """Of the workers that are there from the beginning; KV of those that come later takes no time."""
+    names = [f"w{number}" for number in range(settings.num_workers + settings.num_prefill)]
+    return [
+        Link(link(name), settings.kv_link_bytes_per_s, settings.kv_link_s / 2)
+        for name in names
+        for link in (link_out, link_in)
+    ]
+
 
 class TwinCluster:
     """Use `start`, and `close` at the end; on a virtual loop."""
@@ -98,7 +127,11 @@ class TwinCluster:
         """That there ever were."""
         self._rng = random.Random(f"{settings.seed}/trouble")
         self._crew = Crew("twin")
+        self._board = PaperBoard(SimTransfers(_links(settings), asyncio.get_running_loop().time))
         self._frontend: Runtime | None = None
+        self._prefill: EndpointClient | None = None
+        self._routers: list[Router] = []
+        """Of the road as it is now."""
         self._road: Road | None = None
 
     @classmethod
@@ -119,16 +152,17 @@ class TwinCluster:
         return self._road
 
     async def _start(self) -> None:
-        for _ in range(self._settings.num_workers):
-            await self._add_worker()
+        settings = self._settings
+        for _ in range(settings.num_workers):
+            await self._add_worker(Role.DECODE if settings.num_prefill else Role.AGGREGATED)
+        for _ in range(settings.num_prefill):
+            await self._add_worker(Role.PREFILL)
         frontend = self._frontend = await self._add_process("f0")
         info = self._members[0].worker.info
         assert info is not None  # it has started
-        component = component_name(MODEL, Role.AGGREGATED, info.card)
-        client = await frontend.client(EndpointAddress(NAMESPACE, component, GENERATE))
-        await client.wait_synced(_START_S)
-        for instance in client.candidates():  # or the first requests would wait for connections
-            await frontend.plane.reach(instance.address, _START_S)
+        client = await self._client(frontend, info, info.role)
+        if settings.num_prefill:
+            self._prefill = await self._client(frontend, info, Role.PREFILL)
         self._road = self._new_road(client)
         trouble = self._settings.trouble
         if trouble.router_restart_s is not None:
@@ -136,17 +170,42 @@ class TwinCluster:
         if trouble.churn_s is not None:
             self._crew.start(every(trouble.churn_s, self._churn), "churn")
 
+    async def _client(self, frontend: Runtime, info: EngineInfo, role: Role) -> EndpointClient:
+        component = component_name(MODEL, role, info.card)
+        client = await frontend.client(EndpointAddress(NAMESPACE, component, GENERATE))
+        await client.wait_synced(_START_S)
+        for instance in client.candidates():  # or the first requests would wait for connections
+            await frontend.plane.reach(instance.address, _START_S)
+        return client
+
     def _new_road(self, client: EndpointClient) -> Road:
+        main = Role.DECODE if self._prefill is not None else Role.AGGREGATED
+        router = self._new_router(client, main)
+        if self._prefill is None:
+            return Road(router, client, self._crew)
+        leg = Leg(self._new_router(self._prefill, Role.PREFILL), self._prefill)
+        least_tokens = max(self._settings.prefill_min_tokens, self._settings.engine.block_size)
+        return Road(
+            router,
+            client,
+            self._crew,
+            prefill=lambda request: leg if request.num_prompt_tokens > least_tokens else None,
+        )
+
+    def _new_router(self, client: EndpointClient, role: Role) -> Router:
         settings = self._settings
         assert self._frontend is not None
         # A policy stays as it was at the start: what comes out is a function of what went in.
         routing = replace(settings.routing, reload_s=0.0)
-        context = RouterContext(client, self._frontend, settings.engine.block_size, routing)
-        return Road(find_router(settings.router)(context), client, self._crew)
+        context = RouterContext(client, self._frontend, settings.engine.block_size, routing, role)
+        router = find_router(settings.router)(context)
+        self._routers.append(router)
+        return router
 
     async def close(self) -> None:
-        if self._road is not None:
-            await self._road.router.close()
+        for router in self._routers:
+            await router.close()
+        self._board.close()
         for runtime in reversed(self._runtimes):
             await runtime.close()
         for member in (*self._members, *self._leaving):
@@ -158,13 +217,14 @@ class TwinCluster:
 
     async def _restart_router(self) -> None:
         """What is under way ends on the old road, whose router hears of nothing any more."""
-        before = self.road
-        self._road = self._new_road(before.client)
-        await before.router.close()
+        before, self._routers = self._routers, []
+        self._road = self._new_road(self.road.client)
+        for router in before:
+            await router.close()
 
     async def _churn(self) -> None:
         """First one comes, so that there are always as many."""
-        await self._add_worker()
+        await self._add_worker(self._members[0].role)
         going = self._members.pop(self._rng.randrange(len(self._members) - 1))
         self._leaving.append(going)
         self._crew.start(self._leave(going), "a worker that goes")
@@ -178,7 +238,7 @@ class TwinCluster:
 
     # --- processes
 
-    async def _add_worker(self) -> None:
+    async def _add_worker(self, role: Role) -> None:
         name = f"w{self._num_workers}"
         settings, trouble = self._settings, self._settings.trouble
         slow_by = trouble.slow_by if self._num_workers < trouble.slow_workers else 1.0
@@ -192,8 +252,11 @@ class TwinCluster:
             speed=settings.engine.speed / slow_by,
         )
         watch = self._watch.add_worker(name)
-        engine = SimEngine(EngineSpec(model=MODEL, role=Role.AGGREGATED), arguments, watch)
-        worker = Worker(runtime, engine, NAMESPACE)
+        engine = SimEngine(EngineSpec(model=MODEL, role=role), arguments, watch)
+        block_bytes = arguments.block_size * arguments.kv_bytes_per_token
+        worker = Worker(
+            runtime, engine, NAMESPACE, new_mover=lambda engine: PaperMover(self._board, name, block_bytes)
+        )
         self._members.append(_Member(runtime, worker, watch))
         await worker.start()
         self._crew.start(worker.run(), name)

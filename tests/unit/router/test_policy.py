@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvolt.router import policy as policy_module
 from kvolt.router.policy import (
     ClassicWeights,
     LatencyWeights,
@@ -99,3 +101,37 @@ def test_always_one_of_them(costs: list[float], temperature: float, seed: int) -
 def test_one_candidate_is_enough(policy: object) -> None:
     assert callable(policy)
     assert policy(ASKED, workers(prefill_s=[0.1])).shape == (1,)
+
+
+# --- in one pass
+
+SECONDS = st.floats(0, 1e4)
+
+
+@pytest.mark.skipif(policy_module.native_latency is None, reason="it is not built here")
+@given(st.lists(st.tuples(*[SECONDS] * 7), min_size=1, max_size=8), st.tuples(*[st.floats(0, 10)] * 4))
+def test_the_native_latency_says_what_numpy_says(
+    workers: list[tuple[float, ...]], weights: tuple[float, float, float, float]
+) -> None:
+    names = ("requests", "decoding", "prefill_s", "slowdown_s", "queue_s", "room_s", "affinity")
+    columns = dict(zip(names, np.array(workers).T.copy(), strict=True))
+    others = {name: np.zeros(len(workers)) for name in WorkersView.__struct_fields__ if name not in names}
+    seen = WorkersView(**columns, **others)
+    policy = latency(LatencyWeights(*weights))
+    native = policy(ASKED, seen)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy_module, "native_latency", None)
+        assert native.tolist() == policy(ASKED, seen).tolist()
+
+
+@pytest.mark.skipif(policy_module.native_latency is None, reason="it is not built here")
+@pytest.mark.parametrize("wrong", [np.zeros(1), np.zeros(2, dtype=np.int64), np.zeros(4)[::2]])
+def test_what_is_no_double_for_each_worker_is_refused(wrong: Any) -> None:
+    native = policy_module.native_latency
+    assert native is not None
+    right = np.zeros(2)
+    for at in range(8):
+        arrays = [right] * 8
+        arrays[at] = wrong
+        with pytest.raises((ValueError, BufferError)):
+            native(1.0, 1.0, 1.0, 1.0, *arrays)

@@ -1,0 +1,101 @@
+"""Prefill and decode of a real model as processes: greedy text in fp32, word for word as from one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.integration.processes import Bench, until_ready
+
+from kvolt.testing.tiny_models import tiny_checkpoint
+
+MODEL = "tiny"
+BLOCK_SIZE = 16
+NUM_PROMPTS = 200
+START_S = 50.0
+ANSWER_S = 60.0
+
+pytestmark = pytest.mark.timeout(170)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def bench(tmp_path: Path, checkpoint: Path) -> Iterator[Bench]:
+    arguments = {
+        "served_name": MODEL,
+        "dtype": "float32",
+        "threads": 1,
+        "kv_blocks": 512,
+        "block_size": BLOCK_SIZE,
+        "max_batch_tokens": 64,  # prompts are computed in chunks
+        "max_num_seqs": 16,
+    }
+    inner = ", ".join(f"{key} = {json.dumps(value)}" for key, value in arguments.items())
+    with Bench(tmp_path) as bench:
+        (bench.folder / "kvolt.toml").write_text(
+            f"[[workers]]\nmodel = {json.dumps(str(checkpoint))}\nargs = {{ {inner} }}\n"
+        )
+        yield bench
+
+
+def prompts() -> list[list[int]]:
+    """Tokens: of all lengths around blocks and chunks, some of them with a beginning that others have."""
+    draw = random.Random(7)
+    beginnings = [[draw.randrange(3, 200) for _ in range(3 * BLOCK_SIZE)] for _ in range(4)]
+    made = []
+    for number in range(NUM_PROMPTS):
+        begin = draw.choice(beginnings)[: draw.choice((0, 0, BLOCK_SIZE, 3 * BLOCK_SIZE))]
+        made.append([*begin, *(draw.randrange(3, 200) for _ in range(1 + number % 70))])
+    return made
+
+
+async def texts(url: str) -> list[str]:
+    gate = asyncio.Semaphore(16)
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S) as client:
+
+        async def ask(prompt: list[int]) -> str:
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0}
+            async with gate:
+                response = await client.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            text: str = response.json()["choices"][0]["text"]
+            return text
+
+        return list(await asyncio.gather(*map(ask, prompts())))
+
+
+async def served(bench: Bench, namespace: str, *roles: str) -> str:
+    for number, role in enumerate(roles):
+        name = f"{namespace}-{role}-{number}"
+        bench.worker(name, "--role", role, "--namespace", namespace)
+    _, url = await bench.frontend("--namespace", namespace, name=f"{namespace}-edge")
+    names = [f"{namespace}-{role}-{number}" for number, role in enumerate(roles)]
+    await bench.until_seen(f"{namespace}-edge", *names, timeout_s=START_S, KVOLT_NAMESPACE=namespace)
+    await until_ready(url, START_S)
+    return url
+
+
+async def test_two_hundred_prompts(bench: Bench) -> None:
+    expected = await texts(await served(bench, "whole", "aggregated"))
+    assert len(set(expected)) > NUM_PROMPTS // 4  # the model says something
+    url = await served(bench, "apart", "prefill", "decode")
+    assert await texts(url) == expected
+    views = await bench.look(KVOLT_NAMESPACE="apart")
+    async with httpx.AsyncClient() as client:
+        decode = (await client.get(f"http://{views['apart-decode-1'].admin}/metrics")).text
+    told = {
+        line.split(" ")[0]: float(line.split(" ")[1])
+        for line in decode.splitlines()
+        if line.startswith("kvolt_hand")
+    }
+    assert told['kvolt_handoff_blocks_total{path="shm"}'] > NUM_PROMPTS
+    assert not [name for name in told if name.startswith("kvolt_handoff_failures_total")]
