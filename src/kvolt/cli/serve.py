@@ -83,7 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--aggregated",
         type=int,
         metavar="N",
-        help="workers that do both: the same as --workers, beside the others",
+        help="workers that do both: the same as --workers",
     )
     add_engine_flags(parser)
     parser.add_argument("--quiet", action="store_true", help="show only warnings and errors of the processes")
@@ -217,8 +217,15 @@ def with_roles(settings: Settings, counts: Mapping[str, int | None]) -> Settings
     remedy = "for example --prefill 1 --decode 1, or --aggregated 2"
     if min(wanted.values()) < 0 or not any(wanted.values()) or not settings.workers:
         raise ConfigError("serve needs at least one worker", key="workers", remedy=remedy)
-    if wanted.get("prefill") and not (wanted.get("decode") or wanted.get("aggregated")):
+    if wanted.get("prefill") and not wanted.get("decode"):
         raise ConfigError("nobody goes on with what prefill workers compute", key="workers", remedy=remedy)
+    if wanted.get("decode") and wanted.get("aggregated"):
+        # They are two components of the model, and a frontend asks the newest of them.
+        raise ConfigError(
+            "workers that decode and workers that do both would not share the requests for one model",
+            key="workers",
+            remedy=remedy,
+        )
     first = settings.workers[0]
     groups = [
         msgspec.structs.replace(first, name=role, role=role, count=count)

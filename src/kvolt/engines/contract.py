@@ -200,7 +200,8 @@ class KvPlaced(Protocol):
         ...
 
     async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
-        """For blocks from the first of a sequence on. Ends with `settle_kv`, unless `blocks` is empty."""
+        """For blocks from the first of a sequence on. Ends with `settle_kv`, unless `blocks` is empty; a call that is
+        cancelled leaves nothing."""
         ...
 
     async def settle_kv(self, room: KvRoom, num_filled: int) -> None:

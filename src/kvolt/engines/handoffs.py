@@ -30,6 +30,10 @@ PULL_S = 10.0
 """For the blocks of a prompt to come: to compute them again would have taken less."""
 
 
+_MARGIN_S = 1.0
+"""What an answer of the engine may take on its way."""
+
+
 class HandoffTicket(msgspec.Struct, frozen=True, array_like=True):
     """What is in `Handoff.ticket`, for the two workers."""
 
@@ -107,12 +111,16 @@ class Handoffs:
     async def give(self, request: Request, instance: InstanceId) -> Handoff:
         """Compute a prompt for somebody else. Errors as of the engine's `prefill`; cancelled, it leaves nothing."""
         handoff = await self._engine.prefill(request)
+        prefilled_at = self._now()
         try:
             held = await self._engine.hold_kv(request.request_id)
             if not held.blocks:
                 await self._engine.release_prefill(request.request_id)
                 return msgspec.structs.replace(handoff, ticket=b"", prefill_instance=instance)
-            offer = self._mover.offer(held.blocks, held.keys, handoff.expires_in_s or self._pull_s)
+            # Over before the engine lets go of the blocks, or others' bytes would be summed and sent for these.
+            hold_s = handoff.expires_in_s or self._pull_s
+            left_s = hold_s - (self._now() - prefilled_at) - min(_MARGIN_S, hold_s / 4)
+            offer = self._mover.offer(held.blocks, held.keys, max(left_s, 0.0))
         except BaseException:
             self._crew.start(self._engine.release_prefill(request.request_id), "release")
             raise
@@ -140,6 +148,8 @@ class Handoffs:
             return _NOTHING
         self.stats.num_taken += 1
         if not room.blocks:
+            if room.num_present < len(ticket.names):
+                self.stats.failures["no_room"] += 1
             self._mover.decline(ticket.transfer)
             return _NOTHING
         return await self._pull(ticket, room)

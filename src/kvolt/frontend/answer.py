@@ -158,7 +158,8 @@ class Answer(ABC):
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.cached_tokens and not delta.index:  # all choices share the prompt, and each may say so
             self.cached_tokens += delta.cached_tokens
-        if delta.usage is not None and delta.usage.cached_tokens and not self.cached_tokens:
+        # Further choices find what the first one has computed: nothing that was there before.
+        if delta.usage is not None and not delta.index and not self.cached_tokens:
             self.cached_tokens = delta.usage.cached_tokens
 
     def finish_told(self, choice: Choice) -> str | None:

@@ -55,6 +55,8 @@ class Model:
     capacity: Capacity
     """Of one worker; they are all alike."""
     adapters: Adapters
+    prefill: Callable[[], Leg | None] = lambda: None
+    """Who computes prompts for its workers, if anybody was ever seen that does."""
     lora: str | None = None
     """The adapter that was asked for; None for the model as it is."""
 
@@ -71,6 +73,11 @@ class Model:
         """Workers that a request would reach now."""
         return self.client.candidates() if self.lora is None else self.adapters.holders(self.lora)
 
+    def workers(self) -> list[Instance]:
+        """All that are registered, whatever they do for it."""
+        leg = self.prefill()
+        return [*self.client.instances(), *(leg.client.instances() if leg is not None else ())]
+
     def with_adapter(self, name: str) -> Model:
         return replace(self, lora=name)
 
@@ -79,6 +86,14 @@ class Model:
         """What one sequence can come to: the context, or less where a worker's memory ends before it."""
         of_memory = self.capacity.kv_total_blocks * self.card.block_size + 1  # the last token is not computed
         return min(self.card.context_length, of_memory)
+
+
+_Kin = tuple[str, str, CardHash]
+
+
+def _kin(endpoint: EndpointAddress, info: EngineInfo) -> _Kin:
+    """Workers that can go on with each other's prompts: of one namespace, model and card."""
+    return endpoint.namespace, info.model, info.card
 
 
 class ModelOptions(msgspec.Struct, frozen=True):
@@ -123,8 +138,8 @@ class Models:
         self._registered: dict[EndpointAddress, dict[str, None]] = {}
         """Keys of each component's instances, as the one watch that also starts `_add` has seen them."""
         self._adding: dict[EndpointAddress, None] = {}
-        self._prefills: dict[tuple[str, CardHash], Leg] = {}
-        """Workers that compute prompts for others, by model and card."""
+        self._prefills: dict[_Kin, Leg] = {}
+        """Workers that compute prompts for others."""
         self._unsynced = set(self._namespaces)
         self._settled = asyncio.Event()
         self._crew = Crew("models")
@@ -184,8 +199,11 @@ class Models:
         return list(reversed(self._models.get(name, {}).values()))
 
     def routers(self) -> list[Router]:
-        """Of every model with each of its cards."""
-        return [model.road.router for model in self._every()]
+        """Of every model with each of its cards, and of those who compute prompts for them."""
+        return [
+            *(model.road.router for model in self._every()),
+            *(leg.router for leg in self._prefills.values()),
+        ]
 
     def only(self) -> Model:
         """The one model there is, for requests that may leave its name out."""
@@ -289,19 +307,21 @@ class Models:
         client = await self._runtime.client(endpoint)
         await client.wait_synced(self._runtime.options.deadlines.connect_s)
         context = RouterContext(client, self._runtime, info.block_size, self._options.router, Role.PREFILL)
-        self._prefills[info.model, info.card] = Leg(self._new_router(context), client)
+        self._prefills[_kin(endpoint, info)] = Leg(self._new_router(context), client)
         log.info("prompts of %s are computed by prefill workers where that is faster", info.model)
 
-    def _prefill_of(self, info: EngineInfo) -> Callable[[Request], Leg | None]:
+    def _prefill_of(self, endpoint: EndpointAddress, info: EngineInfo) -> Callable[[Request], Leg | None]:
         """Who computes prompts for these workers now, if anybody does."""
 
         # Of what does not fill a block nothing could be handed over.
         least_tokens = max(self._options.prefill_min_tokens, info.block_size)
 
         def find(request: Request) -> Leg | None:
-            if request.num_prompt_tokens <= least_tokens:
+            is_short = request.num_prompt_tokens <= least_tokens or request.stop.max_tokens == 1
+            # Log probabilities of a prompt are told by who answers, who would have to compute all of it again.
+            if is_short or request.sampling.prompt_logprobs is not None:
                 return None
-            leg = self._prefills.get((info.model, info.card))
+            leg = self._prefills.get(_kin(endpoint, info))
             return leg if leg is not None and leg.client.candidates() else None
 
         return find
@@ -321,10 +341,20 @@ class Models:
             options.max_attempts,
             migration_limit=options.migration_limit,
             eos_token_ids=card.eos_token_ids,
-            prefill=self._prefill_of(info) if info.role is Role.DECODE else nobody,
+            prefill=self._prefill_of(client.endpoint, info) if info.role is Role.DECODE else nobody,
         )
         defaults = sampling_defaults(card.defaults)
-        return Model(card, processor, client, road, defaults, info.capacity, Adapters(client))
+        is_decode = info.role is Role.DECODE
+        return Model(
+            card,
+            processor,
+            client,
+            road,
+            defaults,
+            info.capacity,
+            Adapters(client),
+            prefill=lambda: self._prefills.get(_kin(client.endpoint, info)) if is_decode else None,
+        )
 
     def _note_aliases(self, card: ModelCard) -> None:
         for alias in card.aliases:

@@ -34,12 +34,12 @@ class Outcome:
 async def ask_workers(
     runtime: Runtime, models: Iterable[Model], command: WorkerCommand, deadlines: Deadlines | None = None
 ) -> list[Outcome]:
-    """Ask all workers of these models, cordoned ones too, one after the other. One that fails keeps no other from
-    being asked."""
+    """Ask all workers of these models, cordoned ones and those that only prefill too, one after the other. One that
+    fails keeps no other from being asked."""
     limits = deadlines or runtime.options.deadlines
     outcomes: list[Outcome] = []
     for model in models:
-        for instance in model.client.instances():
+        for instance in model.workers():
             try:
                 answer = await _ask(runtime, instance, command, limits)
             except KvoltError as error:

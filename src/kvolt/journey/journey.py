@@ -112,6 +112,7 @@ class Journey:
         "_handoff",
         "_held",
         "_is_resumed",
+        "_is_taken",
         "_loop",
         "_machine",
         "_moving_to",
@@ -145,6 +146,8 @@ class Journey:
         self._asked = request
         """What a worker is asked: the request, or what is left of it."""
         self._is_resumed = False
+        self._is_taken = False
+        """Whether a worker has gone on with the handoff: then it is of no use to another one."""
         self._prefilling: PrefillCall | None = None
         self._stages: StageTimes | None = None
         """Of a prompt that was computed elsewhere: where its time went."""
@@ -215,6 +218,7 @@ class Journey:
         """A delta that is more than a token; the first of an answer always is."""
         if self._to_begin:
             self._to_begin = False
+            self._is_taken = True
             self._stay()
             self._found(Outcome.SUCCESS)
             if self._booked is not None:
@@ -258,9 +262,20 @@ class Journey:
         """Whether the receiver has got anything that the machine does not know of."""
         state = self._machine.state
         if state is State.RESUMING:
-            asked = msgspec.structs.replace(self.request, handoff=self._handoff)
+            asked = self._with_handoff()
             return going_on(asked, self.sink.so_far()) != self._asked
-        return state is State.WAITING and self.sink.has_begun
+        return state is State.WAITING and self.sink.has_begun and not self._has_prefills_word_only()
+
+    def _has_prefills_word_only(self) -> bool:
+        """Whether all that was told is what came with the handoff: another worker can begin with that as well."""
+        told = None if self._handoff is None else self._handoff.first_tokens
+        if told is None:
+            return False
+        return [tuple(each or ()) for each in self.sink.so_far()] == [(token,) for token in told]
+
+    def _with_handoff(self) -> Request:
+        """The request with its prompt's KV, as long as nobody has fetched that."""
+        return msgspec.structs.replace(self.request, handoff=None if self._is_taken else self._handoff)
 
     def _is_complete(self) -> bool:
         """Whether nothing was lost with a worker but its last word. Ends that it did not come to say are told."""
@@ -277,7 +292,7 @@ class Journey:
         if self._machine.state is State.REROUTING:
             self._is_resumed = True
             # Its KV may still lie where its prompt was computed.
-            asked = msgspec.structs.replace(self.request, handoff=self._handoff)
+            asked = self._with_handoff()
             self._asked = going_on(asked, self.sink.so_far())
 
     def _count_elsewhere(self, failure: KvoltError, decision: Decision) -> None:

@@ -17,7 +17,6 @@ from kvolt.core.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineDied,
-    Fault,
     KvoltError,
     Overloaded,
     Unavailable,
@@ -209,16 +208,21 @@ class JourneyMachine:
     def _fail_to_prefill(self, event: PrefillFailed) -> Action:
         """Another prefill worker, then whoever answers: that one can compute a prompt, too."""
         error = event.error
-        if error.fault is Fault.CALLER or isinstance(error, DeadlineExceeded):
+        if isinstance(error, DeadlineExceeded) and error.fields.get("stage") in ("total", "route"):
             return self._end(error)
-        if event.instance_id is not None:
-            if not isinstance(error, Overloaded | Unavailable):
-                self.gpu_work = GpuWork.UNKNOWN
-            self._num_prefills += 1
-            self._excluded |= {event.instance_id}
-            if error.retryable and not self._is_final(error) and self._num_prefills < _MAX_PREFILLS:
-                return Prefill(self._excluded)
-        return self._route_anew()
+        if event.instance_id is None:
+            return self._route_anew()
+        if not isinstance(error, Overloaded | Unavailable):
+            self.gpu_work = GpuWork.UNKNOWN
+        self._num_prefills += 1
+        self._excluded |= {event.instance_id}
+        is_final = self._is_final(error)
+        if self._num_deaths > 1:
+            return self._end(error)
+        is_slow = isinstance(error, DeadlineExceeded)
+        if (is_slow or not is_final) and self._num_prefills < _MAX_PREFILLS:
+            return Prefill(self._excluded)
+        return self._route_anew()  # what is wrong with the request itself, whoever answers says as well
 
     def _route_anew(self) -> Action:
         self._excluded = frozenset()  # who failed to compute the prompt is nobody who answers

@@ -70,7 +70,7 @@ class PrefillCall:
                 self._request, self, instance=decision.instance, deadlines=deadlines, decode=_decode_delta
             )
             return await self._done
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Cancelled):
             self.cancel()
             raise
         finally:
@@ -79,8 +79,9 @@ class PrefillCall:
 
     def cancel(self) -> None:
         """Stop here and there; `run` raises Cancelled."""
-        if self._call is not None:
-            self._call.cancel()
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
         self._settle(Cancelled("the caller cancelled"))
 
     # --- as the sink of a call

@@ -146,9 +146,10 @@ class QueueRouter:
     # --- the port
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        if (
-            request.routing.query_only or request.is_resumed
-        ):  # who has begun to read does not wait in line again
+        has_begun = request.is_resumed or (
+            request.handoff is not None and request.handoff.first_tokens is not None
+        )
+        if request.routing.query_only or has_begun:  # who has begun to read does not wait in line again
             return await self.inner.route(request, excluded)
         decision = self.route_now(request, excluded)
         return decision if decision is not None else await self._wait(request, excluded)

@@ -224,8 +224,9 @@ class TwinCluster:
 
     async def _churn(self) -> None:
         """First one comes, so that there are always as many."""
-        await self._add_worker(self._members[0].role)
-        going = self._members.pop(self._rng.randrange(len(self._members) - 1))
+        going = self._members[self._rng.randrange(len(self._members))]
+        await self._add_worker(going.role)
+        self._members.remove(going)
         self._leaving.append(going)
         self._crew.start(self._leave(going), "a worker that goes")
 

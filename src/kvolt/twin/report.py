@@ -80,7 +80,9 @@ def _twin_facts(run: TwinRun) -> TwinFacts:
             )
         },
         preemptions=watch.num_preemptions,
-        activity=watch.activity.data(lifetime_s, settings.num_workers, settings.engine.kv_blocks),
+        activity=watch.activity.data(
+            lifetime_s, settings.num_workers + settings.num_prefill, settings.engine.kv_blocks
+        ),
         workers=[_worker_facts(worker, worker.lifetime_s(lifetime_s)) for worker in watch.workers],
         misses=run.misses.data(),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvolt.core.errors import InvalidRequest
+from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.ids import RequestId, SequenceHash
 from kvolt.core.request import Request, Role, StopConditions
 from kvolt.engines.registry import EngineSpec
@@ -46,7 +46,9 @@ def test_an_engine_on_paper_promises_no_more_than_it_has() -> None:
         spec = EngineSpec(model="sim-tiny", role=Role.AGGREGATED)
         engine = SimEngine(spec, SimArguments(paper=True, block_size=4, merge_steps=True))
         info = await engine.start()
-        assert info.features == ("KvEvents",)
+        assert info.features == ("KvEvents", "KvPlaced", "Prefill")
+        with pytest.raises(Unsupported):
+            engine.kv_slab()
         assert info.kv_layout is None
         with pytest.raises(InvalidRequest):
             engine.submit(request("bad", 10, ()))

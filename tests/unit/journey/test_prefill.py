@@ -76,6 +76,7 @@ def test_another_prefill_worker_then_whoever_answers() -> None:
         (Unavailable("none"), None),
         (Overloaded("full"), None),
         (ProtocolError("no handoff"), P0),
+        (InvalidRequest("too long for its memory"), P0),
         (KvoltError("internal error (KeyError)"), P0),
     ],
 )
@@ -85,15 +86,24 @@ def test_where_nobody_else_could_do_better_whoever_answers_computes_it(
     assert started().on(PrefillFailed(error, asked)) == Route(NOBODY)
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("bad"), DeadlineExceeded("late")])
-def test_what_is_nobodys_fault_here_is_told(error: KvoltError) -> None:
+@pytest.mark.parametrize("stage", ["total", "route"])
+def test_a_request_whose_time_is_over_ends(stage: str) -> None:
+    error = DeadlineExceeded("late", stage=stage)
     assert started().on(PrefillFailed(error, P0)) == End(error)
+
+
+def test_a_slow_prefill_worker_is_as_good_as_none() -> None:
+    machine = started()
+    slow = DeadlineExceeded("nothing for 60 s", stage="first")
+    assert machine.on(PrefillFailed(slow, P0)) == Prefill(frozenset({P0}))
+    assert machine.on(PrefillFailed(slow, P1)) == Route(NOBODY)
 
 
 def test_engines_that_die_of_a_prompt_are_counted() -> None:
     machine = started()
     assert machine.on(PrefillFailed(EngineDied("died"), P0)) == Prefill(frozenset({P0}))
-    assert machine.on(PrefillFailed(EngineDied("died"), P1)) == Route(NOBODY)
+    died = EngineDied("died")
+    assert machine.on(PrefillFailed(died, P1)) == End(died)
 
 
 def test_whoever_asked_may_go() -> None:

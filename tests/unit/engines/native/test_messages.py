@@ -16,6 +16,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Cleared
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, Sampling, StopConditions
+from kvolt.engines.contract import KvRoom
 from kvolt.engines.native.shell.ledger import Ledger, check_vocabulary
 from kvolt.engines.native.shell.messages import (
     MAX_FRAME_BYTES,
@@ -88,6 +89,9 @@ def test_every_call_can_be_decoded() -> None:
         "match": (request(),),
         "export_kv": ([b"k" * 16],),
         "import_kv": ([],),
+        "hold_kv": (A,),
+        "make_room": ([b"k" * 16], [7]),
+        "settle_kv": (KvRoom(1, (4, 5)), 2),
         "prefill": (request(),),
         "release_prefill": (A,),
         "load_lora": ("name", "path"),

@@ -21,6 +21,7 @@ from kvolt.core.block_key import BlockKeyChain
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import (
+    EngineDied,
     EngineFailed,
     InvalidRequest,
     KvoltError,
@@ -223,7 +224,7 @@ class NativeEngine:
         if self._loading is not None and not self._loading.done():
             self._loading.set_exception(error)
             self._loading.exception()  # it may be that nobody waits yet
-        self._link.fail(error)
+        self._link.fail(_as_death(error))
         self._ledger.clear()
         self._changed.set()
 
@@ -270,7 +271,7 @@ class NativeEngine:
 
     def _check(self, request: Request) -> None:
         if self._is_over:  # a new one each time: an exception that is raised twice grows its traceback
-            raise from_info(to_info(self._failure or _closed()))
+            raise _as_death(self._failure or _closed())
         info, facts = self._known.info, self._known.facts
         check_request(request, facts.limits, info.capacity.kv_total_blocks)
         if request.media:
@@ -367,7 +368,17 @@ class NativeEngine:
         return await self._link.call(messages.HOLD_KV, request_id)
 
     async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
-        return await self._link.call(messages.MAKE_ROOM, list(keys), list(hashes))
+        is_wanted = True
+
+        def settle(room: KvRoom) -> None:
+            if not is_wanted and room.blocks:  # whoever asked has gone: nobody else would give it back
+                self._link.post(messages.SETTLE_KV, room, 0)
+
+        try:
+            return await self._link.call(messages.MAKE_ROOM, list(keys), list(hashes), on_value=settle)
+        except BaseException:
+            is_wanted = False
+            raise
 
     async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
         await self._link.call(messages.SETTLE_KV, room, num_filled)
@@ -416,6 +427,13 @@ async def _bury(host: Host) -> None:
             await host.ended()
     except TimeoutError:
         log.error("the engine does not end, and is left to itself")
+
+
+def _as_death(error: KvoltError) -> KvoltError:
+    """As requests are told that were with the engine, or come too late: another worker may do better."""
+    if isinstance(error, EngineFailed):
+        return EngineDied(error.message.partition("\n")[0], engine="native")
+    return from_info(to_info(error))
 
 
 def _closed() -> EngineFailed:
