@@ -276,9 +276,16 @@ def machine() -> dict[str, object]:
         "load_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "versions": {
-            name: importlib.metadata.version(name) for name in ("kvolt", "uvloop", "msgspec", "grpcio")
+            name: version for name in ("kvolt", "uvloop", "msgspec", "grpcio") if (version := _version(name))
         },
     }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:

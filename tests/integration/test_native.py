@@ -267,7 +267,9 @@ async def test_what_dies_comes_back_and_nothing_is_left(bench: Bench, checkpoint
         later = await asyncio.gather(*(post(client, completion()) for _ in range(20)))
         assert [answer["usage"]["completion_tokens"] for answer in later] == [8] * 20
         answers = await asyncio.gather(*running)
-    assert all(answer.endswith("data: [DONE]\n\n") for answer in answers)  # the other one has gone on with them
+    assert all(
+        answer.endswith("data: [DONE]\n\n") for answer in answers
+    )  # the other one has gone on with them
     await bench.until_seen("frontend", "worker-0", "worker-1", timeout_s=START_S)
     assert [restarts(bench, f"worker-{number}") for number in range(2)] == [1, 0]
 

@@ -14,6 +14,19 @@ from tests.integration.processes import MODEL, PATIENCE_S, Bench, Kvolt, until_r
 PROMPTS = [" ".join(f"w{number * each}" for number in range(40 + 7 * each)) for each in range(1, 9)]
 
 
+OTHERS = [f"again {prompt}" for prompt in PROMPTS]
+FLOWS = {
+    "prefill-first": ("--prefill-choice", "threshold"),
+    "decode-first": ("--prefill-choice", "threshold", "--decode-first", "*"),
+}
+"""All prompts are computed by prefill workers, whatever that costs."""
+
+
+@pytest.fixture(params=FLOWS)
+def flow(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return FLOWS[request.param]
+
+
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     with Bench(tmp_path) as bench:
@@ -38,7 +51,7 @@ async def aggregated(bench: Bench) -> list[str]:
     bench.worker("alone", "--namespace", "alone")
     _, url = await bench.frontend("--namespace", "alone", name="edge-alone")
     await until_ready(url)
-    return await texts(url)
+    return await texts(url, PROMPTS + OTHERS)
 
 
 async def metric(url: str, name: str) -> float:
@@ -50,51 +63,72 @@ async def metric(url: str, name: str) -> float:
     )
 
 
-async def start(bench: Bench, *workers: tuple[str, str], speed: float = 1.0) -> tuple[dict[str, Kvolt], str]:
+async def start(
+    bench: Bench, flow: tuple[str, ...], *workers: tuple[str, str], speed: float = 1.0
+) -> tuple[dict[str, Kvolt], str]:
     """Workers by name with their role, and the frontend's URL."""
     started = {name: bench.worker(name, "--role", role, speed=speed) for name, role in workers}
-    _, url = await bench.frontend()
+    _, url = await bench.frontend(*flow)
     await bench.until_seen("frontend", *started)
     await until_ready(url)
     return started, url
 
 
-async def test_prompts_are_computed_elsewhere_and_the_text_is_the_same(bench: Bench) -> None:
+async def test_prompts_are_computed_elsewhere_and_the_text_is_the_same(
+    bench: Bench, flow: tuple[str, ...]
+) -> None:
     expected = await aggregated(bench)
-    _, url = await start(bench, ("p0", "prefill"), ("d0", "decode"), ("d1", "decode"))
-    assert await texts(url) == expected
-    assert await texts(url, n=1, stream=False) == expected  # and again, from what is cached
+    _, url = await start(bench, flow, ("p0", "prefill"), ("d0", "decode"), ("d1", "decode"))
+    assert await texts(url) == expected[: len(PROMPTS)]
+    assert await texts(url, n=1, stream=False) == expected[: len(PROMPTS)]  # and again, from what decode has
     views = await bench.look()
     admin = {name: f"http://{view.admin}" for name, view in views.items()}
     given = await metric(admin["p0"], "kvolt_handoffs_given_total")
     taken = sum([await metric(admin[name], "kvolt_handoff_blocks_total") for name in ("d0", "d1")])
-    assert given == 2 * len(PROMPTS)
+    assert given == len(PROMPTS)
     assert taken > 0
     roles = {view["name"]: view["status"]["details"].get("engine", {}).get("role") for view in bench.status()}
     assert roles == {"frontend": None, "p0": "prefill", "d0": "decode", "d1": "decode"}
 
 
-async def test_without_prefill_workers_decode_computes_prompts(bench: Bench) -> None:
+async def test_without_prefill_workers_decode_computes_prompts(bench: Bench, flow: tuple[str, ...]) -> None:
     expected = await aggregated(bench)
-    workers, url = await start(bench, ("p0", "prefill"), ("d0", "decode"))
-    assert await texts(url) == expected
+    workers, url = await start(bench, flow, ("p0", "prefill"), ("d0", "decode"))
+    asking, left = PROMPTS[:4], PROMPTS[4:]
+    assert await texts(url, asking) == expected[:4]
     workers["p0"].kill()
-    assert await texts(url) == expected
+    assert await texts(url, left) == expected[4 : len(PROMPTS)]
     bench.worker("p1", "--role", "prefill")
     await bench.until_seen("frontend", "d0", "p1")
-    assert await texts(url) == expected
+    assert await texts(url, OTHERS) == expected[len(PROMPTS) :]
     views = await bench.look()
     assert await metric(f"http://{views['p1'].admin}", "kvolt_handoffs_given_total") == len(PROMPTS)
 
 
 @pytest.mark.parametrize("victim", ["p0", "d0"])
-async def test_a_worker_is_killed_in_the_middle(bench: Bench, victim: str) -> None:
+async def test_a_worker_is_killed_in_the_middle(bench: Bench, flow: tuple[str, ...], victim: str) -> None:
     """Of two of its role; every answer is whole."""
     expected = await aggregated(bench)
     roles = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
-    workers, url = await start(bench, *roles.items(), speed=0.2)
+    workers, url = await start(bench, flow, *roles.items(), speed=0.2)
     asking = [asyncio.ensure_future(texts(url)) for _ in range(4)]
     await asyncio.sleep(0.5)
     workers[victim].kill()
     for answers in await asyncio.gather(*asking):
-        assert answers == expected
+        assert answers == expected[: len(PROMPTS)]
+
+
+async def test_whichever_way_each_of_them_goes(bench: Bench) -> None:
+    """By cost: prompts are computed apart or where they are answered, and answered by whoever has least to do."""
+    expected = await aggregated(bench)
+    _, url = await start(bench, (), ("p0", "prefill"), ("d0", "decode"))
+    answers = await asyncio.gather(*(texts(url, PROMPTS + OTHERS) for _ in range(4)))
+    assert answers == [expected] * 4
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        told = (await client.get(f"{url}/metrics")).text
+    counts = [
+        float(line.rsplit(" ", 1)[1])
+        for line in told.splitlines()
+        if line.startswith("kvolt_journey_ways_total{")
+    ]
+    assert len([count for count in counts if count]) > 1, counts

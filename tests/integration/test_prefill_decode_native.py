@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 
 import httpx
@@ -17,6 +19,7 @@ from kvolt.testing.tiny_models import tiny_checkpoint
 MODEL = "tiny"
 BLOCK_SIZE = 16
 NUM_PROMPTS = 200
+DECODE_FIRST = ("--decode-first", "*")
 START_S = 50.0
 ANSWER_S = 60.0
 
@@ -28,8 +31,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.fixture
-def bench(tmp_path: Path, checkpoint: Path) -> Iterator[Bench]:
+@contextmanager
+def native_bench(folder: Path, checkpoint: Path) -> Iterator[Bench]:
     arguments = {
         "served_name": MODEL,
         "dtype": "float32",
@@ -40,11 +43,28 @@ def bench(tmp_path: Path, checkpoint: Path) -> Iterator[Bench]:
         "max_num_seqs": 16,
     }
     inner = ", ".join(f"{key} = {json.dumps(value)}" for key, value in arguments.items())
-    with Bench(tmp_path) as bench:
+    with Bench(folder) as bench:
         (bench.folder / "kvolt.toml").write_text(
             f"[[workers]]\nmodel = {json.dumps(str(checkpoint))}\nargs = {{ {inner} }}\n"
         )
         yield bench
+
+
+@pytest.fixture
+def bench(tmp_path: Path, checkpoint: Path) -> Iterator[Bench]:
+    with native_bench(tmp_path, checkpoint) as bench:
+        yield bench
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What one worker says that does it all."""
+    with native_bench(tmp_path_factory.mktemp("whole"), checkpoint) as bench:
+
+        async def ask() -> list[str]:
+            return await texts(await served(bench, "whole", "aggregated"))
+
+        return asyncio.run(ask())
 
 
 def prompts() -> list[list[int]]:
@@ -73,21 +93,33 @@ async def texts(url: str) -> list[str]:
         return list(await asyncio.gather(*map(ask, prompts())))
 
 
-async def served(bench: Bench, namespace: str, *roles: str) -> str:
-    for number, role in enumerate(roles):
+async def served(
+    bench: Bench, namespace: str, *roles: str, ranks: Sequence[int] = (), flow: Sequence[str] = ()
+) -> str:
+    """`ranks`: of each role's tensor parallelism; 1 where it is not told."""
+    for number, (role, degree) in enumerate(zip_longest(roles, ranks, fillvalue=1)):
         name = f"{namespace}-{role}-{number}"
-        bench.worker(name, "--role", role, "--namespace", namespace)
-    _, url = await bench.frontend("--namespace", namespace, name=f"{namespace}-edge")
+        bench.worker(name, "--role", str(role), "--namespace", namespace, tensor_parallel=int(degree))
+    # Whatever it costs: what a small model takes to compute is less than what it takes to move.
+    edge = ("--namespace", namespace, "--prefill-choice", "threshold")
+    _, url = await bench.frontend(*edge, *flow, name=f"{namespace}-edge")
     names = [f"{namespace}-{role}-{number}" for number, role in enumerate(roles)]
     await bench.until_seen(f"{namespace}-edge", *names, timeout_s=START_S, KVOLT_NAMESPACE=namespace)
     await until_ready(url, START_S)
     return url
 
 
-async def test_two_hundred_prompts(bench: Bench) -> None:
-    expected = await texts(await served(bench, "whole", "aggregated"))
+@pytest.mark.parametrize(
+    ("ranks", "flow"),
+    [((1, 1), ()), ((2, 1), ()), ((1, 2), ()), ((1, 1), DECODE_FIRST), ((2, 1), DECODE_FIRST)],
+    ids=["1to1", "2to1", "1to2", "decode-first-1to1", "decode-first-2to1"],
+)
+async def test_two_hundred_prompts(
+    bench: Bench, expected: list[str], ranks: tuple[int, int], flow: tuple[str, ...]
+) -> None:
+    """Also where ranks share the heads differently on both sides: they are put together, or cut, on their way."""
     assert len(set(expected)) > NUM_PROMPTS // 4  # the model says something
-    url = await served(bench, "apart", "prefill", "decode")
+    url = await served(bench, "apart", "prefill", "decode", ranks=ranks, flow=flow)
     assert await texts(url) == expected
     views = await bench.look(KVOLT_NAMESPACE="apart")
     async with httpx.AsyncClient() as client:
@@ -99,3 +131,13 @@ async def test_two_hundred_prompts(bench: Bench) -> None:
     }
     assert told['kvolt_handoff_blocks_total{path="shm"}'] > NUM_PROMPTS
     assert not [name for name in told if name.startswith("kvolt_handoff_failures_total")]
+
+
+async def test_some_prompts_are_computed_apart_and_some_are_not(bench: Bench, expected: list[str]) -> None:
+    url = await served(bench, "chosen", "prefill", "decode", flow=("--prefill-min-tokens", "40"))
+    assert await texts(url) == expected
+    views = await bench.look(KVOLT_NAMESPACE="chosen")
+    async with httpx.AsyncClient() as client:
+        told = (await client.get(f"http://{views['chosen-prefill-0'].admin}/metrics")).text
+    (given,) = [line for line in told.splitlines() if line.startswith("kvolt_handoffs_given_total")]
+    assert NUM_PROMPTS // 8 < float(given.rsplit(" ", 1)[1]) < NUM_PROMPTS * 7 // 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
+import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.unit.engines.scheduler_lab import Lab, alone, digest, limits, request, root, scheduler
@@ -12,7 +13,7 @@ from tests.unit.kv.names import Mirror, seen
 
 from kvolt.core.errors import InvalidRequest, Overloaded
 from kvolt.core.ids import RequestId
-from kvolt.core.request import Request
+from kvolt.core.request import Request, StopConditions
 from kvolt.engines.sequence import Phase, Sequence, TokenNaming
 from kvolt.engines.step_plan import Scheduling
 from kvolt.kv import BlockId, Names
@@ -67,6 +68,8 @@ class Schedulers(RuleBasedStateMachine):
         """Requests that are to end by themselves."""
         self.keeping: dict[RequestId, Request] = {}
         """Those of them whose blocks are to stay, and those that have ended and are kept."""
+        self.lent: dict[RequestId, tuple[Request, list[BlockId]]] = {}
+        """Blocks of prompts that a peer was told of and may read."""
         self.adopted: list[tuple[Request, list[tuple[int, BlockId]]]] = []
         self.mirror = Mirror()
         self.num_added = 0
@@ -181,9 +184,52 @@ class Schedulers(RuleBasedStateMachine):
         assert names == names_of(request, tokens, block_size)
         states = [self.lab.memory[blocks[at // block_size], at % block_size] for at in range(len(tokens))]
         assert states == states_of(request, tokens)
+        self.lent.pop(request_id, None)
         assert self.scheduler.release_kept(request_id)
         assert self.scheduler.kept(request_id) is None
         del self.keeping[request_id]
+
+    @rule(template=requests, length=st.integers(7, 14), num_steps=st.integers(1, 3), fails=st.booleans())
+    def prefill(self, template: Request, length: int, num_steps: int, fails: bool) -> None:
+        """A prompt for others, as `Prefills` asks for it, and a peer that is told of its start; in a step it may fail."""
+        stop = StopConditions(max_tokens=len(template.resume) + 1)
+        prompt = (*LONGEST, *LONGEST)[:length]
+        self.add(msgspec.structs.replace(template, token_ids=prompt, stop=stop), True)
+        for _ in range(num_steps):
+            if self.lab.plan is not None:
+                self.finish()
+            if self.keeping:
+                self.lend(len(self.keeping) - 1, 0)
+            if self.scheduler.has_work:
+                self.lab.begin()
+        latest = next(reversed(self.keeping), None)
+        if fails and latest in self.open:
+            self.scheduler.abort(latest)
+            self.gone(latest)
+
+    @precondition(lambda self: self.keeping)
+    @rule(number=picks, after=st.integers(0, 3))
+    def lend(self, number: int, after: int) -> None:
+        """A peer is told of the blocks of a prompt that is computed for it."""
+        request_id, request = list(self.keeping.items())[number % len(self.keeping)]
+        if request.stop.max_tokens > len(request.resume) + 1:
+            return
+        lent = self.scheduler.lend(request_id, after)
+        if lent is None:
+            return
+        blocks, names = lent
+        assert len(names) > after or self.scheduler.kept(request_id) is not None
+        _, known = self.lent.get(request_id, (request, []))
+        assert blocks[: len(known)] == known, "what was lent has moved"
+        self.lent[request_id] = (request, blocks[: len(names)])
+
+    @precondition(lambda self: self.lent.keys() - self.open.keys() - self.keeping.keys())
+    @rule()
+    def let_go(self) -> None:
+        """Whoever read the blocks of a prompt that failed has heard of that."""
+        request_id = next(each for each in self.lent if each not in self.open and each not in self.keeping)
+        _, blocks = self.lent.pop(request_id)
+        assert self.scheduler.release_kept(request_id) == bool(blocks)
 
     @precondition(lambda self: not self.adopted)
     @rule(template=requests)
@@ -214,6 +260,15 @@ class Schedulers(RuleBasedStateMachine):
         assert self.mirror.positions == seen(self.scheduler.pool)
 
     @invariant()
+    def what_is_lent_is_what_it_should_be(self) -> None:
+        block_size = self.scheduler.limits.block_size
+        for asked, blocks in self.lent.values():
+            tokens = [*asked.token_ids, *asked.resume][: len(blocks) * block_size]
+            states = [self.lab.memory[blocks[at // block_size], at % block_size] for at in range(len(tokens))]
+            assert states == states_of(asked, tokens)
+            assert all(self.scheduler.pool.num_holders(block) for block in blocks)
+
+    @invariant()
     def blocks_are_shared_by_equal_keys_only(self) -> None:
         for one, other in combinations(running(self.scheduler), 2):
             for block in set(one.blocks) & set(other.blocks):
@@ -228,6 +283,9 @@ class Schedulers(RuleBasedStateMachine):
             self.finish()
         while self.adopted:
             self.seal(0, 0)
+        while self.lent.keys() - self.open.keys() - self.keeping.keys():
+            self.let_go()
+        self.lent.clear()
         for request_id in list(self.keeping):
             if self.scheduler.release_kept(request_id):
                 del self.keeping[request_id]

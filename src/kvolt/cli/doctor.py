@@ -17,10 +17,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
+from kvolt.cli.doctor_transfer import transfer_findings
+from kvolt.cli.finding import Finding
 from kvolt.cli.health import base_url, served_models
 from kvolt.cli.process import plane_host
 from kvolt.cli.serve import check_shared, with_workers
@@ -31,6 +32,7 @@ from kvolt.runtime.cores import usable_cores
 from kvolt.runtime.network import join_address, split_address
 from kvolt.runtime.private_directory import distrust
 from kvolt.runtime.settings import Settings
+from kvolt.transfer.machine import look
 
 HELP = """
 What this machine has, what it lacks, and what to do about it. Takes the settings of
@@ -45,21 +47,7 @@ Exits with 1 if something keeps `kvolt serve` from starting.
 
 GIB = 1024**3
 WANTED_OPEN_FILES = 8192
-_MARKS = {"ok": "green", "warn": "yellow", "missing": "red"}
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One thing looked at.
-
-    `blocks`: `kvolt serve` cannot start because of it. `running`: a kvolt does already what it would.
-    """
-
-    name: str
-    state: Literal["ok", "warn", "missing"]
-    found: str
-    remedy: str = ""
-    blocks: bool = False
-    running: bool = False
+_MARKS = {"ok": "green", "warn": "yellow", "missing": "red", "untested": "cyan"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +79,7 @@ def examine(settings: Settings) -> list[Finding]:
         package_finding("uvloop", "pip install uvloop"),
         index_finding(_has_native_index()),
         transfer_finding(_has_native_bytes()),
+        *transfer_findings(look(os.environ), settings.transfer.nixl),
         *(native_findings(bool(gpus)) if uses_native(settings) else ()),
         open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         shm_finding(shutil.disk_usage(shm).total if shm.is_dir() else None),
@@ -320,7 +309,7 @@ def _print_findings(findings: list[Finding], ready: bool) -> None:
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         line = Text.assemble(
-            (f"{finding.state:<7}", _MARKS[finding.state]), f"  {finding.name:<{width}}  {finding.found}"
+            (f"{finding.state:<8}", _MARKS[finding.state]), f"  {finding.name:<{width}}  {finding.found}"
         )
         if finding.remedy:
             line.append(f" -> {finding.remedy}", style="dim")

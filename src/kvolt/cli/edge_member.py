@@ -61,7 +61,7 @@ class Membership:
             EDGE_DETAILS,
             lambda: {
                 "group": self._member.group,
-                "models": {model.card.name: len(model.client.candidates()) for model in models.ready()},
+                "models": {model.card.name: len(model.reached()) for model in models.ready()},
                 "router": self._link.present,
             },
         )

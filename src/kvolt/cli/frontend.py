@@ -22,6 +22,7 @@ from kvolt.frontend.lora_admin import load_adapter, unload_adapter
 from kvolt.frontend.models import ModelOptions, Models
 from kvolt.frontend.preprocess import ParserNames, check_parsers
 from kvolt.frontend.trace_recorder import TraceRecorder
+from kvolt.journey.ways import WayRule
 from kvolt.router.metrics import LinkCollector
 from kvolt.router.policies import NewRouter, find_router
 from kvolt.router.port import Router, RouterContext
@@ -31,7 +32,7 @@ from kvolt.runtime.config import LoadedConfig
 from kvolt.runtime.http import HttpLimits
 from kvolt.runtime.memory import return_freed_memory, settle_garbage_collector
 from kvolt.runtime.network import SocketNetwork, join_address
-from kvolt.runtime.settings import Settings
+from kvolt.runtime.settings import FrontendSettings, Settings
 from kvolt.runtime.tasks import Crew
 
 HELP = """
@@ -94,6 +95,16 @@ def _without_events(new_router: NewRouter, context: RouterContext) -> Router:
     return new_router(replace(context, settings=settings))
 
 
+def way_rule(wanted: FrontendSettings) -> WayRule:
+    return WayRule(
+        is_predicted=wanted.prefill_choice == "predicted",
+        min_tokens=wanted.prefill_min_tokens,
+        max_queue_s=wanted.prefill_max_queue_s,
+        ttft_s=wanted.target_ttft_s,
+        itl_s=wanted.target_itl_s,
+    )
+
+
 async def serve_http(process: Process, settings: Settings, member: Member | None = None) -> None:
     """Serve until the process is stopped; running requests finish first."""
     runtime = process.runtime
@@ -115,7 +126,8 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
             wanted.max_attempts,
             settings.router,
             wanted.migration_limit,
-            wanted.prefill_min_tokens,
+            way_rule(wanted),
+            tuple(name.strip() for name in wanted.decode_first.split(",") if name.strip()),
         ),
         _new_router(settings, link),
     )

@@ -16,7 +16,7 @@ def base_url(host: str, port: int) -> str:
 
 
 def served_models(base: str, timeout_s: float) -> dict[str, int] | None:
-    """The models ready there, each with its number of workers that can be reached.
+    """The models ready there, each with its number of workers that can be reached, whatever their role.
 
     None when nobody answers, or somebody who is no kvolt frontend.
     """
@@ -33,8 +33,10 @@ def served_models(base: str, timeout_s: float) -> dict[str, int] | None:
         health = json.loads(body)
     except ValueError:
         return None
-    workers = health.get("workers") if isinstance(health, dict) and "status" in health else None
-    return {str(name): int(count) for name, count in workers.items()} if isinstance(workers, dict) else None
+    roles = health.get("roles") if isinstance(health, dict) and "status" in health else None
+    if not isinstance(roles, dict):
+        return None
+    return {str(name): sum(int(count) for count in counts.values()) for name, counts in roles.items()}
 
 
 def _read(answer: urllib.error.HTTPError) -> bytes:

@@ -19,7 +19,18 @@ from pathlib import Path
 from kvolt import __version__
 from kvolt.core.errors import ConfigError, KvoltError
 
-_ALL = ("runtime", "discovery", "plane", "events", "admin", "log", "frontend", "router", "supervisor")
+_ALL = (
+    "runtime",
+    "discovery",
+    "plane",
+    "events",
+    "transfer",
+    "admin",
+    "log",
+    "frontend",
+    "router",
+    "supervisor",
+)
 _PROCESS = ("runtime", "discovery", "plane", "events", "admin", "log")
 _VISITOR = ("discovery", "plane", "log")
 
@@ -60,7 +71,11 @@ VERBS: dict[str, Verb] = {
         parts=(("explain", "kvolt.cli.router_explain"),),
     ),
     "worker": Verb(
-        "kvolt.cli.worker", "only one worker, here or joined to another machine", "start", None, _PROCESS
+        "kvolt.cli.worker",
+        "only one worker, here or joined to another machine",
+        "start",
+        None,
+        (*_PROCESS, "transfer"),
     ),
     "chat": Verb("kvolt.cli.chat", "talk to a model, here or behind any OpenAI-compatible URL", "ask"),
     "bench": Verb("kvolt.cli.bench", "load on any OpenAI-compatible server, and what its users see", "ask"),

@@ -360,9 +360,7 @@ class _Serve:
         frontend = self._settings.frontend
         base = base_url(frontend.host, frontend.port)
         clock = SystemClock()
-        num_wanted = sum(
-            group.count * group.per_process for group in self._settings.workers if group.role in ANSWERING
-        )
+        num_wanted = sum(group.count * group.per_process for group in self._settings.workers)
         complain_at: float | None = clock.monotonic() + self._settings.runtime.start_timeout_s
         while True:
             models = await self._ready_models(base)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from kvolt.bench.load.report import Setting
+from kvolt.bench.load.sla import parse_sla
 from kvolt.bench.traces import limit, read_trace, scale_time, small_trace, start_at_zero
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
@@ -15,7 +16,7 @@ from kvolt.engines.registry import check_arguments, parse_argument
 from kvolt.engines.sim import SimArguments
 from kvolt.router.policies import ROUTERS, find_router
 from kvolt.runtime.settings_router import RouterSettings
-from kvolt.twin.cluster import TwinSettings
+from kvolt.twin.cluster import PrefillChoice, TwinSettings
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,13 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="workers besides that compute prompts for the others, which then only decode (default: 0)",
+    )
+    group.add_argument(
+        "--prefill-choice",
+        choices=get_args(PrefillChoice),
+        default="predicted",
+        help="whether those compute a prompt: by what each way would cost, with the limits of --sla as what was "
+        "promised; or always (default: predicted)",
     )
     group.add_argument("--gpus", type=int, default=1, metavar="N", help="of each worker, for GPU-seconds")
     group.add_argument(
@@ -72,10 +80,14 @@ def settings_of(args: argparse.Namespace) -> TwinSettings:
     engine = check_arguments("sim", given)
     assert isinstance(engine, SimArguments)
     routing = _routing_of(args.router_arg)
+    limits = parse_sla(args.sla).limits if args.sla else {}
     find_router(args.router, routing)
     return TwinSettings(
         num_workers=args.workers,
         num_prefill=args.prefill,
+        prefill_choice=args.prefill_choice,
+        target_ttft_s=limits.get("ttft"),
+        target_itl_s=limits.get("itl"),
         gpus_per_worker=args.gpus,
         router=args.router,
         routing=routing,
@@ -111,6 +123,7 @@ def told_settings(args: argparse.Namespace, settings: TwinSettings) -> dict[str,
         "trace": args.trace or "small",
         "workers": settings.num_workers,
         "prefill": settings.num_prefill,
+        "prefill choice": settings.prefill_choice if settings.num_prefill else None,
         "gpus": settings.gpus_per_worker,
         "router": settings.router,
         "preset": settings.engine.preset,

@@ -14,6 +14,7 @@ from kvolt.cli.transfers import Transfers
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.handoff_metrics import HandoffMetrics
+from kvolt.engines.path_metrics import PathMetrics
 from kvolt.engines.registry import (
     AUTO,
     EngineSpec,
@@ -109,17 +110,19 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 
     async def body(process: Process) -> None:
         runtime = process.runtime
-        transfers = Transfers(runtime)
+        transfers = Transfers(runtime, process.settings.transfer)
         engine = build_engine(engine_name, spec, arguments)
         worker = Worker(runtime, engine, loaded.settings.namespace, options, transfers.mover)
+        transfers.tell(worker.tell_links)
         await worker.start()
         process.metrics.registry.register(worker.metrics)
         process.metrics.registry.register(HandoffMetrics(lambda: stats_of([worker])))
+        process.metrics.registry.register(PathMetrics(lambda: transfers.paths))
         runtime.commands["clear_kv_blocks"] = lambda body: worker.clear_kv_blocks()
         try:
             await worker.run()
         finally:
-            transfers.close()  # before the memory that it moves
+            await transfers.close()  # before the memory that it moves
             await worker.close()
 
     return run_process(loaded.settings, args.name or group.name, body if count == 1 else fleet)

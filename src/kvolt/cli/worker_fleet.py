@@ -22,6 +22,7 @@ from kvolt.cli.transfers import Transfers
 from kvolt.core.errors import ConfigError, DiscoveryLost
 from kvolt.engines.contract import Engine
 from kvolt.engines.handoff_metrics import HandoffMetrics
+from kvolt.engines.path_metrics import PathMetrics
 from kvolt.engines.worker import Worker, WorkerOptions, stats_of
 from kvolt.engines.worker_metrics import WorkerMetrics
 from kvolt.runtime.discovery import Discovery, LeaseId, WatchEvent
@@ -51,7 +52,7 @@ class WorkerFleet:
         count: int,
     ) -> None:
         self._process = process
-        self._transfers = Transfers(process.runtime)
+        self._transfers = Transfers(process.runtime, process.settings.transfer)
         self._new_engine = new_engine
         history = max(_HISTORY_BYTES // count, _LEAST_HISTORY_BYTES)
         self._options = msgspec.structs.replace(
@@ -80,6 +81,8 @@ class WorkerFleet:
             Worker(part, self._new_engine(), settings.namespace, self._options, self._transfers.mover)
             for part in main.parts
         ]
+        for worker in self.workers:
+            self._transfers.tell(worker.tell_links)
         waiting = iter(zip(main.parts, self.workers, strict=True))
 
         async def start_in_turn() -> None:
@@ -92,6 +95,7 @@ class WorkerFleet:
                 scope.start(start_in_turn(), f"starter-{number}")
         self._process.metrics.registry.register(FleetMetrics(self.workers))
         self._process.metrics.registry.register(HandoffMetrics(lambda: stats_of(self.workers)))
+        self._process.metrics.registry.register(PathMetrics(lambda: self._transfers.paths))
         main.add_details("workers", lambda: self._count)
         main.commands["clear_kv_blocks"] = self._clear_kv_blocks
 
@@ -116,7 +120,7 @@ class WorkerFleet:
                 scope.start(worker.run(), str(number))
 
     async def close(self) -> None:
-        self._transfers.close()  # before the memory that it moves
+        await self._transfers.close()  # before the memory that it moves
         for worker in self.workers:
             await worker.close()
 

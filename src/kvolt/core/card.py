@@ -40,7 +40,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """A path to a peer as measured at start."""
+    """A path from a peer's host as measured: by a self-test, then by all that goes over it."""
 
     path: str
     bytes_per_s: float

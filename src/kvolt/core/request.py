@@ -105,11 +105,17 @@ class KvSource(msgspec.Struct, frozen=True, omit_defaults=True):
     dp_rank: int = 0
 
 
+MEETING = "kvolt"
+"""The name of the address in `EngineInfo.transfer_addresses` where workers meet."""
+
+
 class Rendezvous(msgspec.Struct, frozen=True):
-    """Where prefill meets decode in the decode-first flow."""
+    """Where decode meets prefill in the decode-first flow, where both have a request at the same time."""
 
     room: int
+    """A number that nobody else knows; the parts of the prompt have this one and those after it."""
     address: str
+    """Of the prefill worker."""
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -147,6 +153,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_sources: tuple[KvSource, ...] = ()
     rendezvous: Rendezvous | None = None
     handoff: Handoff | None = None
+    prefill_only: bool = False
+    """Its prompt is to be computed for somebody else to go on with."""
     resume: tuple[int, ...] = ()
     """Output tokens that the client already has: go on after them."""
     resume_choices: tuple[tuple[int, ...] | None, ...] = ()

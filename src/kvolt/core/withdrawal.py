@@ -2,6 +2,8 @@
 
 If it had not begun, its own stream ends with Unavailable and this reason: that is what counts for whoever waits there,
 and comes even where the answer is lost.
+
+A prompt that a worker has computed for others is asked back likewise, when nobody will fetch it: its blocks are let go.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag="withdrawn"):
-    """Whether it had not begun; then nothing of it is or will be computed there."""
+    """Whether it had not begun; then nothing of it is or will be computed there. Of a prompt that was computed for
+    others: whether its blocks were still there to be let go."""
 
     is_back: bool
 

@@ -170,7 +170,7 @@ class KvHeld(msgspec.Struct, frozen=True):
     """Where the full blocks of a prompt lie that was computed for others."""
 
     blocks: tuple[int, ...]
-    """Numbers in the engine's slab."""
+    """Numbers in the engine's slabs."""
     keys: tuple[BlockKey, ...]
     hashes: tuple[SequenceHash, ...]
 
@@ -191,12 +191,25 @@ class KvPlaced(Protocol):
     Blocks that are held or given room for do not move and are nobody else's until they are let go.
     """
 
-    def kv_slab(self) -> Slab:
-        """Known after `start`. Unsupported where the blocks lie in no such memory in this setup."""
+    def kv_slabs(self) -> tuple[Slab, ...]:
+        """One for each rank that shares the model's heads, in their order, with a layout that says which heads: a block
+        has the same number in all of them. Known after `start`. Unsupported where the blocks lie in no such memory in
+        this setup."""
         ...
 
     async def hold_kv(self, request_id: RequestId) -> KvHeld:
         """Of a prompt that `prefill` has computed; held until `release_prefill`, or the handoff expires. NotFound."""
+        ...
+
+    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+        """Of a prompt that `prefill` is computing or has computed: its complete full blocks from the first on, once
+        there are more than `after` of them or all are there (then perhaps no more). They hold what they should and do
+        not move until `release_prefill`, which whoever was told of them calls also when the prompt has failed, or the
+        time of a handoff is over.
+
+        `prefill` must have been called before: calls keep their order. NotFound for a prompt that is unknown or let go,
+        or that is let go or fails while this waits. One waits for a prompt at a time: a later call takes the place of
+        an earlier one, which is Cancelled. A call that is cancelled leaves nothing."""
         ...
 
     async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
@@ -227,7 +240,8 @@ class Prefill(Protocol):
         ...
 
     async def release_prefill(self, request_id: RequestId) -> None:
-        """The blocks were taken, or nobody wants them: let go. Unknown ids are no error."""
+        """The blocks were taken, or nobody wants them: let go. A prompt that is still computed is so no more, and its
+        `prefill` is Cancelled. Unknown ids are no error."""
         ...
 
 

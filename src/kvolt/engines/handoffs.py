@@ -8,20 +8,22 @@ is held for handoffs; the engine owns the blocks, `kv_moving` how they travel.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 import msgspec
 
 from kvolt.core.delta import StageTimes
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
-from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import KvPlaced, KvRoom, Prefill
+from kvolt.core.request import Handoff, Rendezvous, Request
+from kvolt.engines.contract import KvRoom
 from kvolt.engines.kv_moving import KvMover, KvOffer
+from kvolt.engines.meetings import WAIT_S, MeetingEngine, Parts, compute, push, receive, turn_down
 from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)
@@ -45,10 +47,6 @@ class HandoffTicket(msgspec.Struct, frozen=True, array_like=True):
     @property
     def keys(self) -> tuple[BlockKey, ...]:
         return cast("tuple[BlockKey, ...]", self.names)
-
-
-class PrefillEngine(Prefill, KvPlaced, Protocol):
-    """An engine that takes part."""
 
 
 @dataclass(slots=True)
@@ -92,7 +90,7 @@ class Handoffs:
 
     def __init__(
         self,
-        engine: PrefillEngine,
+        engine: MeetingEngine,
         mover: KvMover,
         now: Callable[[], float],
         pull_s: float = PULL_S,
@@ -102,6 +100,8 @@ class Handoffs:
         self._now = now
         self._pull_s = pull_s
         self._crew = Crew("handoffs")
+        self._offers: dict[RequestId, KvOffer] = {}
+        """What waits to be fetched."""
         self.stats = HandoffStats()
 
     async def close(self) -> None:
@@ -116,7 +116,7 @@ class Handoffs:
             held = await self._engine.hold_kv(request.request_id)
             if not held.blocks:
                 await self._engine.release_prefill(request.request_id)
-                return msgspec.structs.replace(handoff, ticket=b"", prefill_instance=instance)
+                return _told(handoff, request, instance, b"")
             # Over before the engine lets go of the blocks, or others' bytes would be summed and sent for these.
             hold_s = handoff.expires_in_s or self._pull_s
             left_s = hold_s - (self._now() - prefilled_at) - min(_MARGIN_S, hold_s / 4)
@@ -124,16 +124,101 @@ class Handoffs:
         except BaseException:
             self._crew.start(self._engine.release_prefill(request.request_id), "release")
             raise
+        self._offers[request.request_id] = offer
         self._crew.start(self._release_after(offer, request.request_id), f"offer {request.request_id}")
         self.stats.num_given += 1
         ticket = HandoffTicket(offer.ticket, held.keys, held.hashes)
-        return msgspec.structs.replace(handoff, ticket=_encode(ticket), prefill_instance=instance)
+        return _told(handoff, request, instance, _encode(ticket))
+
+    # --- decode-first
+
+    @property
+    def where(self) -> str:
+        """Where decode workers meet this one."""
+        return self._mover.where
+
+    async def push(self, request: Request, meeting: Rendezvous, instance: InstanceId) -> Handoff:
+        """Compute a prompt for somebody who fetches it meanwhile. As `give`, but that nothing is left to be fetched."""
+        parts = Parts(self._mover, meeting, self._pull_s)
+        self._offers[request.request_id] = parts
+        computing = self._crew.start(compute(self._engine, request), f"prompt {request.request_id}")
+        try:
+            handoff = await push(self._engine, request, parts, computing)
+        except BaseException:
+            parts.end()
+            parts.cancel_offers()
+            self._crew.start(self._stop_after(parts, computing, request.request_id), "stop")
+            raise
+        self._crew.start(self._release_after(parts, request.request_id), f"parts {request.request_id}")
+        self.stats.num_given += 1
+        return msgspec.structs.replace(_told(handoff, request, instance, b""), first_tokens=None)
+
+    async def _stop_after(
+        self, parts: Parts, computing: asyncio.Task[Handoff | KvoltError], request_id: RequestId
+    ) -> None:
+        """Blocks are let go once nobody reads them: what another prompt wrote there would be taken for this one's."""
+        try:
+            await parts.over()
+        finally:
+            if self._offers.get(request_id) is parts:
+                del self._offers[request_id]
+            computing.cancel()
+            await self._engine.release_prefill(request_id)
+
+    async def receive(self, request: Request, meeting: Rendezvous) -> Pulled:
+        """Bring the blocks of a prompt here as they are computed, those that are not here; what came. Never an error
+        but a cancellation."""
+        began_at = self._now()
+        limit_s = request.deadline_s if request.deadline_s is not None else WAIT_S
+        try:
+            keys = self._engine.kv_keys(request)
+            room = await self._engine.make_room(keys, request.sequence_hashes[: len(keys)])
+        except KvoltError as error:
+            self._missed(error)
+            return _NOTHING
+        self.stats.num_taken += 1
+        if not room.blocks:
+            if room.num_present < len(keys):
+                self.stats.failures["no_room"] += 1
+            self._crew.start(turn_down(self._mover, meeting, len(keys), limit_s), "turn down")
+            return _NOTHING
+        by_path: Counter[str] = Counter()
+
+        def came(num_blocks: int, path: str) -> None:
+            by_path[path] += num_blocks
+            self._count(num_blocks, path)
+
+        try:
+            await receive(self._mover, meeting, keys, room, limit_s, self._pull_s, came)
+        except KvoltError as error:
+            self._missed(error)
+        finally:
+            settled = self._crew.start(self._engine.settle_kv(room, by_path.total()), "settle")
+            await asyncio.shield(settled)
+        if not by_path:
+            return _NOTHING
+        took_s = self._now() - began_at
+        self.stats.pull_s += took_s
+        num_bytes = by_path.total() * self._mover.block_bytes
+        return Pulled(by_path.total(), num_bytes, "+".join(sorted(by_path)), took_s)
+
+    # ---
+
+    def drop(self, request_id: RequestId) -> bool:
+        """Nobody will fetch what was given for a request; whether it was still there. Whoever is at it may end."""
+        offer = self._offers.get(request_id)
+        if offer is None:
+            return False
+        offer.cancel()
+        return True
 
     async def _release_after(self, offer: KvOffer, request_id: RequestId) -> None:
         try:
             await offer.over()
         finally:
             offer.cancel()
+            if self._offers.get(request_id) is offer:
+                del self._offers[request_id]
             await self._engine.release_prefill(request_id)
 
     async def take(self, handoff: Handoff) -> Pulled:
@@ -142,15 +227,20 @@ class Handoffs:
             return _NOTHING
         try:
             ticket = _decode(handoff.ticket)
-            room = await self._engine.make_room(ticket.keys, ticket.hashes)
-        except (msgspec.MsgspecError, KvoltError) as error:
+        except msgspec.MsgspecError as error:
             self._missed(error)
+            return _NOTHING
+        try:
+            room = await self._engine.make_room(ticket.keys, ticket.hashes)
+        except KvoltError as error:
+            self._missed(error)
+            self._decline(ticket)
             return _NOTHING
         self.stats.num_taken += 1
         if not room.blocks:
             if room.num_present < len(ticket.names):
                 self.stats.failures["no_room"] += 1
-            self._mover.decline(ticket.transfer)
+            self._decline(ticket)
             return _NOTHING
         return await self._pull(ticket, room)
 
@@ -163,24 +253,38 @@ class Handoffs:
             )
             num_blocks = len(room.blocks)
             pulled = Pulled(num_blocks, num_blocks * self._mover.block_bytes, path, self._now() - began_at)
-            self._count(pulled)
+            self._count(num_blocks, path)
+            self.stats.pull_s += pulled.took_s
         except KvoltError as error:
             self._missed(error)
-            self._mover.decline(ticket.transfer)
+            self._decline(ticket)
         finally:
             # Whoever asked may have gone: the room is given back all the same.
             settled = self._crew.start(self._engine.settle_kv(room, pulled.num_blocks), "settle")
             await asyncio.shield(settled)
         return pulled
 
-    def _count(self, pulled: Pulled) -> None:
-        stats = self.stats
-        stats.num_blocks += pulled.num_blocks
-        stats.num_bytes += pulled.num_bytes
-        stats.pull_s += pulled.took_s
-        stats.by_path[pulled.path] += pulled.num_blocks
+    def _decline(self, ticket: HandoffTicket) -> None:
+        with contextlib.suppress(KvoltError):  # of what is no ticket nobody waits to hear
+            self._mover.decline(ticket.transfer)
+
+    def _count(self, num_blocks: int, path: str) -> None:
+        self.stats.num_blocks += num_blocks
+        self.stats.num_bytes += num_blocks * self._mover.block_bytes
+        self.stats.by_path[path] += num_blocks
 
     def _missed(self, error: Exception) -> None:
         code = error.code if isinstance(error, KvoltError) else "ticket"
         self.stats.failures[code] += 1
         log.warning("the KV of a handoff did not come and is computed again: %s", error)
+
+
+def _told(handoff: Handoff, request: Request, instance: InstanceId, ticket: bytes) -> Handoff:
+    """As others get it: with the prompt only if it is another than they sent, since media or the like were expanded."""
+    return msgspec.structs.replace(
+        handoff,
+        ticket=ticket,
+        prefill_instance=instance,
+        token_ids=() if handoff.token_ids == request.token_ids else handoff.token_ids,
+        media=() if handoff.media == request.media else handoff.media,
+    )

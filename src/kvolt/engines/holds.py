@@ -1,8 +1,8 @@
 """Holds: blocks that are held for others than running sequences, at both ends of a handoff.
 
-Owns the blocks *kept* of a finished request until a peer has fetched them, and those *adopted*: allocated for
-KV that comes from elsewhere, until it is here. Knows no deadlines and moves no bytes; who keeps blocks must also
-release them, or the engine has that much less room.
+Owns the blocks *kept* of a finished request until a peer has fetched them, those *left* of one that failed while a
+peer may be reading them, and those *adopted*: allocated for KV that comes from elsewhere, until it is here. Knows no
+deadlines and moves no bytes; who keeps blocks must also release them, or the engine has that much less room.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ class Holds:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._kept: dict[RequestId, _Chain] = {}
+        self._left: dict[RequestId, list[BlockId]] = {}
         self._adopted: dict[BlockId, _Chain] = {}  # by the first block that is to be filled
 
     def __iter__(self) -> Iterator[BlockId]:
         """Every block, as often as it is held."""
-        return chain.from_iterable(held.blocks for held in chain(self._kept.values(), self._adopted.values()))
+        held = (each.blocks for each in chain(self._kept.values(), self._adopted.values()))
+        return chain.from_iterable(chain(held, self._left.values()))
 
     def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._kept
+        return request_id in self._kept or request_id in self._left
 
     def keep(self, request_id: RequestId, blocks: list[BlockId], names: Names) -> None:
         """Take over blocks from their holder."""
@@ -46,6 +48,20 @@ class Holds:
         """The blocks of a request and the names of the full ones; None when none are kept."""
         held = self._kept.get(request_id)
         return None if held is None else (held.blocks, held.names)
+
+    def leave(self, request_id: RequestId, blocks: list[BlockId]) -> None:
+        """Take over blocks of one that is over before its end: they are held, but not to be had any more."""
+        self._left[request_id] = blocks
+
+    def forsake(self, request_id: RequestId) -> None:
+        """What is kept of a request, if anything is, is left."""
+        held = self._kept.pop(request_id, None)
+        if held is not None:
+            self.leave(request_id, held.blocks)
+
+    def take_left(self, request_id: RequestId) -> list[BlockId]:
+        """They are the caller's to release."""
+        return self._left.pop(request_id, [])
 
     def release_kept(self, request_id: RequestId) -> bool:
         held = self._kept.pop(request_id, None)

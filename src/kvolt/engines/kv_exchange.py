@@ -33,6 +33,11 @@ class BlockMemory(Protocol):
         ...
 
 
+def held_of(blocks: Sequence[BlockId], names: Names) -> KvHeld:
+    """Of the blocks of a sequence those that are named, which are the full ones."""
+    return KvHeld(tuple(blocks[: len(names)]), tuple(names.keys), tuple(names.sequence_hashes))
+
+
 class KvExchange:
     """See the module. To be used between steps, or by the thread that plans them."""
 
@@ -87,8 +92,7 @@ class KvExchange:
         kept = self._scheduler.kept(request_id)
         if kept is None:
             raise NotFound(f"no blocks are kept of {request_id}", kind="handoff", name=request_id)
-        blocks, names = kept
-        return KvHeld(tuple(blocks[: len(names)]), tuple(names.keys), tuple(names.sequence_hashes))
+        return held_of(*kept)
 
     def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
         names = Names(list(keys), list(hashes))

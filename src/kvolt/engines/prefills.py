@@ -1,8 +1,9 @@
 """Prefills: prompts that an engine computes for others to go on with.
 
 Owns the rules of the Prefill protocol for engines with our scheduler: such a prompt is a request of one token whose
-blocks are kept, and what that token is goes into the handoff. Knows no loop: whoever has one calls `expire` when
-`next_expiry` has come.
+blocks are kept, and what that token is goes into the handoff. Its blocks are told as they come to who watches it
+(`KvPlaced.computed_kv`). Knows no loop: whoever has one calls `expire` when `next_expiry` has come, and `tell` when a
+step was planned and when it was computed, if something `is_watched`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvolt.core.errors import ErrorInfo
+from kvolt.core.errors import Cancelled, ErrorInfo, NotFound, to_info
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
+from kvolt.engines.contract import KvHeld
+from kvolt.engines.kv_exchange import held_of
 from kvolt.engines.scheduler import Scheduler
 from kvolt.engines.step_plan import Advanced, check_request
 from kvolt.kv import Names
@@ -23,6 +26,7 @@ HOLD_S = 30.0
 """How long prefilled blocks wait to be fetched, unless told otherwise."""
 
 Done = Callable[[Handoff | ErrorInfo], None]
+Told = Callable[[KvHeld | ErrorInfo], None]
 
 
 @dataclass(slots=True)
@@ -33,6 +37,14 @@ class _Prefill:
     cached_tokens: int | None = None
     can_tell: bool = True
     """Whether its first tokens can be told before decode goes on."""
+    is_read: bool = False
+    """Whether somebody was told of its blocks, and may be reading them."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    after: int
+    told: Told
 
 
 class Prefills:
@@ -51,6 +63,7 @@ class Prefills:
         self._hold_s = hold_s
         self._open: dict[RequestId, _Prefill] = {}
         self._expiry: dict[RequestId, float] = {}
+        self._watches: dict[RequestId, _Watch] = {}
 
     @property
     def num_open(self) -> int:
@@ -88,20 +101,62 @@ class Prefills:
         return True
 
     def fail(self, request_id: RequestId, error: ErrorInfo) -> bool:
-        """Whether a request that failed was such a prompt."""
+        """Whether a request that failed was such a prompt. Blocks that others may be reading stay for a while."""
         prefill = self._open.pop(request_id, None)
         if prefill is None:
             return False
-        self._scheduler.release_kept(request_id)  # its first choice may have ended
+        if prefill.is_read:
+            self._scheduler.forsake_kept(request_id)
+            self._expiry[request_id] = self._now() + self._hold_s
+        else:
+            self._scheduler.release_kept(request_id)  # its first choice may have ended
+        self._unwatch(request_id)
         prefill.done(error)
         return True
 
     def release(self, request_id: RequestId) -> None:
-        """Blocks that were taken, or a prompt that nobody wants any more."""
-        if self._open.pop(request_id, None) is not None:
+        """Blocks that were taken, or a prompt that nobody wants any more: whoever still waits for it hears that."""
+        prefill = self._open.pop(request_id, None)
+        if prefill is not None:
             self._abort(request_id)
+            prefill.done(to_info(Cancelled("the prompt was let go")))
         self._expiry.pop(request_id, None)
         self._scheduler.release_kept(request_id)
+        self._unwatch(request_id)
+
+    # --- blocks as they come
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether there is anybody to `tell`."""
+        return bool(self._watches)
+
+    def watch(self, request_id: RequestId, after: int, told: Told) -> None:
+        """As `KvPlaced.computed_kv`; `told` is called by `tell`, or when the prompt is let go."""
+        if request_id not in self._open and self._scheduler.kept(request_id) is None:
+            raise _no_prompt(request_id)
+        earlier = self._watches.get(request_id)
+        self._watches[request_id] = _Watch(after, told)
+        if earlier is not None:
+            earlier.told(to_info(Cancelled("another waits for the blocks of this prompt now")))
+
+    def tell(self) -> None:
+        """Those who wait for blocks that are complete now."""
+        for request_id, watch in list(self._watches.items()):
+            lent = self._scheduler.lend(request_id, watch.after)
+            if lent is None:
+                continue
+            del self._watches[request_id]
+            if request_id in self._open:
+                self._open[request_id].is_read = True
+            watch.told(held_of(*lent))
+
+    def _unwatch(self, request_id: RequestId) -> None:
+        watch = self._watches.pop(request_id, None)
+        if watch is not None:
+            watch.told(to_info(_no_prompt(request_id)))
+
+    # ---
 
     def expire(self) -> None:
         """Let go of what nobody has fetched in time."""
@@ -131,6 +186,11 @@ class Prefills:
             block_hashes=tuple(names.sequence_hashes),
             expires_in_s=self._hold_s,
             token_ids=request.token_ids,
+            media=request.media,
             first_tokens=tokens if prefill.can_tell else None,
             cached_tokens=prefill.cached_tokens,
         )
+
+
+def _no_prompt(request_id: RequestId) -> NotFound:
+    return NotFound(f"no prompt {request_id} is computed or kept", kind="handoff", name=request_id)

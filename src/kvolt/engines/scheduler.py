@@ -83,7 +83,7 @@ class Scheduler:
         self._num_live = 0
         self._num_arrived = 0
         self._in_flight: StepPlan | None = None
-        self._deferred: list[list[BlockId]] = []  # of aborted sequences; the step under way may write to them
+        self._deferred: list[list[BlockId]] = []  # of aborted sequences; the step under way may use them
 
     @property
     def num_running(self) -> int:
@@ -126,15 +126,17 @@ class Scheduler:
         self._planner.wait(sequences[0])
 
     def abort(self, request_id: RequestId) -> bool:
-        """Forget a request wherever it is; whether it was here."""
+        """Forget a request wherever it is; whether it was here. What it lends is held until `release_kept`."""
         group = self._groups.pop(request_id, None)
         if group is None:
             return False
         for sequence in group.live:
             if sequence not in group.held_back:
                 self._planner.leave(sequence)
+            if sequence.num_lent:
+                self._holds.leave(request_id, sequence.blocks[: sequence.num_lent])
             if sequence.blocks:
-                self._deferred.append(sequence.blocks)
+                self._deferred.append(sequence.blocks[sequence.num_lent :])
                 sequence.blocks = []
             sequence.phase = Phase.DONE
         self._num_live -= len(group.live)
@@ -266,8 +268,31 @@ class Scheduler:
     def kept(self, request_id: RequestId) -> tuple[list[BlockId], Names] | None:
         return self._holds.kept(request_id)
 
+    def lend(self, request_id: RequestId, after: int) -> tuple[list[BlockId], Names] | None:
+        """The complete full blocks of a prompt whose blocks are kept: once there are more than `after` or all are
+        there, None before that. They stay where they are until `release_kept`, whatever becomes of the request."""
+        kept = self._holds.kept(request_id)
+        if kept is not None:
+            return kept
+        group = self._groups.get(request_id)
+        if group is None or group.first.num_sealed <= after:
+            return None
+        first = group.first
+        first.num_lent = first.num_sealed
+        return first.blocks, first.naming.names.part(0, first.num_lent)
+
+    def forsake_kept(self, request_id: RequestId) -> None:
+        """Nobody finds what is kept of a request any more, but it stays where it is until `release_kept`."""
+        self._holds.forsake(request_id)
+
     def release_kept(self, request_id: RequestId) -> bool:
-        return self._holds.release_kept(request_id)
+        """Whether there was anything."""
+        left = self._holds.take_left(request_id)
+        if left:
+            self._deferred.append(left)
+            if self._in_flight is None:
+                self._release_deferred()
+        return self._holds.release_kept(request_id) or bool(left)
 
     def adopt(self, names: Names) -> list[tuple[int, BlockId]]:
         return self._holds.adopt(names)

@@ -89,6 +89,8 @@ class Sequence:
     blocks: list[BlockId] = field(default_factory=list)
     num_sealed: int = 0
     """Blocks of it that are full and were given to the pool as such."""
+    num_lent: int = 0
+    """Blocks of it that others read: those it keeps, whoever is in need of some."""
     num_cached: int | None = None
     """Tokens of the prompt that were found in the cache at its first admission; None before that."""
     num_preemptions: int = 0

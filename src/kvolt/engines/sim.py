@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -48,6 +49,8 @@ from kvolt.transfer.memory import Slab
 
 __all__ = ["SimArguments", "SimEngine"]
 
+
+R = TypeVar("R")
 
 _ON_PAPER = ("KvEvents", "KvPlaced", "Prefill")
 """What an engine can do whose blocks have neither tokens nor bytes: who moves them must not look for any."""
@@ -161,7 +164,8 @@ class SimEngine:
 
     def abort(self, request_id: RequestId) -> None:
         self._forget(request_id)
-        self._prefills.fail(request_id, to_info(Cancelled("the prompt was aborted")))
+        if self._prefills.fail(request_id, to_info(Cancelled("the prompt was aborted"))):
+            self._watch_expiry()
         self._work.ring()
 
     def _forget(self, request_id: RequestId) -> None:
@@ -194,6 +198,8 @@ class SimEngine:
         while not self._closed:
             self._work.silence()
             plan = self._scheduler.plan()
+            if self._prefills.is_watched:
+                self._prefills.tell()  # what was found in the cache need not wait for the step
             if plan is None:
                 self._ends_at = None
                 output = self._without_step()
@@ -269,6 +275,8 @@ class SimEngine:
         plain_ids, plain_tokens = self._plain.take()
         if self._prefills.num_open:
             advanced = [one for one in advanced if not self._is_for_others(one)]
+        if self._prefills.is_watched:
+            self._prefills.tell()
         deltas = tuple((one.sequence.request.request_id, self._runner.delta(one)) for one in advanced)
         self._told_load = load_of(self._scheduler, msgspec.structs.replace(plan.stats, time_s=time_s))
         return StepOutput(
@@ -321,15 +329,21 @@ class SimEngine:
 
     # --- KvPlaced
 
-    def kv_slab(self) -> Slab:
+    def kv_slabs(self) -> tuple[Slab, ...]:
         if self._arguments.paper:
-            raise Unsupported("on paper blocks hold nothing", feature="kv_slab")
+            raise Unsupported("on paper blocks hold nothing", feature="kv_slabs")
         if self._slab is None:
             self._slab = self._memory.share(self._arguments.kv_blocks, self._arguments.block_size)
-        return self._slab
+        return (self._slab,)
 
     async def hold_kv(self, request_id: RequestId) -> KvHeld:
         return self._exchange.hold(request_id)
+
+    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+        told: asyncio.Future[KvHeld] = asyncio.get_running_loop().create_future()
+        self._prefills.watch(request_id, after, lambda found: _settle(told, found))
+        self._prefills.tell()
+        return await told
 
     async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
         return self._exchange.make_room(keys, hashes)
@@ -352,16 +366,11 @@ class SimEngine:
 
     async def prefill(self, request: Request) -> Handoff:
         done: asyncio.Future[Handoff] = asyncio.get_running_loop().create_future()
-
-        def settle(found: Handoff | ErrorInfo) -> None:
-            if done.done():
-                return  # its caller has gone
-            if isinstance(found, Handoff):
-                done.set_result(found)
-            else:
-                done.set_exception(from_info(found))
-
-        self._prefills.start(request, lambda short: self._add(short, keep_blocks=True), settle)
+        self._prefills.start(
+            request,
+            lambda short: self._add(short, keep_blocks=True),
+            lambda found: _settle(done, found),
+        )
         try:
             return await done
         except asyncio.CancelledError:
@@ -397,6 +406,15 @@ class SimEngine:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _settle(answer: asyncio.Future[R], found: R | ErrorInfo) -> None:
+    if answer.done():
+        return  # its caller has gone
+    if isinstance(found, ErrorInfo):
+        answer.set_exception(from_info(found))
+    else:
+        answer.set_result(found)
 
 
 def _check_tokens(request: Request) -> None:

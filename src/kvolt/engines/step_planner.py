@@ -16,6 +16,8 @@ step: that is `scheduler`'s, whose rules these are.
   its old place; later all its tokens are prefilled again, behind what the pool still holds of them. The first
   one never has to yield, and one alone fits the pool (who adds it sees to that), so everything ends, unless others
   hold the blocks (see `holds`): then there is nothing to plan until they are released.
+- Who lends blocks is not preempted: somebody reads them. That is a prompt which is computed for others and says one
+  token. It got all its blocks when it was admitted and needs no more, so it ends, even if all others have to yield.
 """
 
 from __future__ import annotations
@@ -58,9 +60,9 @@ class StepPlanner:
         del queue[bisect_left(queue, sequence.order, key=_order)]
 
     def grow(self, sequence: Sequence, num_more: int = 1) -> bool:
-        """Blocks more, at the cost of others if need be; False when it had to yield itself."""
+        """Blocks more, at the cost of others if need be; False when it had to yield itself. Not for one that lends."""
         while (blocks := self._pool.allocate(num_more)) is None:
-            victim = self.running[-1]
+            victim = next(one for one in reversed(self.running) if not one.num_lent)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -91,18 +93,20 @@ class StepPlanner:
     def _plan_decodes(self) -> tuple[list[Work], list[Sequence], int]:
         """The decodes, each with a block for its token; who prefills; how much KV the decodes read.
 
-        A victim is the last of the running ones, so it was not looked at yet or is the one in need itself.
+        A victim is the last of the running ones that lend nothing, so it was not looked at yet or is the one in need
+        itself. Behind that one are then only those that lend, and they prefill.
         """
         decodes: list[Work] = []
         prefilling: list[Sequence] = []
         context_tokens = 0
         block_size = self._limits.block_size
-        for sequence in self.running:  # which may lose its end meanwhile: that ends the loop earlier
+        for sequence in self.running:  # which may lose some of its end meanwhile: that ends the loop earlier
             start = sequence.num_computed
             if start < sequence.num_to_prefill:
                 prefilling.append(sequence)
                 continue
             if start >= len(sequence.blocks) * block_size and not self.grow(sequence):
+                prefilling += self.running[len(decodes) + len(prefilling) :]
                 break
             decodes.append(Work(sequence, start, 1))
             context_tokens += start + 1

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvolt.core.card import EngineInfo, ModelCard, card_hash
+from kvolt.core.card import EngineInfo, Link, ModelCard, card_hash
 from kvolt.core.delta import StepOutput
 from kvolt.core.endpoints import CARD, CONTROL, GENERATE, KV_TOPIC, LOAD_TOPIC, component_name
 from kvolt.core.errors import (
@@ -25,18 +25,19 @@ from kvolt.core.errors import (
     KvoltError,
     NotFound,
     Unavailable,
+    Unsupported,
     from_info,
 )
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_recovery import KvAnswer, KvQuestion
 from kvolt.core.load import LoadReport, WorkerLoad
-from kvolt.core.request import Request, Role
+from kvolt.core.request import MEETING, Request
 from kvolt.core.withdrawal import Withdraw, Withdrawn, withdrawn_error
 from kvolt.engines.contract import Engine, KvPlaced, features_of
 from kvolt.engines.handoffs import Handoffs, HandoffStats
 from kvolt.engines.kv_moving import KvMover
 from kvolt.engines.worker_control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
-from kvolt.engines.worker_handover import hand_over, new_handoffs
+from kvolt.engines.worker_handover import as_expanded, hand_over, new_handoffs
 from kvolt.engines.worker_kv import HISTORY_BYTES, KvJournal
 from kvolt.engines.worker_metrics import (
     CANCELLED,
@@ -101,7 +102,7 @@ class Worker:
         """Of each rank the latest, and when one was last published."""
         self._instance = InstanceId("")
         self._generate: EndpointAddress | None = None
-        self._telling_loras = asyncio.Lock()
+        self._telling = asyncio.Lock()
         self._plain_ids: tuple[RequestId, ...] = ()
         self._plain = StepSender(())
         self._is_over = False
@@ -128,6 +129,9 @@ class Worker:
         self.info = info = msgspec.structs.replace(info, features=self.features, loras=loras, taints=taints)
         component = component_name(info.model, info.role, info.card)
         self.handoffs = new_handoffs(self._engine, info, self._new_mover, self._clock.monotonic)
+        if self.handoffs is not None and "KvMovable" in self.features:  # it knows its blocks before they are computed
+            info = msgspec.structs.replace(info, transfer_addresses={MEETING: self.handoffs.where})
+            self.info = info
         self._set_health(State.READY)
         self._runtime.add_details("engine", self._describe)
         self._serve_control(component)
@@ -219,7 +223,7 @@ class Worker:
             raise
 
     def _take(self, stream: IncomingStream) -> None:
-        request: Request = stream.decode_body(_decode_request)
+        request = as_expanded(stream.decode_body(_decode_request))
         request_id = request.request_id
         if self._is_over:  # nothing of it was begun: another worker can take it
             raise Unavailable("the worker's engine has ended", reason="no_engine")
@@ -238,8 +242,9 @@ class Worker:
         deadline_s = stream.deadline_s
         if deadline_s is not None:  # what is left of the call's time is the request's
             request = msgspec.structs.replace(request, deadline_s=deadline_s)
-        is_for_others = self.info.role is Role.PREFILL
-        is_handed_over = is_for_others or request.handoff is not None
+        if request.prefill_only and self.handoffs is None:
+            raise Unsupported(f"a worker of the role {self.info.role} computes no prompts for others")
+        is_handed_over = request.prefill_only or request.handoff is not None or request.rendezvous is not None
         if self.handoffs is None or not is_handed_over:
             self._submit(request)
         entry = self._open.add(request, stream, self._on_deadline)
@@ -271,8 +276,10 @@ class Worker:
             self._abort(request_id)
 
     async def _withdraw(self, request_id: RequestId) -> bool:
-        """Give a request back that has not begun; whether it was so."""
-        if request_id not in self._open or not await self._engine.withdraw(request_id):
+        """Give a request back that has not begun, or let go of a prompt that nobody will fetch; whether it was so."""
+        if request_id not in self._open:
+            return self.handoffs is not None and self.handoffs.drop(request_id)
+        if not await self._engine.withdraw(request_id):
             return False
         entry = self._open.close(request_id, WITHDRAWN)
         if entry is not None:
@@ -396,9 +403,17 @@ class Worker:
             await self._tell_loras()
         yield answer
 
+    async def tell_links(self, links: dict[str, Link]) -> None:
+        """Register anew with the speeds at which KV comes here."""
+        async with self._telling:
+            if self.info is not None and self._generate is not None and links != self.info.links:
+                info = msgspec.structs.replace(self.info, links=links)
+                await self._runtime.update_info(self._generate, info)
+                self.info = info
+
     async def _tell_loras(self) -> None:
         """Register anew if adapters have come or gone. One at a time: the last word must be the newest."""
-        async with self._telling_loras:
+        async with self._telling:
             loras = loras_of(self._engine, self.features)
             if self.info is not None and self._generate is not None and loras != self.info.loras:
                 info = msgspec.structs.replace(self.info, loras=loras)

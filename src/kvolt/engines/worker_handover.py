@@ -9,14 +9,17 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
+import msgspec
+
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Delta
 from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
 from kvolt.engines.contract import Engine, KvPlaced
-from kvolt.engines.handoffs import Handoffs, PrefillEngine
+from kvolt.engines.handoffs import Handoffs
 from kvolt.engines.kv_moving import KvMover
+from kvolt.engines.meetings import MeetingEngine
 from kvolt.engines.worker_metrics import FAILED, FINISHED
 from kvolt.engines.worker_open import OpenRequests
 
@@ -36,13 +39,23 @@ def new_handoffs(
     reason = ""
     if can and new_mover is not None and isinstance(engine, KvPlaced):
         try:
-            return Handoffs(cast("PrefillEngine", engine), new_mover(engine), now)
+            return Handoffs(cast("MeetingEngine", engine), new_mover(engine), now)
         except Unsupported as error:  # its blocks lie where nobody reaches them
             reason = f": {error.message}"
     raise ConfigError(
         f"a {info.role} worker moves KV, which the {info.engine} engine cannot do in this setup{reason}",
         key="role",
         remedy="serve it as aggregated",
+    )
+
+
+def as_expanded(request: Request) -> Request:
+    """With its prompt as prefill has expanded it, if it has: nothing of that is done twice."""
+    handoff = request.handoff
+    if handoff is None or not (handoff.token_ids or handoff.media):
+        return request
+    return msgspec.structs.replace(
+        request, token_ids=handoff.token_ids or request.token_ids, media=handoff.media or request.media
     )
 
 
@@ -57,15 +70,23 @@ async def hand_over(
     request_id = request.request_id
     failure: KvoltError
     try:
-        if request.handoff is None:
-            handoff = await handoffs.give(request, instance)
+        meeting = request.rendezvous
+        if request.prefill_only:
+            if meeting is None:
+                handoff = await handoffs.give(request, instance)
+            else:
+                handoff = await handoffs.push(request, meeting, instance)
             entry = requests.close(request_id, FINISHED)
             if entry is not None:
                 requests.prompt_done(entry, handoff.cached_tokens or 0)
                 entry.stream.send(Delta(handoff=handoff, cached_tokens=handoff.cached_tokens))
                 entry.stream.end()
             return
-        pulled = await handoffs.take(request.handoff)
+        if meeting is not None:
+            pulled = await handoffs.receive(request, meeting)
+        else:
+            assert request.handoff is not None
+            pulled = await handoffs.take(request.handoff)
         entry = requests.get(request_id)
         if entry is not None:  # its caller has not gone meanwhile
             entry.pulled = pulled

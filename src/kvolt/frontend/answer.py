@@ -201,8 +201,8 @@ class Answer(ABC):
         made = [journey for journey in self._journeys if journey.decision is not None]
         if not made or made[0].decision is None:
             return {}
-        handoff = made[0].handoff
-        prefill = {} if handoff is None else {"prefill_worker_id": handoff.prefill_instance}
+        prefilled = made[0].prefilled
+        prefill = {} if prefilled is None else prefill_told(prefilled)
         return prefill | workers_told(made[0].decision)
 
     def _stages(self) -> dict[str, Any]:
@@ -223,6 +223,14 @@ class Answer(ABC):
 def heard_of(states: Sequence[ChoiceState]) -> Heard:
     """As a journey asks for it. A stop string may have ended a choice of which its worker knows nothing."""
     return [None if state.choice.finish is not None else state.token_ids for state in states]
+
+
+def prefill_told(decision: Decision) -> dict[str, Any]:
+    """Who computes the prompt where that is another, likewise."""
+    told: dict[str, Any] = {"prefill_worker_id": decision.instance.id}
+    if decision.dp_rank is not None:
+        told["prefill_dp_rank"] = decision.dp_rank
+    return told
 
 
 def workers_told(decision: Decision) -> dict[str, Any]:

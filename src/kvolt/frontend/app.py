@@ -17,6 +17,7 @@ from kvolt.frontend.openai_api.requests import parse_detokenize, parse_tokenize
 from kvolt.frontend.openai_api.templating import template_input
 from kvolt.frontend.openapi import openapi
 from kvolt.frontend.preprocess import MOST_CONTEXTS
+from kvolt.frontend.roles import missing_roles, readiness, workers_of
 from kvolt.frontend.siblings import Siblings
 from kvolt.runtime.http import Handler, HttpRequest, Response, Routes
 from kvolt.runtime.metrics import Metrics
@@ -96,21 +97,12 @@ class FrontendApp:
             parent=None if model.lora is None else model.card.name,
             context_window=length,
             max_model_len=length,
+            workers=workers_of(model),
         )
 
     async def _show_ready(self, request: HttpRequest) -> Response:
-        model = self._models.find(request.params["model"])
-        num_workers = len(model.candidates())
-        role = "aggregated"
-        namespace = responses.NamespaceReady(
-            ready=model.ready, workers={role: num_workers}, missing=[] if num_workers else [role]
-        )
-        body = responses.ModelReady(
-            model=model.name,
-            ready=model.ready,
-            namespaces={model.client.endpoint.namespace: namespace},
-        )
-        return Response(200 if model.ready else 503, _json(body))
+        body = readiness(self._models, request.params["model"])
+        return Response(200 if body.ready else 503, _json(body))
 
     # --- tokens
 
@@ -162,6 +154,8 @@ class FrontendApp:
             status="ready" if ready else "no_models",
             models=[model.card.name for model in ready],
             workers={model.card.name: len(model.client.candidates()) for model in ready},
+            roles={model.card.name: workers_of(model) for model in ready},
+            missing=missing_roles(self._models),
         )
         return Response(200 if ready else 503, _json(health))
 

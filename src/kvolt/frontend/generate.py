@@ -267,7 +267,7 @@ class Generation:
         request = check_one(requests, asked.param)
         streams = bool(asked.body.stream)
         timeout_s = self._time_left(asked).total_s
-        body = await query_body(plan, asked.model.road.router, request, timeout_s, streams)
+        body = await query_body(plan, asked.model.road, request, timeout_s, streams)
         if not streams:
             return Response(200, body, asked.headers)
         return Response(200, body, {**_SSE_HEADERS, **asked.headers}, "text/event-stream")

@@ -17,11 +17,12 @@ from kvolt.core.card import HASH_SCHEME, Capacity, EngineInfo, ModelCard, card_h
 from kvolt.core.endpoints import CARD, GENERATE
 from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, Unavailable
 from kvolt.core.ids import CardHash
-from kvolt.core.request import Request, Role, Sampling
+from kvolt.core.request import Role, Sampling
 from kvolt.frontend.openai_api.generation import sampling_defaults
 from kvolt.frontend.preprocess import CardProcessor, ParserNames, Processor
 from kvolt.journey.journey import Road
-from kvolt.journey.prefill import Leg, nobody
+from kvolt.journey.prefill import Leg
+from kvolt.journey.ways import Chooser, OneWay, WayRule, Ways
 from kvolt.router.adapters import Adapters
 from kvolt.router.policies import ROUTERS, NewRouter
 from kvolt.router.port import Router, RouterContext
@@ -55,6 +56,8 @@ class Model:
     capacity: Capacity
     """Of one worker; they are all alike."""
     adapters: Adapters
+    role: Role = Role.AGGREGATED
+    """Of those who answer."""
     prefill: Callable[[], Leg | None] = lambda: None
     """Who computes prompts for its workers, if anybody was ever seen that does."""
     lora: str | None = None
@@ -77,6 +80,11 @@ class Model:
         """All that are registered, whatever they do for it."""
         leg = self.prefill()
         return [*self.client.instances(), *(leg.client.instances() if leg is not None else ())]
+
+    def reached(self) -> list[Instance]:
+        """Those of them that can be reached now."""
+        leg = self.prefill()
+        return [*self.client.candidates(), *(leg.client.candidates() if leg is not None else ())]
 
     def with_adapter(self, name: str) -> Model:
         return replace(self, lora=name)
@@ -107,8 +115,19 @@ class ModelOptions(msgspec.Struct, frozen=True):
     router: RouterSettings = RouterSettings()
     migration_limit: int = 3
     """How often an answer that has begun may go on at another worker."""
-    prefill_min_tokens: int = 0
-    """Prompts that are longer are computed by prefill workers, where there are any."""
+    prefill: WayRule = WayRule()
+    """Which prompts are computed by prefill workers, where there are any."""
+    decode_first: tuple[str, ...] = ()
+    """Models whose decode workers have a request while its prompt is computed; `*` for all."""
+
+
+def _nobody_answers(name: str, role: Role) -> Unavailable:
+    return Unavailable(
+        f"no worker of {name!r} can be reached now that has the role {role}",
+        endpoint=name,
+        reason="no_workers",
+        role=role.value,
+    )
 
 
 class Models:
@@ -171,7 +190,7 @@ class Models:
         """NotFound for a name nobody serves; Unavailable when its workers cannot be reached now."""
         model = self.find(name)
         if not model.ready:
-            raise Unavailable(f"no worker of {name!r} can be reached now", endpoint=name, reason="no_workers")
+            raise _nobody_answers(name, model.role)
         return model
 
     def find(self, name: str) -> Model:
@@ -180,6 +199,8 @@ class Models:
         if known in self._models:
             return self._newest(known)
         found = [model for model in self._every() if model.adapters.registered(name)]
+        if not found and name in self.unanswered():
+            raise _nobody_answers(name, Role.DECODE)
         if not found:
             raise NotFound(f"the model {name!r} does not exist", kind="model", name=name, param="model")
         reached = (model for model in found if model.adapters.holders(name))
@@ -188,6 +209,14 @@ class Models:
     def all(self) -> list[Model]:
         """Ready or not."""
         return [self._newest(name) for name in sorted(self._models)]
+
+    def unanswered(self) -> dict[str, list[Leg]]:
+        """Models whose prompts could be computed, and that nobody was ever seen to answer for."""
+        legs: dict[str, list[Leg]] = {}
+        for (_, name, _), leg in self._prefills.items():
+            if not self._is_a_models(name) and leg.client.instances():
+                legs.setdefault(name, []).append(leg)
+        return legs
 
     def adapters(self) -> list[Model]:
         """The adapters that a request would reach now, by name."""
@@ -310,21 +339,11 @@ class Models:
         self._prefills[_kin(endpoint, info)] = Leg(self._new_router(context), client)
         log.info("prompts of %s are computed by prefill workers where that is faster", info.model)
 
-    def _prefill_of(self, endpoint: EndpointAddress, info: EngineInfo) -> Callable[[Request], Leg | None]:
-        """Who computes prompts for these workers now, if anybody does."""
-
-        # Of what does not fill a block nothing could be handed over.
-        least_tokens = max(self._options.prefill_min_tokens, info.block_size)
-
-        def find(request: Request) -> Leg | None:
-            is_short = request.num_prompt_tokens <= least_tokens or request.stop.max_tokens == 1
-            # Log probabilities of a prompt are told by who answers, who would have to compute all of it again.
-            if is_short or request.sampling.prompt_logprobs is not None:
-                return None
-            leg = self._prefills.get(_kin(endpoint, info))
-            return leg if leg is not None and leg.client.candidates() else None
-
-        return find
+    def _ways(self, router: Router, leg: Callable[[], Leg | None], info: EngineInfo) -> Ways:
+        if info.role is not Role.DECODE:
+            return OneWay()
+        now = self._runtime.ports.clock.monotonic
+        return Chooser(router, leg, info.block_size, self._options.prefill, now=now)
 
     def _model(self, card: ModelCard, client: EndpointClient, info: EngineInfo) -> Model:
         options = self._options
@@ -334,6 +353,11 @@ class Models:
         )
         context = RouterContext(client, self._runtime, info.block_size, options.router, info.role)
         router = self._new_router(context)
+        kin, is_decode = _kin(client.endpoint, info), info.role is Role.DECODE
+
+        def leg() -> Leg | None:
+            return self._prefills.get(kin) if is_decode else None
+
         road = Road(
             router,
             client,
@@ -341,10 +365,10 @@ class Models:
             options.max_attempts,
             migration_limit=options.migration_limit,
             eos_token_ids=card.eos_token_ids,
-            prefill=self._prefill_of(client.endpoint, info) if info.role is Role.DECODE else nobody,
+            ways=self._ways(router, leg, info),
+            is_decode_first=not {info.model, "*"}.isdisjoint(options.decode_first),
         )
         defaults = sampling_defaults(card.defaults)
-        is_decode = info.role is Role.DECODE
         return Model(
             card,
             processor,
@@ -353,7 +377,8 @@ class Models:
             defaults,
             info.capacity,
             Adapters(client),
-            prefill=lambda: self._prefills.get(_kin(client.endpoint, info)) if is_decode else None,
+            role=info.role,
+            prefill=leg,
         )
 
     def _note_aliases(self, card: ModelCard) -> None:

@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from kvolt.core.request import Role
 from kvolt.frontend.models import Model, Models
+from kvolt.frontend.roles import workers_of
 from kvolt.frontend.token_cache import EncoderStats
+from kvolt.journey.ways import Chooser
+from kvolt.router.port import Router
 from kvolt.router.queue_metrics import queue_families
 
 _GAUGES: tuple[tuple[str, str, Callable[[Model], int]], ...] = (
@@ -76,7 +80,40 @@ class ModelsCollector:
         for model in models:
             moves.add_metric((model.card.name,), model.road.stats.num_moves)
         yield moves
-        yield from queue_families((str(model.client.endpoint), model.road.router) for model in models)
+        yield from self._prefills(models)
+        yield from queue_families(_routers(models))
+
+    def _prefills(self, models: list[Model]) -> Iterator[Metric]:
+        """Prompts that others compute than answer; nothing where every worker computes its own."""
+        workers = GaugeMetricFamily(
+            "kvolt_model_workers", "Workers that can be reached now, by role", labels=("model", "role")
+        )
+        done = CounterMetricFamily(
+            "kvolt_journey_prefills", "Prompts that prefill workers have computed", labels=("model",)
+        )
+        failures = CounterMetricFamily(
+            "kvolt_journey_prefill_failures",
+            "Prompts that a prefill worker was asked for and has not computed, by why",
+            labels=("model", "reason"),
+        )
+        ways = CounterMetricFamily(
+            "kvolt_journey_ways",
+            "Requests by where their prompt and their answer were to be computed",
+            labels=("model", "way"),
+        )
+        for model in models:
+            name, stats = model.card.name, model.road.stats
+            for role, number in workers_of(model).items():
+                workers.add_metric((name, role), number)
+            if model.role is not Role.DECODE:
+                continue
+            done.add_metric((name,), stats.num_prefills)
+            for code, number in stats.prefill_failures.items():
+                failures.add_metric((name, code), number)
+            if isinstance(model.road.ways, Chooser):
+                for way, number in model.road.ways.counts.items():
+                    ways.add_metric((name, way.value), number)
+        yield from (workers, done, failures, ways)
 
     def _elsewhere(self, models: list[Model]) -> Iterator[Metric]:
         """Requests that another worker was asked for, from the beginning or amid the answer."""
@@ -111,3 +148,12 @@ class ModelsCollector:
                 labels = (name, _MIGRATION_TYPES[each.is_amid], each.outcome.value)
                 took.add_metric(labels, histogram.buckets(), histogram.total)
         yield from (total, took, retries, migrations)
+
+
+def _routers(models: list[Model]) -> Iterator[tuple[str, Router]]:
+    """With the endpoint that each decides for."""
+    for model in models:
+        yield str(model.client.endpoint), model.road.router
+        leg = model.prefill()
+        if leg is not None:
+            yield str(leg.client.endpoint), leg.router

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from kvolt.core.delta import Delta, StageTimes, Usage
-from kvolt.core.errors import DeadlineExceeded, KvoltError, Unavailable, with_fields
-from kvolt.core.request import Handoff, Request
+from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, Unavailable, with_fields
+from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.core.withdrawal import was_withdrawn
+from kvolt.journey.decided import as_decided
 from kvolt.journey.machine import (
     Action,
     Delivered,
@@ -38,11 +38,14 @@ from kvolt.journey.machine import (
     Stopped,
     TakenBack,
 )
-from kvolt.journey.prefill import Leg, PrefillCall, nobody
+from kvolt.journey.meeting import SOMEWHERE, new_meeting
+from kvolt.journey.prefill import Leg, PrefillCall
 from kvolt.journey.resuming import Heard, as_one, going_on, is_over, lost_ends
 from kvolt.journey.stats import Elsewhere, JourneyStats, Outcome
-from kvolt.journey.take_back import ask_back
+from kvolt.journey.take_back import ask_back, let_go
+from kvolt.journey.ways import OneWay, Way, Ways
 from kvolt.router.port import Decision, Router
+from kvolt.runtime.address import Instance
 from kvolt.runtime.call import Call, Deadlines
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.streams import StepSink
@@ -95,8 +98,10 @@ class Road:
     eos_token_ids: tuple[int, ...] = ()
     """Of the model: by what an answer is over whose worker was lost before it said so."""
     stats: JourneyStats = field(default_factory=JourneyStats)
-    prefill: Callable[[Request], Leg | None] = nobody
-    """Who is to compute the prompt of a request; None for whoever answers it."""
+    ways: Ways = field(default_factory=OneWay)
+    """Whether somebody else computes a prompt than answers it."""
+    is_decode_first: bool = False
+    """Then who answers has the request at the same time, and fetches the prompt's KV while it is computed."""
 
 
 class Journey:
@@ -104,6 +109,7 @@ class Journey:
 
     __slots__ = (
         "_asked",
+        "_at",
         "_booked",
         "_cached_tokens",
         "_call",
@@ -113,9 +119,11 @@ class Journey:
         "_held",
         "_is_resumed",
         "_is_taken",
+        "_kept_by",
         "_loop",
         "_machine",
         "_moving_to",
+        "_prefill_leg",
         "_prefilling",
         "_retry",
         "_road",
@@ -124,6 +132,7 @@ class Journey:
         "_to_begin",
         "_usage",
         "decision",
+        "prefilled",
         "request",
         "sink",
         "steps",
@@ -135,6 +144,10 @@ class Journey:
         self._machine = JourneyMachine(road.max_attempts, road.max_moves, road.migration_limit)
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
+        self._at: Leg | Road = road
+        """Those that are asked for its answer now."""
+        self._prefill_leg: Leg | None = None
+        """Those that are asked for its prompt, if others are than answer it."""
         self._call: Call | None = None
         self._booked: Decision | None = None
         """What the router counts as under way for us."""
@@ -153,6 +166,8 @@ class Journey:
         """Of a prompt that was computed elsewhere: where its time went."""
         self._handoff: Handoff | None = None
         """Of whoever computed the prompt, if that was somebody else."""
+        self._kept_by: Instance | None = None
+        """Who keeps the KV of the handoff, until somebody has fetched it."""
         self._cached_tokens: int | None = None
         """What the first worker said of the prompt."""
         self._failed_at: float | None = None
@@ -162,14 +177,11 @@ class Journey:
         self.request = request
         self.decision: Decision | None = None
         """Where the last attempt went."""
+        self.prefilled: Decision | None = None
+        """Where the prompt was computed, if that was elsewhere."""
         # As the sink of a call: whole steps pass us by.
         self.sink = receiver
         self.steps = receiver.steps
-
-    @property
-    def handoff(self) -> Handoff | None:
-        """Of whoever computed the prompt, if that was somebody else."""
-        return self._handoff
 
     @property
     def stages(self) -> StageTimes | None:
@@ -182,8 +194,15 @@ class Journey:
 
     async def begin(self) -> None:
         """Until a worker has the request, or it was cancelled. When it raises, the receiver hears nothing."""
-        leg = self._road.prefill(self.request)
-        error = await self._perform(self._machine.on(Start(is_remote=leg is not None)))
+        way, leg = self._road.ways.plan(self.request)
+        is_prefill_first = way is Way.SPLIT and not self._road.is_decode_first
+        if way is Way.SPLIT:
+            self._prefill_leg = leg
+            if not is_prefill_first:
+                self._asked = msgspec.structs.replace(self._asked, rendezvous=SOMEWHERE)
+        elif way is Way.THERE and leg is not None:
+            self._at = leg
+        error = await self._perform(self._machine.on(Start(is_remote=is_prefill_first)))
         if error is not None:
             raise error
 
@@ -195,8 +214,7 @@ class Journey:
         self._found(Outcome.CANCELLED)
         self._stay()
         self._free()
-        if self._prefilling is not None:
-            self._prefilling.cancel()
+        self._let_go()
         if self._retry is not None:
             self._retry.cancel()
         call, self._call = self._call, None
@@ -219,15 +237,17 @@ class Journey:
         if self._to_begin:
             self._to_begin = False
             self._is_taken = True
+            self._kept_by = None
             self._stay()
             self._found(Outcome.SUCCESS)
             if self._booked is not None:
-                self._road.router.begun(self._booked, delta.cached_tokens)
+                self._at.router.begun(self._booked, delta.cached_tokens)
             if not self._is_resumed and self._handoff is None:
                 self._cached_tokens = delta.cached_tokens
         if self._is_resumed or self._handoff is not None:
             delta = as_one(delta, self._cached_tokens, is_told=self.sink.has_begun)
         if delta.stages is not None and self._stages is not None:
+            self._road.ways.learn(self.request, delta.stages)
             self._stages = msgspec.structs.replace(delta.stages, **_known(self._stages))
         if delta.usage is not None:
             self._count(delta.usage)
@@ -333,7 +353,7 @@ class Journey:
         """That it was given back is said by the end of its stream, which may come before or after the answer."""
         is_back = False
         try:
-            is_back = await ask_back(self._road.client.plane, current.instance, self.request.request_id)
+            is_back = await ask_back(self._at.client.plane, current.instance, self.request.request_id)
         finally:
             if not is_back and self._moving_to is decision:
                 self._stay()
@@ -350,7 +370,7 @@ class Journey:
         """It will not be moved: it has begun, is over, or its worker keeps it."""
         decision, self._moving_to = self._moving_to, None
         if decision is not None:
-            self._road.router.free(decision, None)
+            self._at.router.free(decision, None)
 
     # ---
 
@@ -360,6 +380,7 @@ class Journey:
         except Exception as fault:  # nobody else would tell the receiver
             log.exception("request %s could not be tried elsewhere", self.request.request_id)
             error = KvoltError(f"internal error ({type(fault).__name__})")
+            self._let_go()
         if error is not None:
             self.sink.on_end(error)
 
@@ -379,10 +400,11 @@ class Journey:
             action = self._machine.on(event)
 
     async def _prefill(self, action: Prefill) -> Event:
-        leg = self._road.prefill(self.request)
-        if leg is None:  # they have gone meanwhile
+        leg = self._prefill_leg
+        if leg is None or not leg.client.candidates():  # they have gone meanwhile
             return PrefillFailed(Unavailable("no prefill worker can be reached", reason="no_workers"), None)
-        prefilling = self._prefilling = PrefillCall(leg, self.request)
+        asked = msgspec.structs.replace(self.request, prefill_only=True)
+        prefilling = self._prefilling = PrefillCall(leg, asked, self._road.crew)
         total_s = self._deadlines.total_s
         try:
             async with asyncio.timeout_at(self._started + total_s):
@@ -399,8 +421,13 @@ class Journey:
             return PrefillFailed(error, None if decision is None else decision.instance.id)
         finally:
             self._prefilling = None
-        if self._machine.state is not State.DONE:  # not cancelled meanwhile
+        assert prefilling.decision is not None
+        self._kept_by = prefilling.decision.instance if handoff.ticket else None
+        if self._machine.state is State.DONE:  # cancelled meanwhile
+            self._let_go()
+        else:
             self._stages = StageTimes(queue_ms=prefilling.wait_s * 1e3, prefill_ms=prefilling.took_s * 1e3)
+            self.prefilled = prefilling.decision
             self._take_over(handoff)
         return Prefilled()
 
@@ -418,16 +445,20 @@ class Journey:
         total_s = self._deadlines.total_s
         failure = self._machine.failure
         if failure is not None:
+            self._at = self._road
             self._look_elsewhere()
         try:
             async with asyncio.timeout_at(self._started + total_s):
-                decision = await self._road.router.route(self._asked, action.excluded)
+                decision = await self._at.router.route(self._asked, action.excluded)
         except TimeoutError:
             return Failed(
                 DeadlineExceeded(f"no worker within {total_s:g} s (route)", stage="route", after_s=total_s)
             )
         except KvoltError as error:
-            return Failed(error)
+            if self._at is self._road:
+                return Failed(error)
+            self._at = self._road  # nobody there has room: it is theirs who answer
+            return await self._route(action)
         self._booked = decision
         self._to_begin = True
         if self._machine.state is State.DONE:  # cancelled meanwhile
@@ -438,14 +469,13 @@ class Journey:
 
     async def _open(self, action: Open) -> Event:
         decision = self.decision = action.decision
-        request = self._asked
-        if decision.kv_sources:
-            request = msgspec.structs.replace(request, kv_sources=decision.kv_sources)
-        if decision.dp_rank is not None:
-            routing = msgspec.structs.replace(request.routing, pinned_dp_rank=decision.dp_rank)
-            request = msgspec.structs.replace(request, routing=routing)
+        request = as_decided(self._asked, decision)
+        if request.rendezvous is not None:
+            request = await self._meet(request)
+            if self._machine.state is State.DONE:  # cancelled meanwhile
+                return Opened()
         try:
-            self._call = await self._road.client.call(
+            self._call = await self._at.client.call(
                 request, self, instance=decision.instance, deadlines=self._time_left(), decode=_decode_delta
             )
         except BaseException as error:
@@ -462,8 +492,62 @@ class Journey:
                 decision.recall.move = self.move
         return Opened()
 
+    # --- decode-first
+
+    async def _meet(self, request: Request) -> Request:
+        """The request as its decode worker gets it: with where it meets who computes the prompt, who has it at the same
+        time. Where nobody does, it computes the prompt itself."""
+        alone = msgspec.structs.replace(request, rendezvous=None)
+        leg, before = self._prefill_leg, self._prefilling
+        if before is not None:  # for a decode worker that has failed
+            before.cancel()
+        if leg is None or request.is_resumed or not leg.client.candidates():
+            return alone
+        pushing = PrefillCall(leg, msgspec.structs.replace(self.request, prefill_only=True), self._road.crew)
+        try:
+            decision = await pushing.place(frozenset())
+        except KvoltError as error:
+            self._road.stats.prefill_failures[error.code] += 1
+            return alone
+        meeting = new_meeting(decision.instance)
+        if meeting is None or self._machine.state is State.DONE:
+            pushing.give_up()
+            return alone
+        self._prefilling = pushing
+        self._stages = StageTimes(queue_ms=pushing.wait_s * 1e3)
+        self._road.crew.start(self._push(pushing, meeting), f"prompt {self.request.request_id}")
+        return msgspec.structs.replace(request, rendezvous=meeting)
+
+    async def _push(self, pushing: PrefillCall, meeting: Rendezvous) -> None:
+        """Beside the answer, which comes without it as well."""
+        try:
+            await pushing.compute(self._time_left(), meeting)
+        except KvoltError as error:
+            if not isinstance(error, Cancelled):
+                self._road.stats.prefill_failures[error.code] += 1
+                log.info(
+                    "the prompt of %s was not computed elsewhere: %s", self.request.request_id, error.message
+                )
+            return
+        finally:
+            if self._prefilling is pushing:
+                self._prefilling = None
+        self._road.stats.num_prefills += 1
+        self.prefilled = pushing.decision
+        if self._stages is not None:
+            self._stages = msgspec.structs.replace(self._stages, prefill_ms=pushing.took_s * 1e3)
+
+    def _let_go(self) -> None:
+        """It is over: nobody will fetch what was computed for it, unless somebody has."""
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+        kept_by, self._kept_by = self._kept_by, None
+        if kept_by is not None:
+            let_go(self._road.crew, self._road.client.plane, kept_by, self.request.request_id)
+
     def _told(self, error: KvoltError | None) -> KvoltError | None:
-        """As the receiver gets it: whether trying again would be the second time that it is computed."""
+        """The end as the receiver gets it: whether trying again would be the second time that it is computed."""
+        self._let_go()
         if error is None:
             return None
         self._found(Outcome.FAILURE)
@@ -481,7 +565,7 @@ class Journey:
         if booked is not None:
             if booked.recall is not None:
                 booked.recall.move = None
-            self._road.router.free(booked, usage)
+            self._at.router.free(booked, usage)
 
     def _time_left(self) -> Deadlines:
         total_s = max(self._started + self._deadlines.total_s - self._loop.time(), 0.0)

@@ -13,13 +13,16 @@ from typing import Any
 import msgspec
 
 from kvolt.core.delta import Delta
-from kvolt.core.errors import Cancelled, KvoltError, ProtocolError
+from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, ProtocolError
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Handoff, Request
+from kvolt.core.request import Handoff, Rendezvous, Request
+from kvolt.journey.decided import as_decided
+from kvolt.journey.take_back import let_go
 from kvolt.router.port import Decision, Router
 from kvolt.runtime.call import Call, Deadlines
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.streams import StepSink
+from kvolt.runtime.tasks import Crew
 
 _decode_delta = msgspec.msgpack.Decoder(Delta).decode
 
@@ -32,22 +35,20 @@ class Leg:
     client: EndpointClient
 
 
-def nobody(request: Request) -> Leg | None:
-    """Who computes prompts where every worker computes its own."""
-    return None
-
-
 class PrefillCall:
     """One prompt at one prefill worker. `run` once; `cancel` at any time."""
 
     steps: StepSink | None = None
     """As a sink it takes items only."""
 
-    def __init__(self, leg: Leg, request: Request) -> None:
+    def __init__(self, leg: Leg, request: Request, crew: Crew) -> None:
+        """`crew`: for what nobody waits for."""
         self._leg = leg
-        self._request = request
+        self._request = _without_rank(request)
+        self._crew = crew
         self._done: asyncio.Future[Handoff] = asyncio.get_running_loop().create_future()
         self._call: Call | None = None
+        self._is_sent = False
         self._handoff: Handoff | None = None
         self.decision: Decision | None = None
         """Where it went."""
@@ -58,20 +59,42 @@ class PrefillCall:
 
     async def run(self, excluded: frozenset[InstanceId], deadlines: Deadlines) -> Handoff:
         """KvoltError when the prompt was not computed; then nothing is left of it."""
+        await self.place(excluded)
+        return await self.compute(deadlines)
+
+    async def place(self, excluded: frozenset[InstanceId]) -> Decision:
+        """Who is to compute it. Booked there until `compute` has ended, or `give_up` says that it will not be."""
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
         decision = self.decision = await self._leg.router.route(self._request, excluded)
+        self.wait_s = loop.time() - asked_at
+        return decision
+
+    def give_up(self) -> None:
+        if self.decision is not None:
+            self._leg.router.free(self.decision, None)
+
+    async def compute(self, deadlines: Deadlines, meeting: Rendezvous | None = None) -> Handoff:
+        """Where it was placed, for who goes on with it later or fetches it meanwhile. Errors as of `run`."""
+        decision = self.decision
+        assert decision is not None
+        loop = asyncio.get_running_loop()
+        request = as_decided(self._request, decision)
+        if meeting is not None:
+            request = msgspec.structs.replace(request, rendezvous=meeting)
         sent_at = loop.time()
-        self.wait_s = sent_at - asked_at
         try:
             if self._done.done():  # cancelled meanwhile
                 return self._done.result()
             self._call = await self._leg.client.call(
-                self._request, self, instance=decision.instance, deadlines=deadlines, decode=_decode_delta
+                request, self, instance=decision.instance, deadlines=deadlines, decode=_decode_delta
             )
+            self._is_sent = True
             return await self._done
-        except (asyncio.CancelledError, Cancelled):
+        except (asyncio.CancelledError, Cancelled, DeadlineExceeded):
             self.cancel()
+            if self._is_sent:  # it may have been computed just before, and then nobody will ask for it
+                let_go(self._crew, self._leg.client.plane, decision.instance, request.request_id)
             raise
         finally:
             self.took_s = loop.time() - sent_at
@@ -87,6 +110,8 @@ class PrefillCall:
     # --- as the sink of a call
 
     def on_item(self, delta: Any) -> None:
+        if self._handoff is not None or delta.handoff is None:
+            return  # nothing else is asked of it
         self._handoff = delta.handoff
         if self.decision is not None:
             self._leg.router.begun(self.decision, delta.cached_tokens)
@@ -104,3 +129,11 @@ class PrefillCall:
             self._done.exception()  # `run` may have ended already
         else:
             self._done.set_result(self._handoff)
+
+
+def _without_rank(request: Request) -> Request:
+    """A rank that the caller has named is one of the worker that answers."""
+    if request.routing.pinned_dp_rank is None:
+        return request
+    routing = msgspec.structs.replace(request.routing, pinned_dp_rank=None)
+    return msgspec.structs.replace(request, routing=routing)

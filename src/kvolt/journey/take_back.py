@@ -1,4 +1,4 @@
-"""Asks a worker for a request back that it has not begun."""
+"""Asks a worker for a request back that it has not begun, or to let go of a prompt that it has computed for others."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvolt.runtime.address import EndpointAddress, Instance
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.client import open_stream
 from kvolt.runtime.plane import Destination, RequestPlane
+from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)
 
@@ -35,3 +36,10 @@ async def ask_back(plane: RequestPlane, instance: Instance, request_id: RequestI
         log.debug("request %s could not be taken back: %s", request_id, error.message)
         return False
     return answer is not None and answer.is_back
+
+
+def let_go(crew: Crew, plane: RequestPlane, instance: Instance, request_id: RequestId) -> None:
+    """Tell a prefill worker that nobody will fetch the KV of a prompt. Nobody waits for that; what it is not told of it
+    keeps until its time is over."""
+    if not crew.closed:
+        crew.start(ask_back(plane, instance, request_id), f"let go {request_id}")

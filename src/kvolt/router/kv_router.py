@@ -13,6 +13,7 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.load import LoadReport
 from kvolt.core.request import Request, Role
 from kvolt.router.eligible import Eligible
+from kvolt.router.forecast import Forecast
 from kvolt.router.gossip import PlaceBookings
 from kvolt.router.learning import Watch
 from kvolt.router.policy import Policy
@@ -74,6 +75,9 @@ class KvRouter:
         """Until its first token, if it were routed now; None where `try_route` would give nothing. Books nothing."""
         choice = self._choose(request, excluded)
         return None if choice.is_saturated else choice.predicted_s
+
+    def forecast(self, request: Request) -> Forecast:
+        return self.selector.forecast(request, self._candidates(request, frozenset()))
 
     def queue_s(self, decision: Decision) -> float:
         """Until the prompts are computed that were sent to its place, this and later ones included; once that time is

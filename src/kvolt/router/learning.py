@@ -106,7 +106,8 @@ class Learning:
         self.stats.begun(now - sent.at, choice.predicted_s)
         if cached_tokens is not None and request.num_prompt_tokens:
             self.stats.real_hit_rate.observe(min(cached_tokens / request.num_prompt_tokens, 1.0))
-        if self._corrects_times:
+        # Of a prompt that came from elsewhere the time is its way here, and says nothing of the worker's steps.
+        if self._corrects_times and request.handoff is None and request.rendezvous is None:
             told_s = choice.told_s * (1.0 + sent.others_share)
             if cached_tokens is not None:  # more or less was computed than was thought
                 told_s *= max(request.num_given_tokens - cached_tokens, 1) / max(choice.prefill_tokens, 1)

@@ -51,6 +51,8 @@ class Prices:
 
     def __init__(self, infos: Sequence[EngineInfo | None]) -> None:
         self._num_workers = len(infos)
+        self.is_told = [info is not None and info.step_model is not None for info in infos]
+        """Whether a worker has said how long its steps take."""
         chunks = np.array([_chunk(info) for info in infos], dtype=float)
         linear: dict[int, LatencyModel] = {}
         occupancy: dict[int, OccupancyModel] = {}

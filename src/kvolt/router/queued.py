@@ -19,6 +19,7 @@ from kvolt.core.delta import Usage
 from kvolt.core.errors import KvoltError, Overloaded
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
+from kvolt.router.forecast import Forecast
 from kvolt.router.port import Decision, Recall, Router
 from kvolt.router.queue import Order, QueueLimits, Waiting, WaitingQueue
 from kvolt.router.queue_stats import DrainRate, QueueStats
@@ -47,6 +48,10 @@ class LateRouter(Router, Protocol):
 
     def foresee_s(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> float | None:
         """Until its first token, if it were routed now; None where `try_route` would give nothing. Books nothing."""
+        ...
+
+    def forecast(self, request: Request) -> Forecast:
+        """What it would come to if it were routed now, however busy all are."""
         ...
 
     def queue_s(self, decision: Decision) -> float:
@@ -146,21 +151,28 @@ class QueueRouter:
     # --- the port
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        has_begun = request.is_resumed or (
-            request.handoff is not None and request.handoff.first_tokens is not None
-        )
-        if request.routing.query_only or has_begun:  # who has begun to read does not wait in line again
+        if request.routing.query_only or has_begun(request):
             return await self.inner.route(request, excluded)
         decision = self.route_now(request, excluded)
         return decision if decision is not None else await self._wait(request, excluded)
 
     def route_now(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision | None:
-        """As `route`; None where the request would have to wait."""
+        """As `route`; None where there is more to it than to look who has room."""
+        if has_begun(request):
+            return self.inner.try_route(request, excluded)
         decision = None if self._queue.num_waiting else self.inner.try_route(request, excluded)
         if decision is None:
             return None
         self.stats.num_at_once += 1
         return self._sent(decision, request, excluded)
+
+    def forecast(self, request: Request) -> Forecast:
+        """Behind all that wait here."""
+        forecast = self.inner.forecast(request)
+        if not self._queue.num_waiting:
+            return forecast
+        wait_s = self._drain.time_for_s(self._queue.num_tokens, self._now())
+        return msgspec.structs.replace(forecast, queue_s=forecast.queue_s + wait_s)
 
     def begun(self, decision: Decision, cached_tokens: int | None) -> None:
         self._take_back.forget(decision)
@@ -326,6 +338,12 @@ class QueueRouter:
         if self._pumping is not None:
             self._pumping.cancel()
             self._pumping = None
+
+
+def has_begun(request: Request) -> bool:
+    """Who has begun to read does not wait in line again, and is not moved."""
+    handoff = request.handoff
+    return request.is_resumed or (handoff is not None and handoff.first_tokens is not None)
 
 
 def tokens_of(request: Request) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,8 +17,9 @@ import msgspec
 from kvolt.core.delta import Usage
 from kvolt.core.errors import DeadlineExceeded, KvoltError, NetworkFault, Unavailable, from_info
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Request
+from kvolt.core.request import Request, Role
 from kvolt.router.explanation import EXPLAIN_ENDPOINT, Explanation, explain_route
+from kvolt.router.forecast import Forecast, Forecasting
 from kvolt.router.policies import NewRouter
 from kvolt.router.port import Decision, Recall, Router, RouterContext
 from kvolt.router.service_messages import (
@@ -179,7 +181,7 @@ class RouterLink:
         """Decided by the router process, and by one made by `local` while that is away."""
 
         def make(context: RouterContext) -> RemoteRouter:
-            return RemoteRouter(self, context.client, local(context), context.block_size)
+            return RemoteRouter(self, context.client, local(context), context.block_size, context.role)
 
         return make
 
@@ -332,11 +334,24 @@ class RouterLink:
 class RemoteRouter:
     """The Router port for one component, decided by the router process; by `local` while there is none."""
 
-    def __init__(self, link: RouterLink, client: EndpointClient, local: Router, block_size: int = 0) -> None:
+    forecast: Callable[[Request], Forecast]
+    """Where `local` can: it hears what the workers tell, and what the router process has booked there."""
+
+    def __init__(
+        self,
+        link: RouterLink,
+        client: EndpointClient,
+        local: Router,
+        block_size: int = 0,
+        role: Role = Role.AGGREGATED,
+    ) -> None:
         self._link = link
         self._client = client
         self._local = local
         self._block_size = block_size
+        self._role = role
+        if isinstance(local, Forecasting):
+            self.forecast = local.forecast
         self._endpoint = str(client.endpoint)
         self._found: tuple[list[Instance], dict[InstanceId, Instance]] = ([], {})
         """The candidates, and the same by id."""
@@ -350,14 +365,13 @@ class RemoteRouter:
 
     async def explain(self, request: Request) -> Explanation:
         """What the router process would do with a request; what we would alone, while there is none."""
-        told = await self._link.explain(question_of(self._endpoint, request, frozenset(), self._block_size))
+        told = await self._link.explain(self._question(request, frozenset()))
         return told or explain_route(self._local, request, "this frontend, while no router answers")
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
         left_out = excluded
         for _ in range(_MAX_ASKS):
-            question = question_of(self._endpoint, request, left_out, self._block_size)
-            asked = await self._link.ask(question)
+            asked = await self._link.ask(self._question(request, left_out))
             if asked is None:
                 break
             answer = asked.answer
@@ -408,6 +422,9 @@ class RemoteRouter:
         elsewhere = self._carry(instance, asked)
         if not recall.move(elsewhere):
             self.free(elsewhere, None)
+
+    def _question(self, request: Request, excluded: frozenset[InstanceId]) -> RouteQuestion:
+        return question_of(self._endpoint, request, excluded, self._block_size, self._role)
 
     def _carry(self, instance: Instance, asked: Asked) -> Decision:
         answer = asked.answer

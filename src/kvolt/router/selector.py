@@ -26,6 +26,7 @@ from kvolt.core.load import LoadReport
 from kvolt.core.request import Request, RoutingHints
 from kvolt.router.affinity import Affinity
 from kvolt.router.expected import ExpectedBlocks
+from kvolt.router.forecast import Forecast
 from kvolt.router.gossip import PlaceBookings
 from kvolt.router.learning import Learning, Watch
 from kvolt.router.load import Booking, LoadBook
@@ -239,6 +240,28 @@ class Selector:
         self.stats.took(scored.find_s, self._now() - started_at)
         return choice
 
+    def forecast(self, request: Request, allowed: Sequence[InstanceId]) -> Forecast:
+        """What it would come to at the best place. Nothing is booked."""
+        scored = self._score(request, allowed)
+        index, _ = self._pick(request.routing, scored)
+        asked, workers = scored.asked, scored.workers
+        rows = scored.field.at
+        decoding, context = self._book.decoding[rows], self._book.context_tokens[rows]
+        step_s = scored.pace * scored.field.prices.decode_s(decoding + 1.0, context + asked.prompt_tokens)
+        return Forecast(
+            queue_s=max(float(workers.queue_s[index]), float(workers.room_s[index])),
+            prefill_s=float(workers.prefill_s[index]),
+            waiting=max(float(workers.requests[index] - decoding[index]), 0.0),
+            decoding=float(decoding[index]),
+            step_s=float(step_s[index]),
+            slowdown_s=float(workers.slowdown_s[index]),
+            output_tokens=asked.output_tokens,
+            lacking_tokens=max(asked.prompt_tokens - int(scored.held[index]) * asked.block_size, 0),
+            is_told=scored.field.prices.is_told[index],
+            num_places=len(decoding),
+            all_decoding=float(decoding.sum()),
+        )
+
     def book(self, choice: Choice) -> int:
         """A ticket for `begun` and `free`. Unavailable when the place is gone."""
         row = self._roster.places.get(choice.place)
@@ -355,7 +378,7 @@ class Selector:
         asked = RequestView(
             request.num_given_tokens,
             request.block_size or 1,
-            self._learning.output_tokens(request),
+            1.0 if request.prefill_only else self._learning.output_tokens(request),
             hints.weights,
         )
         now = self._now()
@@ -441,7 +464,9 @@ class Selector:
             return field.nothing, field.nothing
         lookups = self._lookups(field)
         held = lookups.held.read(self._holders.find(hashes))
-        if request.handoff is not None:  # it fetches what it lacks, wherever it goes
+        if (
+            request.handoff is not None or request.rendezvous is not None
+        ):  # it fetches what it lacks, wherever it goes
             return np.full(len(field.places), float(len(hashes))), held
         soon = self._expected.find(hashes)
         return (held if soon is None else np.maximum(held, lookups.expected.read(soon))), held

@@ -18,7 +18,7 @@ import msgspec
 
 from kvolt.core.errors import KvoltError, Overloaded, Unavailable, to_info
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Request
+from kvolt.core.request import Request, Role
 from kvolt.router.explanation import EXPLAIN_ENDPOINT, Explanation, explain_route
 from kvolt.router.policies import ROUTERS, NewRouter
 from kvolt.router.port import Decision, Router, RouterContext
@@ -66,6 +66,7 @@ class Component:
     client: EndpointClient
     router: Router
     block_size: int
+    role: Role = Role.AGGREGATED
     is_synced: bool = False
     """Discovery has told of its workers, or had its time to."""
     num_decisions: int = 0
@@ -346,6 +347,13 @@ class RouterService:
                 endpoint=question.endpoint,
                 reason="block_size",
             )
+        if question.role is not component.role:
+            raise Unavailable(
+                f"{question.endpoint} is {component.role} here and {question.role} at who asks: "
+                "run the same version of kvolt on both",
+                endpoint=question.endpoint,
+                reason="role",
+            )
 
     async def _open(self, question: RouteQuestion) -> Component:
         endpoint = question.endpoint
@@ -357,7 +365,7 @@ class RouterService:
                 oldest = next(iter(self.components))
                 await self.components.pop(oldest).close()
             client = await self._runtime.client(address)
-            context = RouterContext(client, self._runtime, question.block_size, self._settings)
-            component = Component(client, self._new_router(context), question.block_size)
+            context = RouterContext(client, self._runtime, question.block_size, self._settings, question.role)
+            component = Component(client, self._new_router(context), question.block_size, question.role)
             self.components[endpoint] = component
             return component

@@ -19,7 +19,7 @@ from kvolt.core.delta import Usage
 from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import InstanceId
 from kvolt.core.packed_hashes import check_packed, packed, unpacked
-from kvolt.core.request import KvSource, Request, Sampling
+from kvolt.core.request import Handoff, KvSource, Request, Role, Sampling
 from kvolt.router.port import Decision
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.server import OWN_ENDPOINTS
@@ -70,7 +70,8 @@ class RouteQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
 
     endpoint: str
     request: Request
-    """Without tokens: `paper_length` says how many there are; and without hashes."""
+    """Without tokens: `paper_length` says how many there are; and without hashes. Of a handoff it has what tells that
+    there is one, and whether anything of the answer was told."""
     excluded: tuple[InstanceId, ...] = ()
     block_size: int = 0
     """Of the endpoint's workers; 0 where it does not matter."""
@@ -83,6 +84,8 @@ class RouteQuestion(msgspec.Struct, frozen=True, omit_defaults=True):
     freed: tuple[Freed, ...] = ()
     resumed: tuple[_Told | None, ...] = ()
     """Of a request that resumes: how many tokens of each choice were told; None for one that is over."""
+    role: Role = Role.AGGREGATED
+    """Of the endpoint's workers: a request may pin one of each role."""
 
     def __post_init__(self) -> None:
         check_packed(self.hashes)
@@ -138,7 +141,11 @@ def answer_of(decision: Decision) -> RouteAnswer:
 
 
 def question_of(
-    endpoint: str, request: Request, excluded: frozenset[InstanceId], block_size: int
+    endpoint: str,
+    request: Request,
+    excluded: frozenset[InstanceId],
+    block_size: int,
+    role: Role = Role.AGGREGATED,
 ) -> RouteQuestion:
     """Content goes as packed hashes; the tokens themselves are nobody's business but the worker's. Whatever tells how
     long the answer may become goes along."""
@@ -155,6 +162,9 @@ def question_of(
         routing=request.routing,
         deadline_s=request.deadline_s,
         paper_length=request.num_prompt_tokens,
+        handoff=None if request.handoff is None else _outline_of(request.handoff),
+        prefill_only=request.prefill_only,
+        rendezvous=request.rendezvous,
     )
     return RouteQuestion(
         endpoint,
@@ -163,7 +173,13 @@ def question_of(
         block_size=block_size,
         hashes=packed(request.sequence_hashes),
         resumed=_resumed_of(request),
+        role=role,
     )
+
+
+def _outline_of(handoff: Handoff) -> Handoff:
+    """Its ticket is for the worker that goes on with it; the prompt's blocks are the request's."""
+    return msgspec.structs.replace(handoff, ticket=b"", block_hashes=(), token_ids=(), media=())
 
 
 def _resumed_of(request: Request) -> tuple[int | None, ...]:

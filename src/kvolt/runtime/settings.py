@@ -117,6 +117,20 @@ class EventsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 10_000
 
 
+class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How KV moves between workers."""
+
+    shared_memory: Annotated[
+        bool, Meta(description="Read the memory of workers on this machine; off, they use TCP, too.")
+    ] = True
+    nixl: Annotated[
+        bool, Meta(description="Use NIXL with workers that have it on, too; it must be installed.")
+    ] = False
+    self_test: Annotated[
+        bool, Meta(description="Measure the paths to a worker when KV first came from it: about 8 MiB.")
+    ] = True
+
+
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The admin port of each process: health, metrics, state."""
 
@@ -195,14 +209,45 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             description="How often an answer whose worker was lost may go on at another one; 0: it ends with an error.",
         ),
     ] = 3
+    prefill_choice: Annotated[
+        Literal["predicted", "threshold"],
+        Meta(
+            description="Whether a prompt goes to a prefill worker, where there are any: `predicted`, by what each way "
+            "would cost; `threshold`, whenever it is long enough and their queue short enough."
+        ),
+    ] = "predicted"
     prefill_min_tokens: Annotated[
         int,
         Meta(
             ge=0,
-            description="Prompts of as many tokens or fewer are computed where they are answered, though there are "
-            "prefill workers; and so is what fits into one KV block.",
+            description="Prompts of which a decode worker lacks as many tokens or fewer are computed there, though "
+            "there are prefill workers; and so is what fits into one KV block.",
         ),
     ] = 0
+    decode_first: Annotated[
+        str,
+        Meta(
+            description="Models, separated by commas, whose decode workers have a request at the same time as who "
+            "computes its prompt, and fetch the KV meanwhile; `*` for all. Else prefill comes first."
+        ),
+    ] = ""
+    prefill_max_queue_s: Annotated[
+        Seconds | None,
+        Meta(
+            description="With a longer queue at the prefill workers a prompt is computed where it is answered.",
+        ),
+    ] = None
+    target_ttft_s: Annotated[
+        Seconds | None,
+        Meta(
+            description="The first token is promised within this time: while prefill workers keep that, they compute "
+            "all prompts, whatever each way would cost."
+        ),
+    ] = None
+    target_itl_s: Annotated[
+        Seconds | None,
+        Meta(description="Likewise: the time between two tokens of an answer, on average."),
+    ] = None
     token_cache_bytes: Annotated[
         Bytes, Meta(description="Memory for each model's tokenized pieces of chats.")
     ] = 8 * MIB
@@ -294,6 +339,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     discovery: DiscoverySettings = DiscoverySettings()
     plane: PlaneSettings = PlaneSettings()
     events: EventsSettings = EventsSettings()
+    transfer: TransferSettings = TransferSettings()
     admin: AdminSettings = AdminSettings()
     log: LogSettings = LogSettings()
     frontend: FrontendSettings = FrontendSettings()

@@ -32,11 +32,18 @@ def placed(run: Run) -> KvPlaced:
     return engine
 
 
-def slab_of(run: Run) -> Slab:
+def slabs_of(run: Run) -> tuple[Slab, ...]:
+    """Of its ranks; each says what lies in it."""
     try:
-        return placed(run).kv_slab()
+        slabs = placed(run).kv_slabs()
     except Unsupported as error:
         raise NotRun(f"its blocks lie where a test cannot copy them: {error.message}") from error
+    layouts = [slab.layout for slab in slabs]
+    ranks = [(layout.tp_rank, layout.tp_degree) for layout in layouts if layout is not None]
+    assert slabs, "blocks lie in no slab"
+    assert ranks == [(rank, len(slabs)) for rank in range(len(slabs))], "not one slab for each rank, in order"
+    assert len({slab.num_blocks for slab in slabs}) == 1, "a block has not the same number for all ranks"
+    return slabs
 
 
 async def computed(run: Run, request: Request) -> tuple[Handoff, KvHeld]:
@@ -57,22 +64,23 @@ async def released(run: Run, request: Request) -> None:
 
 def copy_blocks(source: Run, held: KvHeld, target: Run, room: KvRoom) -> None:
     """Those that the room is for."""
-    there, here = slab_of(source), slab_of(target)
-    assert there.block_bytes == here.block_bytes
     wanted = held.blocks[room.num_present : room.num_present + len(room.blocks)]
-    block_bytes.copy(
-        here.memory,
-        here.pieces(here.numbers(room.blocks)).offsets,
-        there.memory,
-        there.pieces(there.numbers(wanted)).offsets,
-        here.block_bytes,
-    )
+    for there, here in zip(slabs_of(source), slabs_of(target), strict=True):
+        assert there.layout == here.layout
+        block_bytes.copy(
+            here.memory,
+            here.pieces(here.numbers(room.blocks)).offsets,
+            there.memory,
+            there.pieces(there.numbers(wanted)).offsets,
+            here.block_bytes,
+        )
 
 
 def contents(run: Run, blocks: Sequence[int]) -> list[bytes]:
-    slab = slab_of(run)
     return [
-        bytes(slab.memory[offset:][: slab.block_bytes]) for offset in slab.numbers(blocks) * slab.block_bytes
+        bytes(slab.memory[offset:][: slab.block_bytes])
+        for slab in slabs_of(run)
+        for offset in slab.numbers(blocks) * slab.block_bytes
     ]
 
 
@@ -173,7 +181,8 @@ async def no_two_rooms_share_a_block(harness: Harness) -> None:
         given = [block for room in rooms for block in room.blocks]
         assert given, "an engine at rest has no room"
         assert len(given) == len(set(given)), "a block was given to two"
-        slab_of(run).numbers(given)
+        for slab in slabs_of(run):
+            slab.numbers(given)
         for room in rooms:
             assert room.num_present == 0
             if room.blocks:

@@ -1,13 +1,15 @@
 """Chunks: bytes of blocks over a TCP connection of their own, straight from one memory into the other.
 
 A chunk is a few whole blocks with their checksums before them. So a block is checked as soon as it is there, while it
-is still in the cache, and a transfer that is stopped stops at the end of a chunk.
+is still in the cache, and a transfer that is stopped stops at the end of a chunk: what is left of that one is zeros, as
+its blocks may be somebody else's by then.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from selectors import EVENT_READ, EVENT_WRITE
@@ -31,8 +33,10 @@ _SCRATCH_BYTES = 1 << 18
 
 Sums = npt.NDArray[np.uint64]
 
+log = logging.getLogger(__name__)
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Outgoing:
     """Blocks for a peer."""
 
@@ -41,7 +45,6 @@ class Outgoing:
     pieces: Pieces
     seeds: bytes | None
     is_checked: bool
-    is_stopped: bool = False
     first: int = 0
     """Of the next chunk."""
     stage: Callable[[Pieces], tuple[memoryview, Pieces] | None] | None = None
@@ -55,8 +58,10 @@ class ChunkSender:
         self._progress = progress
         self._socket = link
         self._on_lost = on_lost
-        self._queue: deque[Outgoing] = deque()
+        self._queue: OrderedDict[Outgoing, None] = OrderedDict()
         self._head = memoryview(b"")
+        self._under_way: Outgoing | None = None
+        """Whose chunk is being sent."""
         self._chunk: tuple[memoryview, Pieces] | None = None
         self._sent = 0
         """Of the chunk's blocks."""
@@ -66,8 +71,18 @@ class ChunkSender:
     def send(self, outgoing: Outgoing) -> None:
         if not self.is_open:
             raise WorkerLost("the connection for blocks is closed", reason="closed")
-        self._queue.append(outgoing)
+        self._queue[outgoing] = None
         self._progress.watch(self._socket.fileno(), EVENT_READ | EVENT_WRITE, self._on_ready)
+
+    def drop(self, outgoing: Outgoing) -> None:
+        """Nothing more of it leaves. Not an error for what has left, or was dropped."""
+        self._queue.pop(outgoing, None)
+        if self._under_way is outgoing and self._chunk is not None:
+            _, pieces = self._chunk
+            nowhere = np.zeros(len(pieces.offsets), dtype=np.int64)
+            zeros = memoryview(bytes(pieces.piece_bytes))
+            self._chunk = zeros, Pieces(nowhere, pieces.piece_bytes, pieces.per_block)
+            self._under_way = None
 
     def close(self) -> None:
         if self.is_open:
@@ -75,6 +90,7 @@ class ChunkSender:
             self._progress.forget(self._socket.fileno())
             self._socket.close()
             self._queue.clear()
+            self._chunk = self._under_way = None
 
     def _on_ready(self, events: int) -> None:
         try:
@@ -84,7 +100,10 @@ class ChunkSender:
                 self._write()
         except (BlockingIOError, InterruptedError):
             return
-        except (OSError, ValueError):  # a slab that was closed too early is nobody's but this peer's loss
+        except Exception as error:
+            # A slab that was closed too early, or a defect, is nobody's but this peer's loss.
+            if not isinstance(error, OSError):
+                log.warning("blocks cannot be sent to a peer", exc_info=True)
             self.close()
             self._on_lost()
 
@@ -92,7 +111,8 @@ class ChunkSender:
         left = _TURN_BYTES
         while left > 0:
             if not len(self._head) and self._chunk is None and not self._next_chunk():
-                self._progress.watch(self._socket.fileno(), EVENT_READ, self._on_ready)
+                if self.is_open:  # to say that blocks cannot be read may have ended it
+                    self._progress.watch(self._socket.fileno(), EVENT_READ, self._on_ready)
                 return
             if len(self._head):
                 sent = self._socket.send(self._head, socket.MSG_NOSIGNAL | socket.MSG_MORE)
@@ -112,21 +132,21 @@ class ChunkSender:
             self._sent += sent
             left -= sent
             if self._sent == size:
-                self._chunk = None
+                self._chunk = self._under_way = None
 
     def _next_chunk(self) -> bool:
         """Whether there is one."""
         while self._queue:
-            out = self._queue[0]
-            if out.is_stopped or out.first >= out.pieces.num_blocks:
-                self._queue.popleft()
+            out = next(iter(self._queue))
+            if out.first >= out.pieces.num_blocks:
+                del self._queue[out]
                 continue
             count = min(max(CHUNK_BYTES // out.pieces.bytes_per_block, 1), out.pieces.num_blocks - out.first)
             memory, pieces = out.memory, out.pieces.part(out.first, count)
             if out.stage is not None:
                 staged = out.stage(pieces)
                 if staged is None:
-                    out.is_stopped = True
+                    self._queue.pop(out, None)
                     continue
                 memory, pieces = staged
             head = CHUNK.pack(out.op, out.first, count, pieces.bytes_per_block, out.is_checked)
@@ -138,6 +158,7 @@ class ChunkSender:
                 )
                 head += sums.tobytes()
             self._head, self._chunk, self._sent = memoryview(head), (memory, pieces), 0
+            self._under_way = out
             out.first += count
             return True
         return False
@@ -145,6 +166,11 @@ class ChunkSender:
 
 class Incoming(Protocol):
     """Who takes the blocks of one op."""
+
+    @property
+    def is_over(self) -> bool:
+        """Nobody wants them any more: not a byte is written where they were to go."""
+        ...
 
     def place(self, first: int, count: int) -> tuple[memoryview, Pieces] | None:
         """Where these go; None when nobody wants them any more. ProtocolError for blocks that were not asked for."""
@@ -176,6 +202,9 @@ class ChunkReceiver:
         self._sums: bytearray | None = None
         self._num_sums = 0
         self._received, self._size = 0, 0
+        self._incoming: Incoming | None = None
+        self._place: tuple[memoryview, Pieces] | None = None
+        """Of the chunk that comes."""
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self.is_open = True
         progress.watch(link.fileno(), EVENT_READ, self._on_ready)
@@ -185,6 +214,7 @@ class ChunkReceiver:
             self.is_open = False
             self._progress.forget(self._socket.fileno())
             self._socket.close()
+            self._incoming = self._place = None
 
     def _on_ready(self, events: int) -> None:
         try:
@@ -193,7 +223,9 @@ class ChunkReceiver:
                 left -= self._read()
         except (BlockingIOError, InterruptedError):
             return
-        except (OSError, ProtocolError) as error:
+        except Exception as error:
+            if not isinstance(error, OSError | ProtocolError):
+                log.warning("blocks of a peer cannot be taken", exc_info=True)
             self.close()
             self._on_lost(error)
 
@@ -223,14 +255,19 @@ class ChunkReceiver:
             self._sums = bytearray(8 * self._count) if is_checked else None
             self._num_sums, self._received = 0, 0
             self._size = self._count * size
+            self._find_place()
         return got
 
-    def _read_blocks(self) -> int:
+    def _find_place(self) -> None:
         incoming = self._who(self._op)
         place = None if incoming is None else incoming.place(self._first, self._count)
         if place is not None and place[1].num_blocks * place[1].bytes_per_block != self._size:
             raise ProtocolError("blocks of another size than was asked for", rule="chunk")
-        if place is None:
+        self._incoming, self._place = incoming, place
+
+    def _read_blocks(self) -> int:
+        incoming, place = self._incoming, self._place
+        if incoming is None or place is None or incoming.is_over:
             got = self._into(self._scratch[: min(len(self._scratch), self._size - self._received)])
         else:
             memory, pieces = place
@@ -247,6 +284,7 @@ class ChunkReceiver:
         self._received += got
         if self._received == self._size:
             self._num_head = 0
+            self._incoming = self._place = None
             if incoming is not None:
                 sums = None if self._sums is None else np.frombuffer(self._sums, dtype=np.uint64)
                 incoming.arrived(self._first, self._count, sums)

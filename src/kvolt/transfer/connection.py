@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import array
-import errno
+import logging
 import os
 import socket
 from collections import deque
 from collections.abc import Callable
 from selectors import EVENT_READ, EVENT_WRITE
 
-from kvolt.core.errors import ConnectFailed, KvoltError, Overloaded, WorkerLost
+from kvolt.core.errors import KvoltError, Overloaded, ProtocolError, WorkerLost
 from kvolt.transfer.progress import Progress
-from kvolt.transfer.wire import Address, FrameReader, Message, to_frame
+from kvolt.transfer.wire import MAX_FRAME_BYTES, FrameReader, Message, to_frame
+
+log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 18
 _MAX_UNSENT_BYTES = 64 << 20
 _MAX_DESCRIPTORS = 16
-"""In one read."""
+"""In one read, and kept for messages that have not come."""
 
 
 class FrameConnection:
@@ -29,15 +31,16 @@ class FrameConnection:
         link: socket.socket,
         on_message: Callable[[Message], None],
         on_closed: Callable[[KvoltError], None],
+        most_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
-        """`on_closed` is called once, and nothing after it; not for a `close` of our own."""
+        """`on_closed` is called once, and nothing after it; not for a `close` of our own. `most_bytes`: of a frame."""
         self._progress = progress
         self.socket = link
         self._on_message = on_message
         self._on_closed = on_closed
-        self._reader = FrameReader()
+        self._reader = FrameReader(most_bytes)
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
-        """With the descriptor that goes with its first byte."""
+        """With the descriptor that goes with its first byte, which is ours to close."""
         self._num_unsent = 0
         self._descriptors: deque[int] = deque()
         self.is_unix = link.family == socket.AF_UNIX
@@ -45,18 +48,24 @@ class FrameConnection:
         progress.watch(link.fileno(), EVENT_READ, self._on_ready)
 
     def send(self, message: Message, descriptor: int | None = None) -> None:
-        """Nothing for one that is closed."""
+        """Nothing for one that is closed. The descriptor stays the caller's. OSError when there is none left."""
         if not self.is_open:
             return
         frame = to_frame(message)
-        self._num_unsent += len(frame)
-        if self._num_unsent > _MAX_UNSENT_BYTES:
+        if self._num_unsent + len(frame) > _MAX_UNSENT_BYTES:
             self._lost(
                 Overloaded("a peer does not read what it is told", queue="transfer", limit=_MAX_UNSENT_BYTES)
             )
             return
-        self._unsent.append((memoryview(frame), descriptor))
+        # A copy: the caller's may be closed, and its number another file's, before the peer reads.
+        copied = None if descriptor is None else os.dup(descriptor)
+        self._num_unsent += len(frame)
+        self._unsent.append((memoryview(frame), copied))
         self._flush()
+
+    def let_in(self) -> None:
+        """From now on frames may be of any size that there is."""
+        self._reader.most_bytes = MAX_FRAME_BYTES
 
     def take_descriptor(self) -> int | None:
         """The next one that came; the caller closes it."""
@@ -64,18 +73,23 @@ class FrameConnection:
 
     def detach(self) -> socket.socket:
         """The socket, for somebody else to go on with: nothing of what was sent is left here."""
-        self.is_open = False
-        self._progress.forget(self.socket.fileno())
+        self._leave()
         return self.socket
 
     def close(self) -> None:
-        if not self.is_open:
-            return
+        if self.is_open:
+            self._leave()
+            self.socket.close()
+
+    def _leave(self) -> None:
         self.is_open = False
         self._progress.forget(self.socket.fileno())
-        self.socket.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())
+        while self._unsent:
+            _, descriptor = self._unsent.popleft()
+            if descriptor is not None:
+                os.close(descriptor)
 
     def _lost(self, error: KvoltError) -> None:
         if self.is_open:
@@ -101,11 +115,21 @@ class FrameConnection:
             return
         try:
             for message in self._reader.feed(data):
+                self._on_message(message)
                 if not self.is_open:
                     return
-                self._on_message(message)
+            if len(self._descriptors) > _MAX_DESCRIPTORS:
+                raise ProtocolError("descriptors that belong to no message", rule="described")
         except KvoltError as error:
             self._lost(error)
+        except Exception as error:
+            # What nobody has thought of: this peer is let go, and the others go on.
+            log.warning("what a peer said cannot be dealt with", exc_info=True)
+            self._lost(
+                ProtocolError(
+                    f"what a peer said cannot be dealt with: {type(error).__name__}", rule="message"
+                )
+            )
 
     def _receive(self) -> bytes:
         if not self.is_unix:
@@ -125,10 +149,11 @@ class FrameConnection:
                 data, descriptor = self._unsent[0]
                 sent = self._send(data, descriptor)
                 self._num_unsent -= sent
+                self._unsent[0] = (data[sent:], None)
+                if descriptor is not None:
+                    os.close(descriptor)
                 if sent == len(data):
                     self._unsent.popleft()
-                else:
-                    self._unsent[0] = (data[sent:], None)
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
@@ -143,50 +168,3 @@ class FrameConnection:
             return self.socket.send(data, socket.MSG_NOSIGNAL)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         return self.socket.sendmsg([data], rights, socket.MSG_NOSIGNAL)
-
-
-def connect(
-    progress: Progress, to: Address, use_unix: bool, on_done: Callable[[socket.socket | ConnectFailed], None]
-) -> None:
-    """Open a connection; `on_done` is told how it went, once, perhaps before this returns."""
-    where = f"\0{to.unix}" if use_unix else (to.host, to.port)
-    named = to.unix if use_unix else f"{to.host}:{to.port}"
-    try:
-        link = socket.socket(
-            socket.AF_UNIX if use_unix else _family(to.host), socket.SOCK_STREAM | socket.SOCK_CLOEXEC
-        )
-    except OSError as error:
-        on_done(ConnectFailed(f"no connection to {named}: {error}", address=named))
-        return
-    link.setblocking(False)
-    if not use_unix:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def failed(code: int) -> None:
-        link.close()
-        on_done(ConnectFailed(f"no connection to {named}: {os.strerror(code)}", address=named))
-
-    def tried(events: int) -> None:
-        progress.forget(link.fileno())
-        code = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            failed(code)
-        else:
-            on_done(link)
-
-    try:
-        code = link.connect_ex(where)
-    except OSError as error:  # a name that is none
-        link.close()
-        on_done(ConnectFailed(f"no connection to {named}: {error}", address=named))
-        return
-    if not code:
-        on_done(link)
-    elif code in (errno.EINPROGRESS, errno.EAGAIN):
-        progress.watch(link.fileno(), EVENT_WRITE, tried)
-    else:
-        failed(code)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -68,6 +68,9 @@ class FileMove:
         except KvoltError as error:
             self._reading.stop(error)
             return False
+        except ValueError as error:  # a slab that was closed too early
+            self._reading.stop(TransferFailed(f"blocks cannot be moved: {error}", path=FILE, reason="closed"))
+            return False
         self._first += count
         self._reading.landed(count)
         return self._first < self._there.num_blocks

@@ -1,21 +1,18 @@
-"""Hub: one agent's state in its progress thread: who is connected, what is offered, what may be written to.
+"""Hub: one agent's state in its progress thread: who is connected, what is offered, posted, may be written to.
 
 Owns the sockets that it listens on and the links that it opened. `agent` is how the rest of a process asks it.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import logging
-import os
+import math
 import secrets
 import socket
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
-from selectors import EVENT_READ
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,36 +20,41 @@ import numpy.typing as npt
 
 from kvolt.core.errors import (
     Cancelled,
-    ConfigError,
     DeadlineExceeded,
     InvalidRequest,
     KvoltError,
     NotFound,
     Overloaded,
+    ProtocolError,
     Unsupported,
 )
 from kvolt.runtime.clock import Clock
-from kvolt.transfer import file_path, nixl_library
-from kvolt.transfer.chunks import ChunkSender
+from kvolt.transfer import file_path, nixl_library, self_test
+from kvolt.transfer.capabilities import Capabilities
+from kvolt.transfer.fetched import numbers_of
 from kvolt.transfer.lanes import MemoryKind
 from kvolt.transfer.link import Link
 from kvolt.transfer.memory import Numbers, Slab, are_apart
 from kvolt.transfer.nixl_memory import RAM
 from kvolt.transfer.nixl_path import NIXL, Nixl
 from kvolt.transfer.offered import Offered, Offers, chosen
+from kvolt.transfer.path_watch import PathOptions, PathWatch
 from kvolt.transfer.progress import Progress
-from kvolt.transfer.reading import OWN, OnOver, Reading
+from kvolt.transfer.reading import OWN, TCP, OnOver, Reading
+from kvolt.transfer.rooms import Guest, Rooms
 from kvolt.transfer.serving import Served
+from kvolt.transfer.sockets import Listener, listen_tcp, listen_unix, resolve
 from kvolt.transfer.wanted import ALL, Wanted, new_wanted
 from kvolt.transfer.wire import Address, Offer
 
 log = logging.getLogger(__name__)
 
+MAX_TIMEOUT_S = 7 * 86_400.0
 MAX_WRITABLES = 65_536
-_BACKLOG = 512
-_CREDENTIALS = struct.Struct("3i")
-"""Process, user, group."""
 _MAX_SERVED = 4096
+_MAX_LINKS = 4096
+
+_NO_PATHS = PathOptions(can=Capabilities(paths=frozenset()))
 
 TakeOffer = Callable[[KvoltError | None], None]
 
@@ -87,83 +89,102 @@ class Hub:
         uses_unix: bool,
         clock: Clock,
         uses_nixl: bool = False,
+        paths: PathOptions = _NO_PATHS,
     ) -> None:
-        """ConfigError when the port cannot be listened on, or NIXL is not installed."""
+        """ConfigError when the port cannot be listened on, `advertise` has no address, or NIXL is not installed."""
         if uses_nixl:
             nixl_library.require()
         agent = secrets.token_hex(8)
+        unix = f"kvolt-transfer-{agent}" if uses_unix else ""
+        listening = [listen_tcp(host, port)]
+        bound = listening[0].getsockname()
+        try:
+            told = bound[0] if advertise is None else resolve(advertise, listening[0].family)
+            if uses_unix:
+                listening.append(listen_unix(unix))
+        except BaseException:
+            listening[0].close()
+            raise
+        self.address = Address(agent, told, bound[1], unix)
         self.progress = Progress("kvolt-transfer", clock)
         self.nixl = Nixl(self.progress, agent) if uses_nixl else None
         self.uses_unix = uses_unix
         self.is_closed = False
         self.offers = Offers()
-        self.senders: dict[str, ChunkSender] = {}
-        """By the agent that they send to."""
+        self.rooms = Rooms(self.progress)
         self._numbers: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()
         self._next_number = count()
         """A number that was told is never another slab's."""
         self._served: dict[Served, None] = {}
-        self._links: dict[str, Link] = {}
+        self._by_key: dict[str, Served] = {}
+        """Those whose blocks nobody takes yet."""
+        self._links: dict[Address, Link] = {}
+        """By all of an address: an agent's name alone anybody can give himself."""
+        self._own_reads: dict[Reading, Offered] = {}
+        """Of what this very agent offers."""
         self._writables: dict[int, Writable] = {}
-        self._listening = [_listen_tcp(host, port)]
-        unix = f"kvolt-transfer-{agent}"
-        if uses_unix:
-            self._listening.append(_listen_unix(unix))
-        bound = self._listening[0].getsockname()
-        self.address = Address(agent, advertise or bound[0], bound[1], unix if uses_unix else "")
+        self._listeners = [Listener(self.progress, each, self._let_in) for each in listening]
+        self.paths = PathWatch(self.address.host, agent, paths.can)
+        self.tests_paths = paths.self_test
+        self._test_slab = self_test.new_slab() if paths.self_test else None
 
     def start(self) -> None:
-        for listening in self._listening:
-            self.progress.watch(listening.fileno(), EVENT_READ, partial(self._accept, listening))
+        for listener in self._listeners:
+            listener.start()
+        self._offer_test()
 
     def close(self) -> None:
         """The last that is done in the thread."""
         self.is_closed = True
         error = Cancelled("the agent was closed")
-        for listening in self._listening:
-            self.progress.forget(listening.fileno())
-            listening.close()
+        for listener in self._listeners:
+            listener.close()
         if self.nixl is not None:
             self.nixl.close(error)
         for link in list(self._links.values()):
             link.close(error)
         for served in list(self._served):
             served.close()
-        for sender in list(self.senders.values()):
-            sender.close()
+        for reading in list(self._own_reads):
+            reading.stop(error)
         self.offers.close()
+        self.rooms.close()
         for secret in list(self._writables):
             self._writable_over(secret, error)
+        if self._test_slab is not None:
+            with contextlib.suppress(BufferError):  # somebody who read it is not quite gone: it goes with him
+                self._test_slab.close()
 
-    def _accept(self, listening: socket.socket, events: int) -> None:
-        try:
-            link, _ = listening.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            if error.errno not in (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE):
-                raise
-            log.warning("a peer could not be let in: %s", error)
-            return
-        link.setblocking(False)
-        if link.family != socket.AF_UNIX:
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        elif not _is_ours(link):
-            log.warning("a process of another user was not let in")
-            link.close()
-            return
+    def deadline_in(self, timeout_s: float) -> float:
+        """One that has passed is one, too. Asked from any thread; InvalidRequest for what is no time."""
+        if not math.isfinite(timeout_s) or timeout_s > MAX_TIMEOUT_S:
+            raise InvalidRequest(
+                f"a timeout of {timeout_s} s: it must be a number up to {MAX_TIMEOUT_S:g}", param="timeout_s"
+            )
+        return self.progress.now() + timeout_s
+
+    def _let_in(self, link: socket.socket) -> None:
         if len(self._served) >= _MAX_SERVED:
-            log.warning("a peer was not let in: %d are", _MAX_SERVED)
-            link.close()
-            return
+            raise Overloaded(f"{_MAX_SERVED} peers are let in already", queue="peers", limit=_MAX_SERVED)
         self._served[Served(self, link)] = None
+
+    def give_key(self, served: Served) -> None:
+        """Who presents it may take the blocks that this one reads."""
+        self._by_key[served.key] = served
+
+    def take_key(self, key: str) -> Served:
+        """Whose it is. ProtocolError for one that is nobody's, or was taken."""
+        served = self._by_key.pop(key, None)
+        if served is None:
+            raise ProtocolError("blocks are asked for in the name of nobody who is here", rule="key")
+        return served
 
     def gone(self, served: Served) -> None:
         self._served.pop(served, None)
-        self.senders = {agent: each for agent, each in self.senders.items() if each.is_open}
+        self._by_key.pop(served.key, None)
 
-    def unlink(self, agent: str) -> None:
-        self._links.pop(agent, None)
+    def unlink(self, address: Address) -> None:
+        self._links.pop(address, None)
 
     def number_of(self, slab: Slab) -> int:
         """Peers know slabs by numbers."""
@@ -180,10 +201,19 @@ class Hub:
         timer = self.progress.at(offered.deadline, lambda: self._expire(secret, offered))
         offered.on_over = _after(timer.cancel, offered.on_over)
 
+    def _offer_test(self, error: KvoltError | None = None) -> None:
+        """What those read who test the paths from here: again when it is over, and any number of times."""
+        slab = self._test_slab
+        if slab is not None and not self.is_closed:
+            blocks = np.arange(slab.num_blocks, dtype=np.int64)
+            self.offers.add(self_test.SECRET, Offered(slab, blocks, float("inf"), self._offer_test))
+
     def _expire(self, secret: int, offered: Offered) -> None:
         error = DeadlineExceeded("the offer of these blocks has expired", stage="total")
         for served in list(self._served):
             served.revoke(offered, error)
+        for reading in [each for each, what in self._own_reads.items() if what is offered]:
+            reading.stop(error)
         self.offers.expire(secret)
 
     # --- reading
@@ -192,20 +222,26 @@ class Hub:
         timer = self.progress.at(deadline, lambda: reading.stop(_late(reading)))
         reading.then(timer.cancel)
         address = reading.wanted.ticket.address
-        if address.agent == self.address.agent:
+        if address == self.address:
             self._read_own(reading)
         elif reading.wanted.slab.kind is MemoryKind.FILE:
             told = "blocks of a peer do not go to a file: read them into memory, and from there to the file"
             reading.stop(Unsupported(told, feature=file_path.FILE))
         else:
-            self.link_to(address).read(reading)
+            try:
+                self.link_to(address).read(reading)
+            except Overloaded as error:
+                reading.stop(error)
 
     def link_to(self, address: Address) -> Link:
-        link = self._links.get(address.agent)
+        """Overloaded when there are too many."""
+        link = self._links.get(address)
         if link is None:
+            if len(self._links) >= _MAX_LINKS:
+                raise Overloaded(f"{_MAX_LINKS} peers are read from already", queue="links", limit=_MAX_LINKS)
             link = Link(self, address)
             if not link.is_closed:
-                self._links[address.agent] = link
+                self._links[address] = link
         return link
 
     def path_to(self, wanted: Wanted, is_near: bool, also_serves: tuple[str, ...] = ()) -> str:
@@ -214,7 +250,7 @@ class Hub:
         can_nixl = self.nixl is not None and self.nixl.is_usable and NIXL in also_serves
         if can_nixl and theirs in RAM and ours in RAM:
             return NIXL
-        return "shm" if is_near and theirs is MemoryKind.SHARED else "tcp"
+        return "shm" if is_near and theirs is MemoryKind.SHARED else TCP
 
     def _read_own(self, reading: Reading) -> None:
         """Of what this very agent offers: no connection, and the same rules."""
@@ -224,8 +260,14 @@ class Hub:
         except KvoltError as error:
             reading.stop(error)
             return
+        self._own_reads[reading] = offered
         is_file = MemoryKind.FILE in (offered.slab.kind, wanted.slab.kind)
-        reading.begin(_Own(self.offers, wanted.ticket.secret), 0, file_path.FILE if is_file else OWN)
+
+        def ended(is_whole: bool) -> None:
+            del self._own_reads[reading]
+            self.offers.end(wanted.ticket.secret, is_whole)
+
+        reading.begin(_Own(ended), 0, file_path.FILE if is_file else OWN)
         try:
             blocks = chosen(offered.blocks, wanted.positions)
         except KvoltError as error:
@@ -235,6 +277,17 @@ class Hub:
             file_path.move(self.progress, reading, offered.slab, blocks)
         elif reading.copy_from(offered.slab.memory, blocks, offered.slab.block_bytes):
             self.progress.work(reading)
+
+    # --- rooms
+
+    def meet(self, address: Address, guest: Guest) -> None:
+        """Its end is told to it; Overloaded, or late already: it is not."""
+        if address == self.address:
+            self.rooms.meet_here(guest)
+            return
+        link = self.link_to(address)
+        self.rooms.meet_away(guest)
+        link.meet(guest)
 
     # --- what may be written to
 
@@ -283,7 +336,7 @@ class Hub:
             raise NotFound(
                 "these blocks may not be written to any more", kind="ticket", name=f"{offer.secret:016x}"
             )
-        positions = np.frombuffer(offer.positions, dtype="<i8")
+        positions = numbers_of(offer.positions)
         num_blocks = len(writable.blocks)
         if len(positions) != offer.ticket.num_blocks or not len(positions):
             raise InvalidRequest("as many positions as there are blocks", param="positions")
@@ -322,21 +375,14 @@ def _after(first: Callable[[], None], on_over: OnOver) -> OnOver:
 class _Own:
     """The Source of a read of our own blocks."""
 
-    def __init__(self, offers: Offers, secret: int) -> None:
-        self._offers = offers
-        self._secret = secret
+    def __init__(self, on_ended: Callable[[bool], None]) -> None:
+        """`on_ended` is told whether all was read."""
+        self._on_ended = on_ended
 
     def ended(self, op: int, is_whole: bool) -> None:
-        self._offers.end(self._secret, is_whole)
+        self._on_ended(is_whole)
 
     def forget(self, op: int) -> None: ...
-
-
-def _is_ours(link: socket.socket) -> bool:
-    """Whether the peer of a Unix socket is of the same user: who may map one slab of ours sees all of it."""
-    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    return user in (0, os.getuid())
 
 
 def _late(reading: Reading) -> KvoltError:
@@ -344,28 +390,3 @@ def _late(reading: Reading) -> KvoltError:
         f"{reading.wanted.num_bytes} bytes did not come in time over {reading.path or 'a connection'}",
         stage="total" if reading.path else "connect",
     )
-
-
-def _listen_tcp(host: str, port: int) -> socket.socket:
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(_BACKLOG)
-        listening.setblocking(False)
-    except OSError as error:
-        listening.close()
-        raise ConfigError(
-            f"blocks cannot be served at {host}:{port}: {error.strerror}",
-            key="transfer.port",
-            remedy="name a free port, or 0 for any",
-        ) from None
-    return listening
-
-
-def _listen_unix(name: str) -> socket.socket:
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listening.bind(f"\0{name}")
-    listening.listen(_BACKLOG)
-    listening.setblocking(False)
-    return listening

@@ -208,7 +208,8 @@ def cut(source: SlabLayout, destination: SlabLayout) -> Cut | None:
 
 
 def sources_for(destination: SlabLayout, sources: Sequence[SlabLayout]) -> list[RankCut]:
-    """The fewest of a peer's ranks that fill the destination's block, in order of heads. MissingHeads otherwise.
+    """The fewest of a peer's ranks that fill the destination's block, in order of heads. MissingHeads otherwise, and
+    IncompatibleLayout where a source is none, or they are not ranks of one peer.
 
     Of replicas each destination rank takes another one, as far as there are so many.
     """
@@ -216,8 +217,8 @@ def sources_for(destination: SlabLayout, sources: Sequence[SlabLayout]) -> list[
     missing = set(destination.heads)
     for source in sorted(sources, key=lambda each: each.tp_rank):
         if source.tp_degree != sources[0].tp_degree:
-            raise ValueError(
-                f"ranks of degrees {sources[0].tp_degree} and {source.tp_degree} are no one peer"
+            raise IncompatibleLayout(
+                f"ranks of degrees {sources[0].tp_degree} and {source.tp_degree} are no one peer's: run one version"
             )
         if (found := cut(source, destination)) is not None:
             replicas.setdefault(source.heads.start, []).append(RankCut(source, found))

@@ -1,7 +1,8 @@
-"""Link: a connection that we opened to another agent, and all that we read from it.
+"""Link: a connection that we opened to another agent, and all that we read from it or wait for at it.
 
 Opened when something is wanted of the agent, over its Unix socket where that can be reached: then it is on this host,
-and its shared memory can be mapped; else over TCP. It stays until it breaks.
+and its shared memory can be mapped; else over TCP. It stays until it breaks. When it does, or cannot be opened in time,
+all that waits for it or is read over it fails.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import mmap
 import os
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,19 +19,26 @@ import numpy as np
 
 from kvolt.core.errors import ConnectFailed, KvoltError, ProtocolError, Unsupported, WorkerLost, from_info
 from kvolt.transfer.chunks import ChunkReceiver
-from kvolt.transfer.connection import FrameConnection, connect
+from kvolt.transfer.connection import FrameConnection
 from kvolt.transfer.lanes import MemoryKind
 from kvolt.transfer.memory import SlabInfo, map_for_reading
 from kvolt.transfer.nixl_path import NIXL
-from kvolt.transfer.reading import OnOver, Reading
+from kvolt.transfer.peer_paths import PeerPaths
+from kvolt.transfer.progress import Timer
+from kvolt.transfer.reading import TCP, OnOver, Reading
+from kvolt.transfer.rooms import Guest
+from kvolt.transfer.sockets import connect, name_of
 from kvolt.transfer.wire import (
+    MAX_GREETING_BYTES,
     Address,
     Declined,
     Described,
     Ended,
     Failed,
     Hello,
+    Meet,
     Message,
+    Met,
     NixlSlab,
     Offer,
     Ready,
@@ -43,7 +52,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CONNECT_S = 10.0
+"""Until a peer has said welcome."""
+_MAX_SLABS = 1024
+"""Of a peer."""
+
 _Wish = Callable[[], None]
+_Waiting = deque[tuple[_Wish, Callable[[KvoltError], None]]]
+"""With how it is told that nothing comes of it."""
+
+
+def _nothing() -> None: ...
 
 
 class Link:
@@ -54,21 +73,34 @@ class Link:
         self._to = to
         self._frames: FrameConnection | None = None
         self._chunks: ChunkReceiver | None = None
+        self._greeting: FrameConnection | None = None
+        """That will carry chunks."""
+        self._give_up: Callable[[], None] = _nothing
+        """Of what is being connected."""
+        self._key = ""
         self._is_welcome = False
-        self._waiting: list[tuple[_Wish, Callable[[KvoltError], None]]] = []
-        self._waiting_for_chunks: list[tuple[_Wish, Callable[[KvoltError], None]]] | None = None
+        self._waiting: _Waiting = deque()
+        self._waiting_for_chunks: _Waiting = deque()
         self._readings: dict[int, Reading] = {}
         self._offers: dict[int, OnOver] = {}
+        self._guests: dict[int, Guest] = {}
         self._slabs: dict[int, tuple[SlabInfo, mmap.mmap]] = {}
         self._nixl_slabs: dict[int, NixlSlab] = {}
         self._also_serves: tuple[str, ...] = ()
         self._num_ops = 0
-        self._is_closed = False
-        self._connect(use_unix=hub.uses_unix)
+        self._closed_with: KvoltError | None = None
+        self._paths = PeerPaths(hub.paths, hub.progress, self, to, hub.tests_paths)
+        self._timer = self._answer_within(CONNECT_S)
+        self._connect(use_unix=hub.uses_unix and bool(to.unix))
 
     @property
     def is_closed(self) -> bool:
-        return self._is_closed
+        return self._closed_with is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is read, or about to be."""
+        return bool(self._readings or self._waiting or self._waiting_for_chunks)
 
     # --- what is wanted of the peer
 
@@ -86,6 +118,25 @@ class Link:
 
         self._when_ready(send, on_over)
 
+    def meet(self, guest: Guest) -> None:
+        """The peer has the room."""
+
+        def send() -> None:
+            if guest.is_over:
+                return
+            self._num_ops += 1
+            op = self._num_ops
+            self._guests[op] = guest
+            guest.then(lambda: self._left(op))
+            self.send(Meet(op, guest.room, guest.deadline - self._hub.progress.now()))
+
+        self._when_ready(send, guest.fail)
+
+    def _left(self, op: int) -> None:
+        """Told to the peer, unless it was he who said so."""
+        if self._guests.pop(op, None) is not None:
+            self.send(Ended(op, is_whole=False))
+
     def decline(self, secret: int) -> None:
         self._when_ready(lambda: self.send(Declined(secret)), lambda error: None)
 
@@ -95,42 +146,52 @@ class Link:
 
     def ended(self, op: int, is_whole: bool) -> None:
         """We read no more of it."""
-        self.forget(op)
+        reading = self._readings.pop(op, None)
         self.send(Ended(op, is_whole))
+        if reading is not None:
+            self._paths.ended(reading)
 
     def forget(self, op: int) -> None:
         self._readings.pop(op, None)
 
     def close(self, error: KvoltError) -> None:
         """All that is under way fails."""
-        if self._is_closed:
+        if self._closed_with is not None:
             return
-        self._is_closed = True
-        if self._frames is not None:
-            self._frames.close()
-        if self._chunks is not None:
-            self._chunks.close()
-        self._hub.unlink(self._to.agent)
+        self._closed_with = error
+        self._timer.cancel()
+        self._give_up()
+        for connection in (self._frames, self._greeting, self._chunks):
+            if connection is not None:
+                connection.close()
+        self._hub.unlink(self._to)
         for reading in list(self._readings.values()):
             reading.stop(error)
         for on_over in list(self._offers.values()):
             on_over(error)
         self._offers.clear()
-        for _, fail in [*self._waiting, *(self._waiting_for_chunks or ())]:
-            fail(error)
-        self._waiting, self._waiting_for_chunks = [], None
+        for guest in list(self._guests.values()):
+            guest.fail(error)
+        for waiting in (self._waiting, self._waiting_for_chunks):
+            while waiting:
+                _, fail = waiting.popleft()
+                fail(error)
         self._slabs.clear()  # the last who reads from one of them unmaps it
         if self._hub.nixl is not None:
-            self._hub.nixl.forget(self._to.agent)
+            self._hub.nixl.forget(self._to)
 
     # --- connecting
 
+    def _answer_within(self, seconds: float) -> Timer:
+        def late() -> None:
+            named = name_of(self._to)
+            self.close(ConnectFailed(f"no answer from {named} within {seconds:g} s", address=named))
+
+        return self._hub.progress.at(self._hub.progress.now() + seconds, late)
+
     def _connect(self, use_unix: bool) -> None:
         def done(found: socket.socket | ConnectFailed) -> None:
-            if self._is_closed:
-                if not isinstance(found, ConnectFailed):
-                    found.close()
-            elif not isinstance(found, ConnectFailed):
+            if not isinstance(found, ConnectFailed):
                 self._frames = FrameConnection(self._hub.progress, found, self._on_message, self.close)
                 self.send(Hello(self._hub.address.agent, "frames"))
             elif use_unix:
@@ -138,38 +199,57 @@ class Link:
             else:
                 self.close(found)
 
-        connect(self._hub.progress, self._to, use_unix, done)
+        self._open(use_unix, done)
 
     def _connect_chunks(self) -> None:
         def done(found: socket.socket | ConnectFailed) -> None:
             if isinstance(found, ConnectFailed):
                 self.close(found)
-            elif self._is_closed:
-                found.close()
-            else:
-                greeted = FrameConnection(
-                    self._hub.progress, found, lambda message: welcomed(greeted, message), self.close
-                )
-                greeted.send(Hello(self._hub.address.agent, "chunks"))
-
-        def welcomed(greeted: FrameConnection, message: Message) -> None:
-            if not isinstance(message, Welcome):
-                raise ProtocolError(f"{type(message).__name__} in the place of a welcome", rule="hello")
-            self._chunks = ChunkReceiver(
-                self._hub.progress,
-                greeted.detach(),
-                self._readings.get,
-                lambda error: self.close(WorkerLost("the connection for blocks broke", reason=str(error))),
+                return
+            greeting = FrameConnection(
+                self._hub.progress, found, self._welcome_chunks, self.close, MAX_GREETING_BYTES
             )
-            waiting, self._waiting_for_chunks = self._waiting_for_chunks or [], None
-            for wish, _ in waiting:
-                wish()
+            self._greeting = greeting
+            greeting.send(Hello(self._hub.address.agent, "chunks", key=self._key))
 
-        connect(self._hub.progress, self._to, False, done)
+        self._timer = self._answer_within(CONNECT_S)
+        self._open(use_unix=False, done=done)
+
+    def _open(self, use_unix: bool, done: Callable[[socket.socket | ConnectFailed], None]) -> None:
+        is_done = False
+
+        def once(found: socket.socket | ConnectFailed) -> None:
+            nonlocal is_done
+            is_done = True
+            self._give_up = _nothing
+            done(found)
+
+        give_up = connect(self._hub.progress, self._to, use_unix, once)
+        if not is_done:
+            self._give_up = give_up
+
+    def _welcome_chunks(self, message: Message) -> None:
+        if not isinstance(message, Welcome) or self._greeting is None:
+            raise ProtocolError(f"{type(message).__name__} in the place of a welcome", rule="hello")
+        self._timer.cancel()
+        link, self._greeting = self._greeting.detach(), None
+        self._chunks = ChunkReceiver(
+            self._hub.progress,
+            link,
+            self._readings.get,
+            lambda error: self.close(WorkerLost("the connection for blocks broke", reason=str(error))),
+        )
+        self._grant(self._waiting_for_chunks)
+
+    def _grant(self, waiting: _Waiting) -> None:
+        """One by one: each may find out that the peer is gone, and then the others are told so by `close`."""
+        while waiting:
+            wish, _ = waiting.popleft()
+            wish()
 
     def _when_ready(self, wish: _Wish, fail: Callable[[KvoltError], None]) -> None:
-        if self._is_closed:
-            fail(WorkerLost("the connection to a peer broke", reason="closed"))
+        if self._closed_with is not None:
+            fail(self._closed_with)
         elif self._is_welcome:
             wish()
         else:
@@ -178,41 +258,47 @@ class Link:
     def _begin(self, reading: Reading) -> None:
         if reading.is_over:
             return
+        if self._closed_with is not None:
+            reading.stop(self._closed_with)
+            return
         is_near = self._frames is not None and self._frames.is_unix
-        path = self._hub.path_to(reading.wanted, is_near, self._also_serves)
+        path = reading.only_path or self._hub.path_to(reading.wanted, is_near, self._also_serves)
         if path == NIXL and self._hub.nixl is not None and not self._hub.nixl.is_ready:
             self._hub.nixl.when_ready(lambda: self.read(reading))
             return
-        if path == "tcp" and self._chunks is None:
-            if self._waiting_for_chunks is None:
-                self._waiting_for_chunks = []
+        if path == TCP and self._chunks is None:
+            self._waiting_for_chunks.append((lambda: self._begin(reading), reading.stop))
+            if len(self._waiting_for_chunks) == 1:
                 self._connect_chunks()
-            if self._waiting_for_chunks is not None:
-                self._waiting_for_chunks.append((lambda: self._begin(reading), reading.stop))
             return
         self._num_ops += 1
         self._readings[self._num_ops] = reading
+        reading.began_at = self._hub.progress.now()
         self.send(reading.begin(self, self._num_ops, path))
 
     # --- what the peer says
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case Welcome(agent, _, also_serves):
-                self._also_serves = also_serves
+            case Welcome(agent) if not self._is_welcome:
                 if agent != self._to.agent:
                     raise WorkerLost("another agent has its address now", reason="replaced")
+                self._also_serves, self._key = message.also_serves, message.key
                 self._is_welcome = True
-                waiting, self._waiting = self._waiting, []
-                for wish, _ in waiting:
-                    wish()
+                self._timer.cancel()
+                self._paths.welcomed(message.can, self._frames is not None and self._frames.is_unix)
+                self._grant(self._waiting)
+            case _ if not self._is_welcome:
+                raise ProtocolError(f"{type(message).__name__} in the place of a welcome", rule="hello")
             case Described():
                 self._map(message)
             case NixlSlab(slab):
                 self._nixl_slabs[slab.number] = message
+                _check_number(len(self._nixl_slabs))
             case Ready(op):
                 reading = self._readings.get(op)
                 if reading is not None:
+                    reading.expect_ready()
                     self._copy(reading, message)
             case Sums(op):
                 reading = self._readings.get(op)
@@ -222,6 +308,13 @@ class Link:
                 reading = self._readings.get(op)
                 if reading is not None:
                     self._failed(reading, message)
+                guest = self._guests.pop(op, None)
+                if guest is not None:
+                    guest.fail(from_info(message.error))
+            case Met(op, note):
+                guest = self._guests.pop(op, None)
+                if guest is not None:
+                    guest.take(note)
             case Taken(op, error):
                 on_over = self._offers.pop(op, None)
                 if on_over is not None:
@@ -244,9 +337,11 @@ class Link:
         finally:
             os.close(descriptor)
         self._slabs[slab.number] = (slab, mapped)
+        _check_number(len(self._slabs))
 
     def _failed(self, reading: Reading, message: Failed) -> None:
         if reading.path == NIXL and message.error.code == Unsupported.code:
+            reading.expect_ready()  # what NIXL may write to is not begun anew
             log.warning("a peer has no NIXL for us: %s", message.error.message)
             self._without_nixl(reading)
         else:
@@ -257,7 +352,7 @@ class Link:
         if known is None or self._hub.nixl is None:
             raise ProtocolError("blocks of a memory that was not described", rule="ready")
         numbers = np.frombuffer(message.blocks, dtype="<i8")
-        if not self._hub.nixl.read(self._to.agent, known, numbers, reading):
+        if not self._hub.nixl.read(self._to, known, numbers, reading):
             self.send(Ended(reading.op, is_whole=False))
             self._without_nixl(reading)
 
@@ -278,3 +373,8 @@ class Link:
         numbers = np.frombuffer(message.blocks, dtype="<i8")
         if reading.copy_from(memoryview(mapped), numbers, slab.block_bytes):
             self._hub.progress.work(reading)
+
+
+def _check_number(num_slabs: int) -> None:
+    if num_slabs > _MAX_SLABS:
+        raise ProtocolError(f"a peer with more than {_MAX_SLABS} memories", rule="described")

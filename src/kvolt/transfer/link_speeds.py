@@ -74,7 +74,11 @@ class LinkSpeeds:
         for name in [name for name in self._links if name[0] == peer]:
             del self._links[name]
 
-    def links(self) -> dict[str, Link]:
-        """All that is known, as `EngineInfo.links` tells it: by "path@peer", in order of that name."""
-        found = {f"{path}@{peer}": self.expected(peer, path) for peer, path in self._links}
-        return {name: link for name, link in sorted(found.items()) if link is not None}
+    def links(self, most: int | None = None) -> dict[str, Link]:
+        """What is known, as `EngineInfo.links` tells it: by "path@peer", in order of that name.
+
+        `most`: so many, those that were used last.
+        """
+        found = {f"{path}@{peer}": self.expected(peer, path) for peer, path in reversed(self._links)}
+        known = [(name, link) for name, link in found.items() if link is not None]
+        return dict(sorted(known[:most]))

@@ -23,6 +23,10 @@ from kvolt.transfer.lanes import MemoryKind
 from kvolt.transfer.layout import SlabLayout
 
 _FINAL_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_NO_MORE_WRITERS = 0x0010
+"""F_SEAL_FUTURE_WRITE: who has mapped it writes to it, and nobody else ever will. Since Linux 5.1."""
+_MADV_POPULATE_WRITE = 23
+"""Since Linux 5.14."""
 
 Numbers = npt.NDArray[np.int64]
 """Of blocks, or offsets in bytes."""
@@ -115,11 +119,15 @@ class Slab:
 
     @classmethod
     def shared(cls, num_blocks: int, block_bytes: int, layout: SlabLayout | None = None) -> Self:
-        """New memory that other processes of this host can map. `close` gives it back."""
+        """New memory that other processes of this host can map, all of it there at once. `close` gives it back."""
         descriptor = os.memfd_create("kvolt-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, num_blocks * block_bytes)
-            return cls.mapped(descriptor, num_blocks * block_bytes, block_bytes, layout)
+            slab = cls.mapped(descriptor, num_blocks * block_bytes, block_bytes, layout)
+            with contextlib.suppress(OSError):  # an old kernel: peers, of the same user, keep to it without
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _NO_MORE_WRITERS)
+            slab._populate()
+            return slab
         except BaseException:
             os.close(descriptor)
             raise
@@ -162,6 +170,12 @@ class Slab:
         slab = cls.__new__(cls)
         slab._set(memoryview(b""), num_blocks, block_bytes, MemoryKind.FILE, descriptor, layout)
         return slab
+
+    def _populate(self) -> None:
+        """Now and not when blocks first come, which would take them several times as long."""
+        if self._map is not None:
+            with contextlib.suppress(OSError):  # an old kernel, or no memory: it is found out when it is used
+                self._map.madvise(_MADV_POPULATE_WRITE)
 
     def read_only(self) -> int | None:
         """A descriptor of the same memory that cannot be written through, for peers; None where there is none."""

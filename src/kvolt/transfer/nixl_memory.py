@@ -23,6 +23,8 @@ OURS = "NIXL_INIT_AGENT"
 """The owner of our own side of a transfer, in NIXL's words."""
 RAM = frozenset((MemoryKind.HOST, MemoryKind.SHARED, MemoryKind.PINNED))
 """Kinds of memory that it is used with."""
+_MAX_UNITS = 1 << 24
+"""Of a memory, or of a read: NIXL takes some bytes for each, and the sizes of a peer's memory are its own word."""
 _PROBE_BYTES = 1 << 20
 _EMULATED_BYTES_PER_US = 50
 """UCX expects 12 MB/s of a read that it emulates, and 11,000 where processes of a host read each other's memory."""
@@ -45,6 +47,8 @@ class NixlMemory:
         found = self.lists.get(unit_bytes)
         if found is None:
             count = self.num_bytes // unit_bytes
+            if count > _MAX_UNITS:
+                raise Unsupported(f"NIXL is not used with {count} pieces of a memory", feature="nixl")
             row = np.array([[self.address, unit_bytes, self.device, unit_bytes, count]], dtype=np.uint64)
             found = self.lists[unit_bytes] = agent.prep_xfer_dlist(self.owner, row, "DRAM")
         return found
@@ -141,7 +145,9 @@ def unit_bytes_of(here: Pieces, there: Pieces) -> int:
 
 
 def units_of(pieces: Pieces, unit_bytes: int) -> Units:
-    """The numbers of the units that these pieces are made of."""
+    """The numbers of the units that these pieces are made of. Unsupported for more than NIXL is asked for at a time."""
+    if len(pieces.offsets) * (pieces.piece_bytes // unit_bytes) > _MAX_UNITS:
+        raise Unsupported(f"NIXL is not used with blocks cut into {unit_bytes} bytes", feature="nixl")
     firsts = (pieces.offsets // unit_bytes).astype(np.int32)
     per_piece = pieces.piece_bytes // unit_bytes
     if per_piece == 1:

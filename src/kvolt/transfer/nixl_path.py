@@ -17,20 +17,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kvolt.core.errors import KvoltError, Unsupported, WorkerLost
+from kvolt.core.errors import KvoltError, ProtocolError, TransferFailed, Unsupported, WorkerLost
 from kvolt.transfer import nixl_library
 from kvolt.transfer.memory import Numbers, Slab
 from kvolt.transfer.nixl_memory import NixlMemory, OurMemory, is_one_sided
 from kvolt.transfer.nixl_read import NixlRead
+from kvolt.transfer.piece_checks import check_pieces
 from kvolt.transfer.progress import Progress, Timer
 from kvolt.transfer.reading import Reading
-from kvolt.transfer.wire import NixlSlab
+from kvolt.transfer.wire import Address, NixlSlab
 
 log = logging.getLogger(__name__)
 
 NIXL = "nixl"
 _EAGER_S = 1e-3
 _PATIENT_S = 1e-3
+_MAX_TOLD = 4096
 _HANGS_S = 10.0
 """A peer whose part has not come so long after nobody wanted it any more. UCX itself finds a dead one sooner."""
 
@@ -42,6 +44,8 @@ class _Peer:
     slabs: dict[int, tuple[NixlSlab, NixlMemory]] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     """Of its NIXL agents: another one after it was made anew."""
+    num_told: int = 0
+    """Descriptions of memory that NIXL was given: it keeps something of each."""
     is_gone: bool = False
 
 
@@ -59,7 +63,7 @@ class Nixl:
         self._is_closed = False
         self._is_making = False
         self._waiting: list[Callable[[], None]] = []
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[Address, _Peer] = {}
         self._reads: dict[NixlRead, None] = {}
         self._num_served = 0
         self._is_turning = False
@@ -121,16 +125,16 @@ class Nixl:
             read.give_up()
         for peer in self._peers.values():
             for _, memory in peer.slabs.values():
-                memory.release()
+                _try("release a peer's memory", memory.release)
         self._peers.clear()
         if self._ours is not None:
-            self._ours.close()
+            _try("release our memory", self._ours.close)
         gone = None if self._agent is None else weakref.ref(self._agent.agent)
         self._agent = self._ours = None
         if gone is not None and gone() is not None:  # pragma: no cover - a defect: somebody holds a handle
             log.critical("NIXL's agent outlives its use: it may still write to blocks that were given back")
         for read in reads:
-            read.reading.let_go(error)
+            _try("end a read", partial(read.reading.let_go, error))
 
     # --- what peers read of ours
 
@@ -138,15 +142,16 @@ class Nixl:
         """What a peer must know to read from it; Unsupported where it cannot. Another answer: the last one is void."""
         if self._ours is None:
             raise Unsupported("this agent has no NIXL, or no more", feature=NIXL)
+        why = ""
         try:
             address, metadata = self._ours.describe(slab)
         except KvoltError:
             raise
         except Exception as error:  # NIXL's errors have no base of their own
-            log.warning("memory cannot be registered with NIXL (a limit on locked memory?): %r", error)
-            raise Unsupported(
-                f"this memory cannot be registered with NIXL: {error!r}", feature=NIXL
-            ) from None
+            why = repr(error)  # and keep, by way of their traceback, its agent alive
+        if why:
+            log.warning("memory cannot be registered with NIXL (a limit on locked memory?): %s", why)
+            raise Unsupported(f"this memory cannot be registered with NIXL: {why}", feature=NIXL)
         return NixlSlab(slab.info(number), address, 0, metadata)
 
     def serve(self) -> None:
@@ -159,7 +164,7 @@ class Nixl:
 
     # --- what we read
 
-    def read(self, agent: str, slab: NixlSlab, numbers: Numbers, reading: Reading) -> bool:
+    def read(self, agent: Address, slab: NixlSlab, numbers: Numbers, reading: Reading) -> bool:
         """Blocks of a peer's slab. False where NIXL is no good way from there: nothing was begun."""
         if self._agent is None or self._ours is None:
             reading.stop(WorkerLost("NIXL was started anew meanwhile", reason="restarted"))
@@ -167,33 +172,42 @@ class Nixl:
         there = reading.pieces_there(numbers, slab.slab.block_bytes)
         if there is None:
             return True
+        size = slab.slab.block_bytes * slab.slab.num_blocks
+        try:
+            check_pieces("blocks", there.offsets, there.piece_bytes, size)
+        except ValueError as error:
+            reading.stop(ProtocolError(str(error), rule="ready"))
+            return True
         try:
             theirs = self._known(agent, slab)
             ours = self._ours.of(reading.wanted.slab)
             if not is_one_sided(self._agent, ours, theirs):
-                log.warning("UCX has only an emulation to read from %s: NIXL is not used with it", agent)
+                log.warning("UCX has only an emulation to read from %s: NIXL is not used with it", agent.host)
                 return False
             read = NixlRead(self._agent, agent, reading, there, ours, theirs)
         except Exception as error:  # NIXL's errors have no base of their own
-            log.warning("NIXL cannot read from %s, and is not used with it: %r", agent, error)
+            log.warning("NIXL cannot read from %s, and is not used with it: %s", agent.host, repr(error))
             return False
         reading.moved_by(read)
         self._reads[read] = None
         self._wake()
         return True
 
-    def forget(self, agent: str) -> None:
+    def forget(self, agent: Address) -> None:
         """There is no connection to this peer any more."""
         peer = self._peers.get(agent)
         if peer is not None:
             peer.is_gone = True
             self._drop_if_unused(agent)
 
-    def _known(self, agent: str, slab: NixlSlab) -> NixlMemory:
+    def _known(self, agent: Address, slab: NixlSlab) -> NixlMemory:
         peer = self._peers.setdefault(agent, _Peer())
         peer.is_gone = False
         told, memory = peer.slabs.get(slab.slab.number, (None, None))
         if memory is None or told != slab:
+            peer.num_told += 1
+            if peer.num_told > _MAX_TOLD:
+                raise Unsupported(f"a peer that has told its memories {_MAX_TOLD} times", feature=NIXL)
             owner = self._agent.add_remote_agent(slab.metadata)
             name = owner.decode() if isinstance(owner, bytes) else str(owner)
             size = slab.slab.block_bytes * slab.slab.num_blocks
@@ -202,18 +216,16 @@ class Nixl:
             peer.slabs[slab.slab.number] = (slab, memory)
         return memory
 
-    def _drop_if_unused(self, agent: str) -> None:
+    def _drop_if_unused(self, agent: Address) -> None:
         peer = self._peers.get(agent)
         if peer is None or not peer.is_gone or any(read.peer == agent for read in self._reads):
             return
         del self._peers[agent]
         for _, memory in peer.slabs.values():
-            memory.release()
-        for name in peer.names:
-            try:
-                self._agent.remove_remote_agent(name)
-            except Exception as error:  # NIXL's errors have no base of their own
-                log.debug("NIXL had forgotten %s before us: %r", name, error)
+            _try("release a peer's memory", memory.release)
+        still_used = {name for each in self._peers.values() for name in each.names}
+        for name in peer.names - still_used:
+            _try("forget a peer", partial(self._agent.remove_remote_agent, name))
 
     # --- progress
 
@@ -230,9 +242,9 @@ class Nixl:
         """Work: see how things are."""
         has_happened = False
         for read in list(self._reads):
-            has_happened |= read.advance()
+            has_happened |= self._advance(read)
             if read.is_over:
-                del self._reads[read]
+                self._reads.pop(read, None)
                 self._drop_if_unused(read.peer)
         now = self._progress.now()
         if any(self._hangs(read, now) for read in self._reads):
@@ -250,14 +262,29 @@ class Nixl:
             self._timer = self._progress.at(now + _PATIENT_S, self._go_on)
         return self._is_turning
 
+    def _advance(self, read: NixlRead) -> bool:
+        """Whether anything has happened. What fails here is this read, and no other."""
+        try:
+            return read.advance()
+        except Exception as error:
+            log.warning("a read over NIXL failed", exc_info=True)
+            failed = TransferFailed(f"what came cannot be dealt with: {error!r}", path=NIXL, reason="defect")
+        # What is under way is waited for: NIXL writes to it.
+        _try("end a read", partial(read.reading.stop, failed))
+        return True
+
     def _answer_peers(self) -> None:
         if self._agent is None:
             return
+        why = ""
         try:
             self._agent.get_new_notifs()  # there are none: asking is what lets NIXL do its part
         except Exception as error:  # NIXL's errors have no base of their own
-            log.exception("NIXL is broken, and made anew when it is needed again")
-            self._abandon(WorkerLost("NIXL broke", reason=repr(error)))
+            why = repr(error)
+        # Not before here: an error that is being handled holds the agent, which must go.
+        if why:
+            log.error("NIXL is broken (%s), and made anew when it is needed again", why)
+            self._abandon(WorkerLost("NIXL broke", reason=why))
 
     def _hangs(self, read: NixlRead, now: float) -> bool:
         if not read.is_stopped:
@@ -265,3 +292,11 @@ class Nixl:
         if read.stopped_at is None:
             read.stopped_at = now
         return now - read.stopped_at > _HANGS_S
+
+
+def _try(what: str, do: Callable[[], object]) -> None:
+    """Some of NIXL's calls, and of those who are told, fail: the others' turn comes all the same."""
+    try:
+        do()
+    except Exception as error:  # NIXL's errors have no base of their own
+        log.debug("could not %s: %s", what, repr(error))

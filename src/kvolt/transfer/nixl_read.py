@@ -21,6 +21,7 @@ from kvolt.core.errors import WorkerLost
 from kvolt.transfer.memory import Pieces
 from kvolt.transfer.nixl_memory import NixlMemory, unit_bytes_of, units_of
 from kvolt.transfer.reading import Reading
+from kvolt.transfer.wire import Address
 
 TURN_BYTES = 4 << 20
 """Of a part. The kernel copies it while we ask for it, between processes of one host: a millisecond or so."""
@@ -32,9 +33,9 @@ class NixlRead:
     """See the module: the Mover of a Reading. In the progress thread only."""
 
     def __init__(
-        self, agent: Any, peer: str, reading: Reading, there: Pieces, ours: NixlMemory, theirs: NixlMemory
+        self, agent: Any, peer: Address, reading: Reading, there: Pieces, ours: NixlMemory, theirs: NixlMemory
     ) -> None:
-        """`there`: where the blocks lie in the memory of the peer."""
+        """`there`: where the blocks lie in the memory of the peer. An error for what NIXL cannot, or may not, read."""
         self.peer = peer
         self.reading = reading
         self.stopped_at: float | None = None
@@ -43,9 +44,9 @@ class NixlRead:
         self._agent = agent
         here = reading.wanted.into
         unit_bytes = unit_bytes_of(here, there)
+        self._lists = ours.list_of(agent, unit_bytes), theirs.list_of(agent, unit_bytes)
         self._here, self._there = units_of(here, unit_bytes), units_of(there, unit_bytes)
         self._units_per_block = len(self._here) // here.num_blocks
-        self._lists = ours.list_of(agent, unit_bytes), theirs.list_of(agent, unit_bytes)
         self._bytes_per_block = here.bytes_per_block
         self._num_blocks = here.num_blocks
         self._num_asked = 0

@@ -88,9 +88,12 @@ class Offers:
 
 
 def chosen(blocks: Numbers, positions: Numbers) -> Numbers:
-    """Of an offer's blocks those at these positions; all where none are named."""
+    """Of an offer's blocks those at these positions; all where none are named. InvalidRequest for others, and for more
+    than there are."""
     if not len(positions):
         return blocks
+    if len(positions) > len(blocks):
+        raise InvalidRequest(f"{len(blocks)} blocks are offered; asked for more", param="positions")
     if positions.min() < 0 or positions.max() >= len(blocks):
         raise InvalidRequest(f"{len(blocks)} blocks are offered; asked for others", param="positions")
     return blocks[positions]

@@ -21,6 +21,9 @@ from kvolt.runtime.clock import Clock
 log = logging.getLogger(__name__)
 
 _JOIN_S = 10.0
+_MOST_WAIT_S = 3600.0
+"""The kernel counts milliseconds in 32 bits."""
+_FEW_TIMERS = 1024
 
 
 class Work(Protocol):
@@ -57,6 +60,8 @@ class Progress:
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[Timer] = []
+        self._most_timers = _FEW_TIMERS
+        """Before those that were cancelled are thrown out."""
         self._work: deque[Work] = deque()
         self._is_over = False
         self._lock = threading.Lock()
@@ -70,9 +75,11 @@ class Progress:
         """`last` is called in the thread, which then ends. Not an error for one that has."""
 
         def end() -> None:
-            last()
-            with self._lock:
-                self._is_over = True
+            try:
+                last()
+            finally:
+                with self._lock:
+                    self._is_over = True
 
         if self.call(end):
             self._thread.join(_JOIN_S)
@@ -92,6 +99,10 @@ class Progress:
         return self._clock.monotonic()
 
     def at(self, when: float, function: Callable[[], None]) -> Timer:
+        if len(self._timers) >= self._most_timers:
+            self._timers = [each for each in self._timers if each.call is not None]
+            heapq.heapify(self._timers)
+            self._most_timers = max(2 * len(self._timers), _FEW_TIMERS)
         timer = Timer(when, function)
         heapq.heappush(self._timers, timer)
         return timer
@@ -122,7 +133,9 @@ class Progress:
             for _ in range(len(self._calls)):
                 self._guarded(self._calls.popleft())
             for key, events in ready:
-                if key.fd != self._bell and not self._guarded(partial(key.data, events)):
+                if not self._is_watched(key) or self._guarded(partial(key.data, events)):
+                    continue
+                if self._is_watched(key):
                     self.forget(key.fd)  # it would be ready again at once, for ever
             while self._timers and (self._timers[0].call is None or self._timers[0].at <= self.now()):
                 timer = heapq.heappop(self._timers)
@@ -134,6 +147,11 @@ class Progress:
             self._guarded(self._calls.popleft())
         self._selector.close()
         os.close(self._bell)
+
+    def _is_watched(self, key: selectors.SelectorKey) -> bool:
+        """And is not another's by now, whose descriptor has got the number of one that was closed a moment ago."""
+        known = self._selector.get_map().get(key.fd)
+        return key.fd != self._bell and known is not None and known.data == key.data
 
     def _turn(self, work: Work) -> None:
         def turn() -> None:
@@ -147,7 +165,7 @@ class Progress:
             return 0.0
         while self._timers and self._timers[0].call is None:
             heapq.heappop(self._timers)
-        return max(self._timers[0].at - self.now(), 0.0) if self._timers else None
+        return min(max(self._timers[0].at - self.now(), 0.0), _MOST_WAIT_S) if self._timers else None
 
     def _guarded(self, function: Callable[[], None]) -> bool:
         """A defect must not end the thread that everybody's blocks depend on. Whether there was none."""

@@ -26,6 +26,7 @@ _TURN_BYTES = 8 << 20
 """Copied before others have their turn: a millisecond or so."""
 OWN = "copy"
 """The path from one slab of a process to another: nothing leaves it, so nothing is checked."""
+TCP = "tcp"
 _WHOLE = np.zeros(1, dtype=np.int64)
 
 OnOver = Callable[[KvoltError | None], None]
@@ -57,14 +58,26 @@ class Mover(Protocol):
 class Reading:
     """See the module. In the progress thread only."""
 
-    def __init__(self, wanted: Wanted, on_over: OnOver) -> None:
+    def __init__(self, wanted: Wanted, on_over: OnOver, is_last: bool = True) -> None:
+        """`is_last`: of the ticket; another one would want other pieces of the same blocks."""
         self.wanted = wanted
+        self._is_last = is_last
         self.op = 0
         self.path = ""
         """How they come; empty while nothing was asked for."""
+        self.only_path = ""
+        """The path that they are to come by; empty where that is the link's to say."""
+        self.is_test = False
+        """Of a path: nobody wants the bytes."""
+        self.began_at = 0.0
+        """When they were asked for."""
+        self.is_complete = False
+        """It is over, and all blocks came."""
         self._is_checked = wanted.is_checked
         self._on_over: OnOver | None = on_over
         self._source: Source | None = None
+        self._is_ready = False
+        """The source has said where the blocks lie there."""
         self._from: tuple[memoryview, Pieces] | None = None
         self._mover: Mover | None = None
         self._stopped_with: KvoltError | None = None
@@ -86,6 +99,7 @@ class Reading:
     def begin(self, source: Source, op: int, path: str) -> Fetch:
         """It can be asked: what is to be asked for."""
         self._source, self.op, self.path = source, op, path
+        self._is_ready, self._num_copied, self._num_checked = False, 0, 0
         self._is_checked = self.wanted.is_checked and path not in (OWN, FILE)
         wanted = self.wanted
         return Fetch(
@@ -105,6 +119,11 @@ class Reading:
         elif self._stopped_with is None:
             self._stopped_with = error
 
+    def expect_ready(self) -> None:
+        """ProtocolError where the source has said already where its blocks lie, or they are sent."""
+        if self._is_ready or self.path == TCP:
+            raise ProtocolError("blocks are ready that were so already, or are sent", rule="ready")
+
     def on_failed(self, message: Failed) -> None:
         """By the source's word. It waits for our own where a mover may still need it."""
         if self._source is not None and self._mover is None:
@@ -116,9 +135,10 @@ class Reading:
         if self._on_over is None:
             return
         on_over, self._on_over = self._on_over, None
+        self.is_complete = error is None
         source, self._source, self._from, self._mover = self._source, None, None, None
         if source is not None:
-            source.ended(self.op, is_whole=error is None)
+            source.ended(self.op, is_whole=error is None and self._is_last)
         self._then()
         on_over(error)
 
@@ -136,6 +156,7 @@ class Reading:
             told = f"{len(numbers)} blocks came for {self.wanted.num_blocks}"
             self.stop(ProtocolError(told, rule="ready"))
             return None
+        self._is_ready = True
         inside, into = self.wanted.inside, self.wanted.into
         offsets = expand(numbers, block_bytes_there, _WHOLE if inside is None else inside)
         return Pieces(offsets, into.piece_bytes, into.per_block)
@@ -175,7 +196,8 @@ class Reading:
         """Those that the blocks left with; they may come before the blocks, or after them."""
         sums = np.frombuffer(message.checksums, dtype="<u8")
         end = message.first + len(sums)
-        if message.first != self._num_checked or end > len(self._left):
+        is_asked_for = self._is_checked and self.path != TCP
+        if not is_asked_for or message.first != self._num_checked or end > len(self._left):
             self.stop(ProtocolError("checksums of other blocks", rule="sums"))
             return
         self._left[message.first : end] = sums
@@ -218,7 +240,7 @@ class Reading:
     def place(self, first: int, count: int) -> tuple[memoryview, Pieces] | None:
         if self.is_over:
             return None
-        if first != self._num_copied or first + count > self.wanted.num_blocks:
+        if self.path != TCP or first != self._num_copied or first + count > self.wanted.num_blocks:
             raise ProtocolError("a chunk of other blocks", rule="chunk")
         return self.wanted.slab.memory, self.wanted.into.part(first, count)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvolt.core.errors import Fault, KvoltError
+from kvolt.transfer.capabilities import Capabilities
 from kvolt.transfer.lanes import Lane, MemoryKind, Place, lanes
 from kvolt.transfer.link_speeds import LinkSpeeds
 
@@ -42,17 +43,6 @@ class NoRoute(KvoltError):
 
     code = "no_route"
     fault = Fault.OPERATOR
-
-
-class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one side can do."""
-
-    paths: frozenset[str]
-    """Names as in the table of lanes, and `rdma` where NIXL has a device for it."""
-    missing: dict[str, str] = {}
-    """Why it has not those it has not."""
-    file_systems: frozenset[str] = frozenset()
-    """Those it reads and writes."""
 
 
 class Lack(msgspec.Struct, frozen=True, order=True):

@@ -1,18 +1,19 @@
 """Serving: what a peer that reads from us is answered. One `Served` for each connection that came in.
 
 Over a Unix socket a peer maps our shared memory and reads by itself; what it needs of us are the numbers of the blocks,
-their checksums, and that they stay. Over TCP their bytes are sent.
+their checksums, and that they stay. Over TCP their bytes are sent: over a connection of their own, which belongs to the
+one that has its key.
 """
 
 from __future__ import annotations
 
+import logging
+import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from kvolt.core.errors import (
     InvalidRequest,
@@ -23,16 +24,18 @@ from kvolt.core.errors import (
     Unsupported,
     to_info,
 )
-from kvolt.transfer import block_bytes
 from kvolt.transfer.chunks import ChunkSender, Outgoing
-from kvolt.transfer.chunks import Sums as Sums64
 from kvolt.transfer.connection import FrameConnection
+from kvolt.transfer.fetched import MAX_PIECES, Fetched, fetched
 from kvolt.transfer.file_path import Staging
 from kvolt.transfer.lanes import MemoryKind
 from kvolt.transfer.memory import Numbers, Pieces, Slab
 from kvolt.transfer.nixl_path import NIXL
-from kvolt.transfer.offered import Offered, chosen
+from kvolt.transfer.offered import Offered
+from kvolt.transfer.rooms import Guest
+from kvolt.transfer.summing import Summing
 from kvolt.transfer.wire import (
+    MAX_GREETING_BYTES,
     VERSION,
     Declined,
     Described,
@@ -40,7 +43,9 @@ from kvolt.transfer.wire import (
     Failed,
     Fetch,
     Hello,
+    Meet,
     Message,
+    Met,
     NixlSlab,
     Offer,
     Ready,
@@ -52,18 +57,21 @@ from kvolt.transfer.wire import (
 if TYPE_CHECKING:
     from kvolt.transfer.hub import Hub
 
+log = logging.getLogger(__name__)
+
 MAX_READS = 4096
 """Of one peer at a time."""
-TURN_BYTES = 4 << 20
-"""Work of a turn: a millisecond or so."""
+HELLO_S = 10.0
+"""For a peer to say who it is."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Read:
     """By a peer, of ours."""
 
     secret: int
     offered: Offered
+    num_pieces: int = 0
     outgoing: Outgoing | None = None
 
 
@@ -72,25 +80,43 @@ class Served:
 
     def __init__(self, hub: Hub, link: socket.socket) -> None:
         self._hub = hub
-        self._link = FrameConnection(hub.progress, link, self._on_message, lambda error: self._lost())
-        self._agent: str | None = None
+        self._link = FrameConnection(hub.progress, link, self._on_message, self._lost, MAX_GREETING_BYTES)
+        self._peer: str | None = None
+        """By its own word; None until it has said so."""
+        self.key = secrets.token_hex(16)
+        """Who has it may take this connection's chunks."""
         self._sender: ChunkSender | None = None
         self._reads: dict[int, _Read] = {}
+        self._guests: dict[int, Guest] = {}
+        """The peer's, that wait in our rooms."""
+        self._num_pieces = 0
+        """Of all reads."""
         self._described: set[int] = set()
         self._nixl_slabs: dict[int, NixlSlab] = {}
         """That the peer was told."""
         self._over_nixl: set[int] = set()
         """Ops whose reader may need our NIXL: until it says that it reads no more, even if they are over for us."""
         self._staging = Staging()
+        self._hello = hub.progress.at(hub.progress.now() + HELLO_S, self._is_late)
 
     def close(self) -> None:
         self._link.close()
+        self._ended()
+
+    def _lost(self, error: KvoltError) -> None:
+        if isinstance(error, ProtocolError):
+            log.warning("a peer (%s) is let go: %s", self._peer or "that said no hello", error)
+        self._ended()
+
+    def _is_late(self) -> None:
+        log.warning("a peer that has not said hello within %s s is let go", HELLO_S)
+        self.close()
+
+    def _ended(self) -> None:
+        self._hello.cancel()
         if self._sender is not None:
             self._sender.close()
-        self._lost()
-
-    def _lost(self) -> None:
-        for op in [*self._reads, *self._over_nixl]:
+        for op in [*self._reads, *self._over_nixl, *self._guests]:
             self._end(op, is_whole=False)
         self._hub.gone(self)
 
@@ -103,12 +129,14 @@ class Served:
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case Hello():
+            case Hello() if self._peer is None:
                 self._greet(message)
-            case _ if self._agent is None:
+            case _ if self._peer is None:
                 raise ProtocolError("a peer that did not say hello", rule="hello")
             case Fetch():
                 self._fetch(message)
+            case Meet():
+                self._meet(message)
             case Ended(op, is_whole):
                 self._end(op, is_whole)
             case Declined(secret):
@@ -121,16 +149,29 @@ class Served:
     def _greet(self, hello: Hello) -> None:
         if hello.version != VERSION:
             raise ProtocolError(f"a peer of version {hello.version}, ours is {VERSION}", rule="version")
-        self._agent = hello.agent
-        also_serves = () if self._hub.nixl is None else (NIXL,)
-        self._link.send(Welcome(self._hub.address.agent, also_serves=also_serves))
         if hello.carries == "chunks":
-            sender = ChunkSender(self._hub.progress, self._link.detach(), lambda: self._hub.gone(self))
-            self._hub.senders[hello.agent] = sender
-            self._sender = sender
+            belongs_to = self._hub.take_key(hello.key)
+            self._link.send(Welcome(self._hub.address.agent))
+            if self._link.is_open:
+                belongs_to.send_chunks_over(self._link.detach())
+                self._ended()
+            return
+        self._peer = hello.agent
+        self._hello.cancel()
+        self._link.let_in()
+        self._hub.give_key(self)
+        also_serves = () if self._hub.nixl is None else (NIXL,)
+        can = self._hub.paths.can
+        self._link.send(Welcome(self._hub.address.agent, also_serves=also_serves, key=self.key, can=can))
+
+    def send_chunks_over(self, link: socket.socket) -> None:
+        """Of what this peer reads over TCP, from now on."""
+        self._sender = ChunkSender(self._hub.progress, link, self.close)
 
     def _answer(self, op: int) -> Callable[[KvoltError | None], None]:
         return lambda error: self._link.send(Taken(op, None if error is None else to_info(error)))
+
+    # --- a peer reads
 
     def _fetch(self, asked: Fetch) -> None:
         try:
@@ -139,48 +180,48 @@ class Served:
             self._link.send(Failed(asked.op, to_info(error)))
 
     def _begin(self, asked: Fetch) -> None:
-        if asked.op in self._reads:
-            raise InvalidRequest(f"the number {asked.op} is taken", param="op")
+        self._check_number(asked.op)
         if max(len(self._reads), len(self._over_nixl)) >= MAX_READS:
             raise Overloaded(
                 f"a peer reads {MAX_READS} offers at a time at most", queue="reads", limit=MAX_READS
             )
-        offered = self._hub.offers.begin(asked.secret)
-        try:
-            blocks = chosen(offered.blocks, _numbers(asked.positions))
-            pieces = _pieces(offered.slab, blocks, asked)
-            seeds = _seeds(offered, _numbers(asked.positions)) if asked.is_checked else None
-            read = _Read(asked.secret, offered)
-            match asked.path:
-                case "shm":
-                    self._show(asked.op, offered.slab, blocks)
-                    if asked.is_checked:
-                        self._hub.progress.work(_Summing(self, asked.op, offered.slab, pieces, seeds))
-                case "tcp":
-                    sender = self._hub.senders.get(self._agent or "")
-                    if sender is None:
-                        raise NotFound(
-                            "there is no connection to send blocks over", kind="connection", name="tcp"
-                        )
-                    read.outgoing = Outgoing(
-                        asked.op, offered.slab.memory, pieces, seeds, is_checked=asked.is_checked
-                    )
-                    if offered.slab.kind is MemoryKind.FILE:
-                        read.outgoing.stage = partial(self._stage, asked.op, offered.slab)
-                    sender.send(read.outgoing)
-                case "nixl" if self._hub.nixl is not None:
-                    self._over_nixl.add(asked.op)
-                    self._hub.nixl.serve()
-                    summing = _Summing(self, asked.op, offered.slab, pieces, seeds)
-                    self._reads[asked.op] = read
-                    self._hub.nixl.when_ready(lambda: self._show_nixl(asked, offered.slab, blocks, summing))
-                    return
-                case path:
-                    raise Unsupported(f"this agent serves no path {path!r}", feature=path)
-        except BaseException:
-            self._hub.offers.end(asked.secret, is_whole=False)
-            raise
+        read = _Read(asked.secret, self._hub.offers.begin(asked.secret))
+        # Known before anything is sent: to send may show that the peer is gone, and then all that it reads ends.
         self._reads[asked.op] = read
+        try:
+            found = fetched(read.offered, asked, MAX_PIECES - self._num_pieces)
+            read.num_pieces = len(found.pieces.offsets)
+            self._num_pieces += read.num_pieces
+            self._serve(asked, read, found)
+        except BaseException:
+            self._end(asked.op, is_whole=False)
+            raise
+
+    def _check_number(self, op: int) -> None:
+        if op in self._reads or op in self._over_nixl or op in self._guests:
+            raise InvalidRequest(f"the number {op} is taken", param="op")
+
+    def _serve(self, asked: Fetch, read: _Read, found: Fetched) -> None:
+        op, slab = asked.op, read.offered.slab
+        match asked.path:
+            case "shm":
+                self._show(op, slab, found.blocks)
+                if asked.is_checked:
+                    self._hub.progress.work(self._summing(op, read, found))
+            case "tcp":
+                if self._sender is None:
+                    told = "there is no connection to send blocks over"
+                    raise NotFound(told, kind="connection", name="tcp")
+                read.outgoing = Outgoing(op, slab.memory, found.pieces, found.seeds, asked.is_checked)
+                if slab.kind is MemoryKind.FILE:
+                    read.outgoing.stage = partial(self._stage, op, slab)
+                self._sender.send(read.outgoing)
+            case "nixl" if self._hub.nixl is not None:
+                self._over_nixl.add(op)
+                self._hub.nixl.serve()
+                self._hub.nixl.when_ready(lambda: self._show_nixl(asked, read, found))
+            case path:
+                raise Unsupported(f"this agent serves no path {path!r}", feature=path)
 
     def _show(self, op: int, slab: Slab, blocks: Numbers) -> None:
         descriptor = slab.read_only() if slab.kind is MemoryKind.SHARED and self._link.is_unix else None
@@ -188,13 +229,18 @@ class Served:
             raise Unsupported("this memory cannot be mapped by a peer", feature="shm")
         number = self._hub.number_of(slab)
         if number not in self._described:
+            try:
+                self._link.send(Described(slab.info(number), has_descriptor=True), descriptor)
+            except OSError as error:
+                told = f"no descriptor is left for a peer: {error}"
+                raise Overloaded(told, queue="descriptors") from None
             self._described.add(number)
-            self._link.send(Described(slab.info(number), has_descriptor=True), descriptor)
         self._link.send(Ready(op, number, blocks.tobytes()))
 
-    def _show_nixl(self, asked: Fetch, slab: Slab, blocks: Numbers, summing: _Summing) -> None:
-        if asked.op not in self._reads or self._hub.nixl is None:
+    def _show_nixl(self, asked: Fetch, read: _Read, found: Fetched) -> None:
+        if self._reads.get(asked.op) is not read or self._hub.nixl is None:
             return  # nobody waits for it any more
+        slab = read.offered.slab
         number = self._hub.number_of(slab)
         try:
             told = self._hub.nixl.describe(slab, number)
@@ -204,9 +250,19 @@ class Served:
         if self._nixl_slabs.get(number) != told:
             self._nixl_slabs[number] = told
             self._link.send(told)
-        self._link.send(Ready(asked.op, number, blocks.tobytes()))
+        self._link.send(Ready(asked.op, number, found.blocks.tobytes()))
         if asked.is_checked:
-            self._hub.progress.work(summing)
+            self._hub.progress.work(self._summing(asked.op, read, found))
+
+    def _summing(self, op: int, read: _Read, found: Fetched) -> Summing:
+        return Summing(
+            read.offered.slab,
+            found.pieces,
+            found.seeds,
+            is_wanted=lambda: self._reads.get(op) is read,
+            tell=lambda first, sums: self._link.send(Sums(op, first, sums)),
+            fail=lambda error: self._fail(op, error),
+        )
 
     def _stage(self, op: int, slab: Slab, pieces: Pieces) -> tuple[memoryview, Pieces] | None:
         """Blocks of a file, to be sent."""
@@ -220,19 +276,18 @@ class Served:
         self._end(op, is_whole=False)
         self._link.send(Failed(op, to_info(error)))
 
-    def is_reading(self, op: int) -> bool:
-        return op in self._reads
-
-    def tell_sums(self, op: int, first: int, checksums: bytes) -> None:
-        self._link.send(Sums(op, first, checksums))
-
     def _drop(self, op: int) -> _Read | None:
         read = self._reads.pop(op, None)
-        if read is not None and read.outgoing is not None:
-            read.outgoing.is_stopped = True
+        if read is not None:
+            self._num_pieces -= read.num_pieces
+            if read.outgoing is not None and self._sender is not None:
+                self._sender.drop(read.outgoing)
         return read
 
     def _end(self, op: int, is_whole: bool) -> None:
+        guest = self._guests.pop(op, None)
+        if guest is not None:
+            guest.go()
         read = self._drop(op)
         if read is not None:
             self._hub.offers.end(read.secret, is_whole)
@@ -240,57 +295,28 @@ class Served:
             self._over_nixl.discard(op)
             self._hub.nixl.serve_no_more()
 
+    # --- a peer waits for the note of a room
 
-class _Summing:
-    """Work: the checksums of what a peer reads, told as they are known."""
+    def _meet(self, asked: Meet) -> None:
+        op = asked.op
 
-    def __init__(self, served: Served, op: int, slab: Slab, pieces: Pieces, seeds: bytes | None) -> None:
-        self._served = served
-        self._op = op
-        self._slab = slab
-        self._pieces = pieces
-        self._seeds = seeds
-        self._first = 0
+        def give(note: bytes) -> bool:
+            self._guests.pop(op, None)
+            self._link.send(Met(op, note))
+            return self._link.is_open
 
-    def turn(self) -> bool:
-        if not self._served.is_reading(self._op):
-            return False
-        first, pieces = self._first, self._pieces
-        count = min(max(TURN_BYTES // pieces.bytes_per_block, 1), pieces.num_blocks - first)
-        sums = sums_of(self._slab.memory, pieces.part(first, count), part_of(self._seeds, first, count))
-        self._served.tell_sums(self._op, first, sums.tobytes())
-        self._first += count
-        return self._first < pieces.num_blocks
+        def fail(error: KvoltError) -> None:
+            self._guests.pop(op, None)
+            self._link.send(Failed(op, to_info(error)))
 
-
-def sums_of(memory: memoryview, pieces: Pieces, seeds: bytes | None) -> Sums64:
-    found = np.empty(pieces.num_blocks, dtype=np.uint64)
-    block_bytes.checksums(memory, pieces.offsets, pieces.piece_bytes, pieces.per_block, seeds, found)
-    return found
-
-
-def part_of(seeds: bytes | None, first: int, count: int) -> bytes | None:
-    return None if seeds is None else seeds[8 * first : 8 * (first + count)]
-
-
-def _numbers(packed: bytes) -> Numbers:
-    if len(packed) % 8:
-        raise InvalidRequest("numbers have eight bytes each", param="positions")
-    return np.frombuffer(packed, dtype="<i8")
-
-
-def _seeds(offered: Offered, positions: Numbers) -> bytes | None:
-    if offered.seeds is None or not len(positions):
-        return offered.seeds
-    chosen_seeds: bytes = np.frombuffer(offered.seeds, dtype="<u8")[positions].tobytes()
-    return chosen_seeds
-
-
-def _pieces(slab: Slab, blocks: Numbers, asked: Fetch) -> Pieces:
-    if not asked.pieces:
-        return slab.pieces(blocks)
-    inside = _numbers(asked.pieces)
-    size = asked.piece_bytes
-    if size <= 0 or inside.min() < 0 or inside.max() + size > slab.block_bytes:
-        raise InvalidRequest("pieces that lie outside of a block", param="pieces")
-    return slab.pieces(blocks, inside, size)
+        try:
+            self._check_number(op)
+            guest = Guest(asked.room, self._hub.deadline_in(asked.timeout_s), give, fail)
+        except KvoltError as error:
+            self._link.send(Failed(op, to_info(error)))
+            return
+        self._guests[op] = guest
+        try:
+            self._hub.rooms.meet_here(guest)
+        except KvoltError as error:
+            guest.fail(error)

@@ -5,22 +5,32 @@
              | checksums (8 each, where asked for) | the blocks' bytes
 
 A connection carries frames, or, from its Welcome on, chunks: one of each kind for a pair of agents that talk over TCP,
-so that no word waits behind a block. Over a Unix socket the descriptor of a shared memory comes with its Described.
+so that no word waits behind a block. The one for chunks is opened with the key that came with the Welcome of the other,
+so that nobody has blocks sent to himself in another's name. Over a Unix socket the descriptor of a shared memory comes
+with its Described.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 import msgspec
 
 from kvolt.core.errors import ErrorInfo, ProtocolError
+from kvolt.transfer.capabilities import Capabilities
 from kvolt.transfer.memory import SlabInfo
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 32 << 20
-"""Three million blocks by their numbers."""
+"""Of one who was let in."""
+MAX_GREETING_BYTES = 4096
+"""Of one who was not yet."""
+MAX_BLOCKS = 3_000_000
+"""In one transfer: their numbers, and their checksums, fit into a frame."""
+MAX_NOTE_BYTES = 1 << 20
+"""Of a room."""
 CHUNK = struct.Struct("<QIIII")
 _LENGTH = struct.Struct("<I")
 
@@ -50,6 +60,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     agent: str
     carries: Literal["frames", "chunks"]
     version: int = VERSION
+    key: str = ""
+    """Of the connection for frames that these chunks belong to."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -57,6 +69,10 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     version: int = VERSION
     also_serves: tuple[str, ...] = ()
     """Paths beside those that everybody has."""
+    key: str = ""
+    """What the connection for chunks that belongs to this one must present. Good for one."""
+    can: Capabilities | None = None
+    """What the agent can do, for whoever plans a route from it."""
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -143,8 +159,36 @@ class Taken(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo | None = None
 
 
+class Meet(msgspec.Struct, frozen=True, tag=True):
+    """I wait for this room's note, so long. An Ended says that I wait no more."""
+
+    op: int
+    room: int
+    timeout_s: float
+
+
+class Met(msgspec.Struct, frozen=True, tag=True):
+    """It is this. Nobody else gets it."""
+
+    op: int
+    note: Annotated[bytes, msgspec.Meta(max_length=MAX_NOTE_BYTES)]
+
+
 Message = (
-    Hello | Welcome | Fetch | Described | NixlSlab | Ready | Sums | Ended | Declined | Failed | Offer | Taken
+    Hello
+    | Welcome
+    | Fetch
+    | Described
+    | NixlSlab
+    | Ready
+    | Sums
+    | Ended
+    | Declined
+    | Failed
+    | Offer
+    | Taken
+    | Meet
+    | Met
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -160,29 +204,30 @@ def to_frame(message: Message) -> bytes:
 class FrameReader:
     """Bytes in, messages out."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.most_bytes = most_bytes
+        """Of a frame; may be changed between two messages."""
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[Message]:
-        """ProtocolError for what is none."""
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """To be taken to the end, or not used again. ProtocolError for what is none."""
         buffer = self._buffer
         buffer += data
-        messages: list[Message] = []
         start = 0
         while len(buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, start)
-            if length > MAX_FRAME_BYTES:
+            if length > self.most_bytes:
                 raise ProtocolError(f"a frame of {length} bytes", rule="frame_size")
             end = start + _LENGTH.size + length
             if len(buffer) < end:
                 break
             try:
-                messages.append(_decode_message(memoryview(buffer)[start + _LENGTH.size : end].tobytes()))
+                message = _decode_message(memoryview(buffer)[start + _LENGTH.size : end].tobytes())
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
                 raise ProtocolError(f"a message that cannot be read: {error}", rule="message") from None
+            yield message
             start = end
         del buffer[:start]
-        return messages
 
 
 def ticket_bytes(ticket: Ticket) -> bytes:

@@ -31,7 +31,10 @@ ARRIVALS = "arrivals"
 _OF_CLUSTER = {
     "workers": "num_workers",
     "prefill": "num_prefill",
+    "prefill_choice": "prefill_choice",
     "prefill_min_tokens": "prefill_min_tokens",
+    "target_ttft_s": "target_ttft_s",
+    "target_itl_s": "target_itl_s",
     "kv_link_bytes_per_s": "kv_link_bytes_per_s",
     "gpus": "gpus_per_worker",
     "router": "router",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +25,7 @@ from kvolt.engines.sim_transfers import SimTransfers
 from kvolt.engines.worker import Worker
 from kvolt.journey.journey import Road
 from kvolt.journey.prefill import Leg
+from kvolt.journey.ways import Chooser, WayRule, WayWeights
 from kvolt.router.custom_policy import is_custom
 from kvolt.router.policies import ROUTERS, find_router, reads_kv_events
 from kvolt.router.port import Router, RouterContext
@@ -53,6 +54,8 @@ _DRAIN_S = 3600.0
 _CONNECTIONS = ConnectionOptions(heartbeat_s=3600.0, dead_after_s=3 * 3600.0)
 """No process of a twin falls silent, so that nobody has to ask every second."""
 
+PrefillChoice = Literal["predicted", "threshold"]
+
 
 class TwinSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What is modelled."""
@@ -64,8 +67,15 @@ class TwinSettings(msgspec.Struct, frozen=True, kw_only=True):
     """That KV moves at between two workers, out of one and into the other, all of it together."""
     kv_link_s: Annotated[float, Meta(ge=0)] = 0.00005
     """Of each such move, besides."""
+    prefill_choice: PrefillChoice = "predicted"
+    """Whether a prompt goes to a prefill worker: by what each way would cost, or whenever it is long enough."""
     prefill_min_tokens: Annotated[int, Meta(ge=0)] = 0
     """Shorter prompts are computed where they are answered."""
+    target_ttft_s: Annotated[float, Meta(gt=0)] | None = None
+    target_itl_s: Annotated[float, Meta(gt=0)] | None = None
+    """What was promised, for that choice."""
+    ways: WayWeights = WayWeights()
+    """Of that choice."""
     gpus_per_worker: Annotated[int, Meta(ge=1)] = 1
     """For GPU-seconds; how fast so many are is in the engine's preset."""
     router: str = next(iter(ROUTERS))
@@ -184,13 +194,16 @@ class TwinCluster:
         if self._prefill is None:
             return Road(router, client, self._crew)
         leg = Leg(self._new_router(self._prefill, Role.PREFILL), self._prefill)
-        least_tokens = max(self._settings.prefill_min_tokens, self._settings.engine.block_size)
-        return Road(
-            router,
-            client,
-            self._crew,
-            prefill=lambda request: leg if request.num_prompt_tokens > least_tokens else None,
+        settings = self._settings
+        rule = WayRule(
+            is_predicted=settings.prefill_choice == "predicted",
+            min_tokens=settings.prefill_min_tokens,
+            ttft_s=settings.target_ttft_s,
+            itl_s=settings.target_itl_s,
         )
+        now = asyncio.get_running_loop().time
+        ways = Chooser(router, lambda: leg, settings.engine.block_size, rule, settings.ways, now=now)
+        return Road(router, client, self._crew, ways=ways)
 
     def _new_router(self, client: EndpointClient, role: Role) -> Router:
         settings = self._settings

@@ -45,6 +45,7 @@ class PaperBoard:
     def __init__(self, transfers: SimTransfers) -> None:
         self.transfers = transfers
         self._offers: dict[int, PaperOffer] = {}
+        self._rooms: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = count(1)
         self.num_bytes = 0
         """That have been moved."""
@@ -63,10 +64,40 @@ class PaperBoard:
     def forget(self, number: int) -> None:
         self._offers.pop(number, None)
 
+    def room(self, number: int) -> asyncio.Future[bytes]:
+        """Whoever comes first opens it."""
+        if number not in self._rooms:
+            self._rooms[number] = asyncio.get_running_loop().create_future()
+        return self._rooms[number]
+
+    def leave(self, number: int) -> None:
+        self._rooms.pop(number, None)
+
     def close(self) -> None:
         self.transfers.close()
         for offer in list(self._offers.values()):
             offer.end()
+
+
+class PaperPost:
+    """A KvPost."""
+
+    def __init__(self, board: PaperBoard, room: int, note: bytes, timeout_s: float) -> None:
+        self._board = board
+        self._room = room
+        self._note = board.room(room)
+        self._note.set_result(note)
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._expiry = asyncio.get_running_loop().call_later(timeout_s, self.cancel)
+
+    def cancel(self) -> None:
+        self._expiry.cancel()
+        self._board.leave(self._room)
+        if not self._over.done():
+            self._over.set_result(None)
+
+    def over(self) -> Awaitable[object]:
+        return asyncio.shield(self._over)
 
 
 class PaperMover:
@@ -101,6 +132,22 @@ class PaperMover:
         self._board.num_bytes += num_bytes
         offer.end()
         return "link"
+
+    @property
+    def where(self) -> str:
+        return self._worker
+
+    def post(self, room: int, note: bytes, timeout_s: float) -> PaperPost:
+        return PaperPost(self._board, room, note, timeout_s)
+
+    async def meet(self, where: str, room: int, timeout_s: float) -> bytes:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._board.room(room))
+        except TimeoutError:
+            raise DeadlineExceeded("nobody came to the room", stage="total", after_s=timeout_s) from None
+        finally:
+            self._board.leave(room)
 
     def decline(self, ticket: bytes) -> None:
         try:

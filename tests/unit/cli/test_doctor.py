@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from kvolt.cli import doctor
-from kvolt.cli.doctor import GIB, Finding
+from kvolt.cli.doctor import GIB
+from kvolt.cli.finding import Finding
 from kvolt.cli.main import main
 from kvolt.router.index import IS_NATIVE
 from kvolt.runtime.config import Override, load
@@ -27,6 +28,12 @@ def taken_port() -> Iterator[int]:
         holder.bind(("127.0.0.1", 0))
         holder.listen(1)
         yield holder.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def _paths_are_tried_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = Finding("transfer tcp", "ok", "works")
+    monkeypatch.setattr(doctor, "transfer_findings", lambda facts, wants_nixl: [finding])
 
 
 def test_python() -> None:
@@ -172,8 +179,8 @@ def answering(body: bytes, status: int) -> HTTPServer:
 @pytest.mark.parametrize(
     ("body", "status", "is_kvolt"),
     [
-        (b'{"status": "ready", "models": ["m"], "workers": {"m": 2}}', 200, True),
-        (b'{"status": "no_models", "models": [], "workers": {}}', 503, True),
+        (b'{"status": "ready", "models": ["m"], "roles": {"m": {"decode": 1, "prefill": 1}}}', 200, True),
+        (b'{"status": "no_models", "models": [], "roles": {}}', 503, True),
         (b'{"status": "ok"}', 200, False),
         (b"", 200, False),
         (b"[]", 404, False),
@@ -218,6 +225,7 @@ def test_the_verb(
     report = msgspec.json.decode(capsys.readouterr().out)
     assert report["ready"]
     assert [row["found"] for row in report["findings"] if row["name"] == "gpu"] == ["1: a gpu"]
+    assert [row["found"] for row in report["findings"] if row["name"] == "transfer tcp"] == ["works"]
     assert main(["doctor", "--port", str(taken_port)]) == 1
     text = capsys.readouterr().out
     assert "choose another with --port" in text

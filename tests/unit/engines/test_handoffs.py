@@ -7,14 +7,16 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from kvolt.core.delta import Delta
-from kvolt.core.errors import KvoltError
+from kvolt.core.errors import KvoltError, Unsupported
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request, Role, StopConditions
-from kvolt.engines.handoffs import Handoffs
+from kvolt.engines.contract import KvRoom
+from kvolt.engines.handoffs import Handoffs, HandoffTicket
 from kvolt.engines.kv_moving import AgentMover
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
@@ -57,9 +59,9 @@ async def side(
     engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.DECODE), arguments)
     await engine.start()
     agent = TransferAgent(TransferOptions(shared_memory=near))
-    slab = engine.kv_slab()
+    slabs = engine.kv_slabs()
     loop = asyncio.get_running_loop()
-    found = Side(engine, Handoffs(engine, AgentMover(agent, slab), loop.time, pull_s), agent, {})
+    found = Side(engine, Handoffs(engine, AgentMover(agent, slabs), loop.time, pull_s), agent, {})
 
     async def listen() -> None:
         async for step in engine.steps():
@@ -211,3 +213,40 @@ async def test_an_engine_that_refuses_is_heard() -> None:
         with pytest.raises(KvoltError, match="context"):
             await prefill.handoffs.give(request(num_tokens=100_000), PREFILL)
         await at_rest(prefill)
+
+
+async def test_what_nobody_will_fetch_is_dropped() -> None:
+    async with side() as prefill, side() as decode:
+        handoff = await prefill.handoffs.give(request(), PREFILL)
+        assert not prefill.handoffs.drop(RequestId("another"))
+        assert prefill.handoffs.drop(request().request_id)
+        await at_rest(prefill)
+        assert not prefill.handoffs.drop(request().request_id)
+        assert (await decode.handoffs.take(handoff)).num_blocks == 0
+        again = await prefill.handoffs.give(request(), PREFILL)
+        assert (await decode.handoffs.take(again)).num_blocks == 5, "the same id can be given again"
+        await at_rest(prefill)
+        assert not prefill.handoffs.drop(request().request_id)
+
+
+async def test_what_an_engine_cannot_take_is_declined() -> None:
+    async with side() as prefill, side() as decode:
+        handoff = await prefill.handoffs.give(request(), PREFILL)
+
+        async def refuse(*arguments: object) -> KvRoom:
+            raise Unsupported("blocks of several ranks do not travel yet", feature="kv")
+
+        decode.engine.make_room = refuse  # type: ignore[method-assign]
+        assert (await decode.handoffs.take(handoff)).num_blocks == 0
+        assert decode.handoffs.stats.failures == {"unsupported": 1}
+        await at_rest(prefill)
+
+
+async def test_a_ticket_that_is_none_for_a_transfer_is_no_error() -> None:
+    async with side() as prefill, side() as decode:
+        handoff = await prefill.handoffs.give(request(), PREFILL)
+        ticket = msgspec.msgpack.decode(handoff.ticket, type=HandoffTicket)
+        nonsense = msgspec.msgpack.encode(replace(ticket, transfer=b"nonsense"))
+        assert (await decode.handoffs.take(replace(handoff, ticket=nonsense))).num_blocks == 0
+        assert sum(decode.handoffs.stats.failures.values()) == 1
+        await at_rest(decode)

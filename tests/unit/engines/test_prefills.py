@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tests.unit.engines.scheduler_lab import EOS, Lab, alone, request, scheduler
+from tests.unit.engines.scheduler_lab import EOS, Lab, alone, limits, request, scheduler
 
-from kvolt.core.errors import Cancelled, ErrorInfo, InvalidRequest, to_info
+from kvolt.core.errors import Cancelled, ErrorInfo, InvalidRequest, NotFound, to_info
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Handoff, Request
+from kvolt.engines.contract import KvHeld
 from kvolt.engines.prefills import Prefills
 
 A = RequestId("a")
@@ -24,6 +25,7 @@ class Source:
     lab: Lab = field(default_factory=lambda: Lab(scheduler()))
     now: float = 0.0
     found: list[Handoff | ErrorInfo] = field(default_factory=list)
+    told: list[KvHeld | ErrorInfo] = field(default_factory=list)
     num_aborts: int = 0
 
     def __post_init__(self) -> None:
@@ -41,6 +43,27 @@ class Source:
     def run(self) -> None:
         while self.lab.scheduler.has_work:
             assert all(self.prefills.take(one) for one in self.lab.step())
+
+    def step(self) -> None:
+        """As an engine makes it."""
+        assert self.lab.begin() is not None
+        self.prefills.tell()
+        for one in self.lab.finish():
+            self.prefills.take(one)
+        self.prefills.tell()
+        self.lab.scheduler.check_integrity()
+
+    def watch(self, after: int, request_id: RequestId = A) -> None:
+        self.prefills.watch(request_id, after, self.told.append)
+        self.prefills.tell()
+
+    @property
+    def nums_told(self) -> list[int]:
+        return [len(each.blocks) for each in self.told if isinstance(each, KvHeld)]
+
+    @property
+    def errors(self) -> list[str]:
+        return [each.code for each in self.told if isinstance(each, ErrorInfo)]
 
     def handoff(self, asked: Request) -> Handoff:
         self.start(asked)
@@ -107,7 +130,10 @@ def test_a_prompt_that_nobody_wants_any_more_is_not_computed() -> None:
     source = Source()
     source.start(request("a", (1, 2, 3), max_tokens=9))
     source.prefills.release(A)
-    assert (source.num_aborts, source.found, source.lab.scheduler.has_work) == (1, [], False)
+    assert (source.num_aborts, source.lab.scheduler.has_work) == (1, False)
+    (told,) = source.found
+    assert isinstance(told, ErrorInfo)
+    assert told.code == Cancelled.code
 
 
 def test_a_failure_is_told_and_leaves_nothing_of_the_choices_before() -> None:
@@ -133,3 +159,162 @@ def test_tokens_of_others_are_left_alone() -> None:
     source.start(request("a", (1, 2, 3), max_tokens=9))
     source.lab.scheduler.add(request("b", (4, 5, 6), max_tokens=1))
     assert [source.prefills.take(one) for one in source.lab.step()] == [True, False]
+
+
+# --- blocks as they come
+
+LONG = tuple(range(1, 12))
+"""Five full blocks and a token."""
+
+
+def in_chunks(num_blocks: int = 32) -> Source:
+    """Two blocks of a prompt in a step."""
+    return Source(Lab(scheduler(num_blocks, limits(max_batch_tokens=4, max_num_seqs=3))))
+
+
+def test_blocks_are_told_step_by_step_and_once_more_at_the_end() -> None:
+    source = in_chunks()
+    source.start(request("a", LONG, max_tokens=9))
+    source.watch(0)
+    assert not source.told, "nothing is computed yet"
+    for _ in range(3):
+        source.step()
+        if source.nums_told:
+            source.watch(source.nums_told[-1])
+    assert source.nums_told == [2, 4, 5, 5]
+    kept = source.lab.scheduler.kept(A)
+    assert kept is not None
+    last = source.told[-1]
+    assert isinstance(last, KvHeld)
+    assert (list(last.blocks), list(last.keys)) == (kept[0][:5], kept[1].keys)
+    assert all(
+        each.blocks == last.blocks[: len(each.blocks)] for each in source.told if isinstance(each, KvHeld)
+    )
+    assert not source.prefills.is_watched
+
+
+def test_only_more_than_is_known_is_told() -> None:
+    source = in_chunks()
+    source.start(request("a", LONG, max_tokens=9))
+    source.watch(3)
+    source.step()
+    assert not source.told
+    source.step()
+    assert source.nums_told == [4]
+
+
+def test_what_was_found_in_the_cache_is_told_before_the_step_is_computed() -> None:
+    source = in_chunks()
+    source.lab.scheduler.add(request("before", LONG[:6], max_tokens=1))
+    source.lab.run()
+    source.start(request("a", LONG, max_tokens=9))
+    source.watch(0)
+    assert source.lab.begin() is not None
+    source.prefills.tell()
+    assert source.nums_told == [3]
+    source.watch(3)
+    assert source.nums_told == [3], "the step that computes the next ones is still under way"
+    source.lab.finish()
+    source.prefills.tell()
+    assert source.nums_told == [3, 5]
+
+
+def test_all_is_told_at_once_when_the_first_choice_has_it() -> None:
+    source = in_chunks()
+    source.start(request("a", LONG, max_tokens=9, n=2))
+    for _ in range(3):
+        source.step()
+    assert not source.found, "the other choice has no token yet"
+    source.watch(5)
+    assert source.nums_told == [5]
+
+
+def test_who_waits_for_a_prompt_that_is_let_go_hears_of_it() -> None:
+    source = in_chunks()
+    source.start(request("a", LONG, max_tokens=9))
+    source.watch(100)
+    source.step()
+    source.prefills.release(A)
+    assert (source.errors, source.num_held) == ([NotFound.code], 0)
+    for unknown in (A, RequestId("nobody")):
+        with pytest.raises(NotFound):
+            source.watch(0, unknown)
+    assert not source.prefills.is_watched
+
+
+def test_one_waits_at_a_time() -> None:
+    source = in_chunks()
+    source.start(request("a", LONG, max_tokens=9))
+    for _ in range(3):
+        source.watch(0)
+    assert source.errors == [Cancelled.code] * 2
+    source.step()
+    assert source.nums_told == [2]
+
+
+@pytest.mark.parametrize("num_steps", [1, 3], ids=["in the middle", "after the first choice"])
+def test_what_others_read_of_a_prompt_that_fails_stays_until_it_is_released(num_steps: int) -> None:
+    source = in_chunks()
+    source.start(request("a", LONG, max_tokens=9, n=2))
+    for _ in range(num_steps):
+        source.step()
+    source.watch(0)
+    (told,) = source.told
+    assert isinstance(told, KvHeld)
+    source.watch(100 if num_steps == 1 else 0)
+    source.lab.scheduler.abort(A)
+    assert source.prefills.fail(A, STOPPED)
+    source.lab.scheduler.check_integrity()
+    pool = source.lab.scheduler.pool
+    assert all(pool.num_holders(block) == 1 for block in told.blocks), "somebody else may write there"
+    assert source.errors == [NotFound.code] * (num_steps == 1)
+    with pytest.raises(NotFound):
+        source.watch(0)
+    with pytest.raises(InvalidRequest, match="already"):
+        source.start(request("a", LONG, max_tokens=9))
+    assert source.prefills.next_expiry == 10.0
+    source.prefills.release(A)
+    assert (source.num_held, source.prefills.next_expiry) == (0, None)
+
+
+def test_what_nobody_releases_of_a_prompt_that_failed_goes_with_time() -> None:
+    source = in_chunks()
+    source.start(request("a", LONG, max_tokens=9))
+    source.step()
+    source.watch(0)
+    source.lab.scheduler.abort(A)
+    source.prefills.fail(A, STOPPED)
+    assert source.num_held == 2
+    source.now = 10.0
+    source.prefills.expire()
+    assert source.num_held == 0
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize(("num_others", "num_blocks"), [(1, 10), (2, 14)])
+def test_a_prompt_that_others_read_is_not_preempted(num_others: int, num_blocks: int, is_told: bool) -> None:
+    """Though those before it are in need of blocks: they yield, and it goes on."""
+    source = in_chunks(num_blocks)
+    others = [request(f"x{number}", (20 + number, 21, 22), max_tokens=16) for number in range(num_others)]
+    for other in others:
+        source.lab.scheduler.add(other)
+    source.step()
+    source.start(request("a", tuple(range(1, 14)), max_tokens=2))
+    prompt = source.lab.scheduler._groups[A].first
+    for _ in range(40):
+        if source.found:
+            break
+        source.step()
+        if is_told:
+            source.watch(max(source.nums_told, default=0))
+    assert source.found
+    assert source.lab.scheduler.num_preemptions, "nobody was in need"
+    assert bool(prompt.num_preemptions) != is_told
+    last = source.lab.scheduler.kept(A)
+    assert last is not None
+    for each in source.told:
+        assert not isinstance(each, KvHeld) or list(each.blocks) == last[0][: len(each.blocks)]
+    source.prefills.release(A)
+    source.lab.run()
+    for other in others:
+        source.lab.check_answer(other)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from kvolt.core.card import card_hash
 from kvolt.core.delta import Delta, StepOutput
-from kvolt.core.errors import EngineFailed, InvalidRequest, Overloaded, Unsupported
+from kvolt.core.errors import Cancelled, EngineFailed, InvalidRequest, NotFound, Overloaded, Unsupported
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats
@@ -326,6 +326,58 @@ def test_close_frees_everything() -> None:
             engine.submit(make_request("late"))
 
     run_engine(SimArguments(), body)
+
+
+def test_blocks_of_a_prompt_are_told_when_the_step_that_computes_them_ends() -> None:
+    """And those that are cached when the first begins; a second each."""
+    arguments = SimArguments(latency=STEP, max_batch_tokens=32, max_num_seqs=4, block_size=16)
+
+    async def body(engine: SimEngine, steps: Steps) -> None:
+        asked = make_request("a", prompt=100, tokens=2)
+        engine.submit(replace(asked, request_id=RequestId("start"), token_ids=asked.token_ids[:17]))
+        await asyncio.sleep(2.5)
+        now = asyncio.get_running_loop().time
+        async with Scope("prefill") as scope:
+            scope.start(engine.prefill(asked), "prefill")
+            began_at = now()
+            await asyncio.sleep(0)
+            told: list[tuple[float, int]] = []
+            for _ in range(4):
+                held = await engine.computed_kv(RequestId("a"), told[-1][1] if told else 0)
+                told.append((now() - began_at, len(held.blocks)))
+        assert [count for _, count in told] == [1, 3, 5, 6]
+        assert [at for at, _ in told] == pytest.approx([0.0, 1.0, 2.0, 3.0])
+
+    run_engine(arguments, body)
+
+
+def test_what_others_read_of_an_aborted_prompt_goes_when_a_handoff_would() -> None:
+    arguments = SimArguments(latency=STEP, max_batch_tokens=32, max_num_seqs=4, block_size=16, hold_s=5.0)
+
+    async def body(engine: SimEngine, steps: Steps) -> None:
+        async with Scope("prefill") as scope:
+            computing = scope.start(_error_of(engine.prefill(make_request("a", prompt=100))), "prefill")
+            await asyncio.sleep(0)
+            assert len((await engine.computed_kv(RequestId("a"), 0)).blocks) == 2
+            waiting = scope.start(_error_of(engine.computed_kv(RequestId("a"), 2)), "blocks")
+            await asyncio.sleep(0.1)
+            engine.abort(RequestId("a"))
+        assert isinstance(computing.result(), Cancelled)
+        assert isinstance(waiting.result(), NotFound)
+        await asyncio.sleep(4.5)
+        assert engine._scheduler.num_used_blocks == 2
+        await asyncio.sleep(1.0)
+        assert engine._scheduler.num_used_blocks == 0
+
+    run_engine(arguments, body)
+
+
+async def _error_of(call: Coroutine[Any, Any, object]) -> Exception | None:
+    try:
+        await call
+    except Exception as error:
+        return error
+    return None
 
 
 def test_without_a_seed_the_prompt_decides() -> None:

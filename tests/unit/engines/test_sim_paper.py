@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvolt.core.errors import InvalidRequest, Unsupported
@@ -10,6 +12,7 @@ from kvolt.core.request import Request, Role, StopConditions
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.sim_paper import PaperNaming
+from kvolt.runtime.tasks import Scope
 from kvolt.testing.loop import run_virtual
 
 
@@ -48,7 +51,7 @@ def test_an_engine_on_paper_promises_no_more_than_it_has() -> None:
         info = await engine.start()
         assert info.features == ("KvEvents", "KvPlaced", "Prefill")
         with pytest.raises(Unsupported):
-            engine.kv_slab()
+            engine.kv_slabs()
         assert info.kv_layout is None
         with pytest.raises(InvalidRequest):
             engine.submit(request("bad", 10, ()))
@@ -63,3 +66,26 @@ def test_an_engine_on_paper_promises_no_more_than_it_has() -> None:
         await engine.close()
 
     run_virtual(scenario)
+
+
+def test_blocks_on_paper_have_numbers_that_are_told_as_they_come() -> None:
+    async def scenario() -> None:
+        spec = EngineSpec(model="sim-tiny", role=Role.PREFILL)
+        arguments = SimArguments(paper=True, block_size=4, max_batch_tokens=8, max_num_seqs=4)
+        engine = SimEngine(spec, arguments)
+        await engine.start()
+        async with Scope("engine") as scope:
+            scope.start(_read(engine), "steps")
+            scope.start(engine.prefill(request("a", 18, (5, 6, 7, 8))), "prefill")
+            await asyncio.sleep(0)
+            told = [await engine.computed_kv(RequestId("a"), after) for after in (0, 2, 4)]
+            assert [part.hashes for part in told] == [(5, 6), (5, 6, 7, 8), (5, 6, 7, 8)]
+            assert told[-1] == await engine.hold_kv(RequestId("a"))
+            await engine.close()
+
+    run_virtual(scenario)
+
+
+async def _read(engine: SimEngine) -> None:
+    async for _ in engine.steps():
+        pass

@@ -77,6 +77,19 @@ class Offer:
         return self._over
 
 
+class Post:
+    def __init__(self, air: Air, room: int, note: bytes) -> None:
+        self._air = air
+        self._room = room
+        air.room(room).set_result(note)
+
+    def cancel(self) -> None:
+        self._air.rooms.pop(self._room, None)
+
+    async def over(self) -> None:
+        """Nobody asks here."""
+
+
 class Air:
     """What lies between the memories of the workers of one test."""
 
@@ -85,9 +98,15 @@ class Air:
         self.offers: dict[bytes, Offer] = {}
         self.num_offers = 0
         self.num_pulls = 0
+        self.rooms: dict[int, asyncio.Future[bytes]] = {}
+
+    def room(self, number: int) -> asyncio.Future[bytes]:
+        """Whoever comes first opens it."""
+        return self.rooms.setdefault(number, asyncio.get_running_loop().create_future())
 
     def mover(self, engine: Any) -> Mover:
-        return Mover(self, engine.kv_slab())
+        [slab] = engine.kv_slabs()
+        return Mover(self, slab)
 
 
 class Mover:
@@ -125,6 +144,23 @@ class Mover:
         if ticket in self._air.offers:
             self._air.offers[ticket].cancel()
 
+    @property
+    def where(self) -> str:
+        return "in the air"
+
+    def post(self, room: int, note: bytes, timeout_s: float) -> Post:
+        return Post(self._air, room, note)
+
+    async def meet(self, where: str, room: int, timeout_s: float) -> bytes:
+        assert where == self.where
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self._air.room(room))
+        except TimeoutError:
+            raise DeadlineExceeded("nobody came", stage="total", after_s=timeout_s) from None
+        finally:
+            self._air.rooms.pop(room, None)
+
 
 # --- workers
 
@@ -146,6 +182,11 @@ def asked(name: str = "r", **more: int) -> Request:
     return make_request(name, **{"prompt": PROMPT, "tokens": TOKENS, **more})
 
 
+def prompt_of(request: Request) -> Request:
+    """Its prompt alone, for somebody else to go on with."""
+    return replace(request, prefill_only=True)
+
+
 async def read(client: EndpointClient, request: Request, deadlines: Deadlines | None = None) -> list[Delta]:
     async with await start_stream(client, request, deadlines) as stream:
         return [delta async for delta in stream]
@@ -153,7 +194,7 @@ async def read(client: EndpointClient, request: Request, deadlines: Deadlines | 
 
 async def prefill(client: EndpointClient, request: Request) -> Handoff:
     """Computed by a prefill worker, which says one thing."""
-    (delta,) = await read(client, request)
+    (delta,) = await read(client, prompt_of(request))
     assert delta.handoff is not None
     assert delta == Delta(handoff=delta.handoff, cached_tokens=delta.handoff.cached_tokens)
     return delta.handoff
@@ -218,7 +259,7 @@ def test_a_decode_worker_goes_on_with_it() -> None:
             assert deltas[0].cached_tokens == 3 * BLOCK
             await at_rest(one, other)
             given, taken = stats_of([one.worker, other.worker])
-            num_bytes = 3 * one.engine.kv_slab().block_bytes
+            num_bytes = 3 * one.engine.kv_slabs()[0].block_bytes
             assert (given.num_given, taken.num_taken) == (1, 1)
             assert (taken.by_path, taken.num_bytes) == ({"air": 3}, num_bytes)
             stages, *others = [delta.stages for delta in deltas]
@@ -280,8 +321,8 @@ def test_blocks_that_do_not_come_are_computed(caplog: pytest.LogCaptureFixture) 
 class Unreachable(SimEngine):
     """Its blocks lie on a device."""
 
-    def kv_slab(self) -> Slab:
-        raise Unsupported("the KV blocks lie in no memory of the host", feature="kv_slab")
+    def kv_slabs(self) -> tuple[Slab, ...]:
+        raise Unsupported("the KV blocks lie in no memory of the host", feature="kv_slabs")
 
 
 class Plain(SimEngine):
@@ -318,7 +359,7 @@ def test_a_cancel_while_the_prompt_is_computed_leaves_nothing() -> None:
         async with Lab() as lab:
             air = Air()
             running, client = await start(lab, air, Role.PREFILL)
-            stream = await start_stream(client, asked())
+            stream = await start_stream(client, prompt_of(asked()))
             await until(lambda: not is_empty(running.engine))
             await stream.aclose()
             await at_rest(running)
@@ -390,8 +431,8 @@ def test_a_prompt_that_has_not_begun_is_given_back() -> None:
         async with Lab() as lab:
             one_by_one = replace(ARGUMENTS, max_num_seqs=1, max_batch_tokens=BLOCK)
             running, client = await start(lab, Air(), Role.PREFILL, engine_of(Role.PREFILL, one_by_one))
-            first = await start_stream(client, asked("first"))
-            second = await start_stream(client, asked("second"))
+            first = await start_stream(client, prompt_of(asked("first")))
+            second = await start_stream(client, prompt_of(asked("second")))
             await until(lambda: running.engine.load().waiting == 1)
             (instance,) = client.instances()
             assert not await ask_back(client.plane, instance, asked("first").request_id)
@@ -461,7 +502,7 @@ def test_an_error_of_the_engine_ends_the_stream(
             engine.failure = failure  # type: ignore[attr-defined]
             running, client = await start(lab, air, role, engine)
             with pytest.raises(told) as caught:
-                await read(client, replace(asked(), handoff=handoff))
+                await read(client, replace(asked(), handoff=handoff, prefill_only=role is Role.PREFILL))
             assert "secret" not in caught.value.message
             if isinstance(failure, KvoltError):
                 assert caught.value.message == failure.message
@@ -478,7 +519,7 @@ def test_a_prompt_that_can_never_run_is_refused() -> None:
         async with Lab() as lab:
             running, client = await start(lab, Air(), Role.PREFILL)
             with pytest.raises(InvalidRequest, match="context"):
-                await read(client, asked(prompt=ARGUMENTS.context_length))
+                await read(client, prompt_of(asked(prompt=ARGUMENTS.context_length)))
             await at_rest(running)
 
     run_virtual(scenario)
@@ -509,7 +550,8 @@ def test_the_end_of_the_engine_ends_handovers(role: Role, how: str, caplog: pyte
                 handoff = await prefill(to_prefill, asked())
             engine = engine_of(role, kind=Mortal if how == "dies" else SimEngine)
             running, client = await start(lab, air, role, engine)
-            stream = await start_stream(client, replace(asked(), handoff=handoff))
+            request = replace(asked(), handoff=handoff, prefill_only=role is Role.PREFILL)
+            stream = await start_stream(client, request)
             await until(lambda: bool(running.worker._open))
             if isinstance(engine, Mortal):
                 engine.death.set()

@@ -60,7 +60,7 @@ class FakeJourney:
         self.cancelled = 0
         self.held = 0
         self.decision = SimpleNamespace(instance=SimpleNamespace(id="w1"), dp_rank=None)
-        self.handoff = None
+        self.prefilled = None
         self.stages = None
 
     def cancel(self) -> None:

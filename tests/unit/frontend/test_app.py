@@ -32,6 +32,7 @@ def test_models_health_and_the_rest() -> None:
         assert models["object"] == "list"
         (model,) = models["data"]
         assert (model["id"], model["object"], model["context_window"]) == (MODEL, "model", 512)
+        assert model["workers"] == {"aggregated": 1}
         assert (await edge.ask(f"/v1/models/{MODEL}")).json == model
         ready = await edge.ask(f"/v1/models/{MODEL}/ready")
         assert (ready.status, ready.json["ready"]) == (200, True)
@@ -43,7 +44,13 @@ def test_models_health_and_the_rest() -> None:
         for path in ("/health", "/ready"):
             answer = await edge.ask(path)
             assert answer.status == 200
-            assert answer.json == {"status": "ready", "models": [MODEL], "workers": {MODEL: 1}}
+            assert answer.json == {
+                "status": "ready",
+                "models": [MODEL],
+                "workers": {MODEL: 1},
+                "roles": {MODEL: {"aggregated": 1}},
+                "missing": {},
+            }
         assert (await edge.ask("/live")).status == 200
         metrics = await edge.ask("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain")
@@ -63,6 +70,7 @@ def test_without_workers() -> None:
         await until(lambda: not edge.models.ready())
         health = await edge.ask("/health")
         assert (health.status, health.json["models"]) == (503, [])
+        assert health.json["missing"] == {MODEL: ["aggregated"]}
         assert (await edge.ask("/ready")).status == 503
         assert (await edge.ask("/live")).status == 200
         assert (await edge.ask("/v1/models")).json["data"] == []

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import (
@@ -20,7 +21,9 @@ from kvolt.core.errors import (
     WorkerLost,
 )
 from kvolt.core.ids import InstanceId, RequestId
-from kvolt.core.request import Handoff, Request, StopConditions
+from kvolt.core.kv_events import Tier
+from kvolt.core.request import Handoff, KvSource, Request, RoutingHints, StopConditions
+from kvolt.journey import prefill as prefill_module
 from kvolt.journey.machine import (
     Action,
     End,
@@ -34,10 +37,11 @@ from kvolt.journey.machine import (
     State,
     Stopped,
 )
-from kvolt.journey.prefill import Leg, PrefillCall, nobody
+from kvolt.journey.prefill import Leg, PrefillCall
 from kvolt.router.port import Decision
 from kvolt.runtime.address import EndpointAddress, Instance
 from kvolt.runtime.call import Deadlines
+from kvolt.runtime.tasks import Crew
 
 P0, P1 = InstanceId("p0"), InstanceId("p1")
 NOBODY: frozenset[InstanceId] = frozenset()
@@ -60,7 +64,6 @@ def test_the_answer_is_routed_once_the_prompt_is_computed() -> None:
 
 def test_without_prefill_workers_it_is_routed_at_once() -> None:
     assert JourneyMachine(max_attempts=3).on(Start()) == Route(NOBODY)
-    assert nobody(REQUEST) is None
 
 
 def test_another_prefill_worker_then_whoever_answers() -> None:
@@ -128,8 +131,12 @@ class Desk:
         self.num_freed = 0
         self.num_cancelled = 0
         self.answers = True
+        self.asked: list[Request] = []
+        self.plane = self
+        self.let_go: list[RequestId] = []
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = NOBODY) -> Decision:
+        self.asked.append(request)
         await asyncio.sleep(0)
         return self.decision
 
@@ -142,6 +149,7 @@ class Desk:
     async def close(self) -> None: ...
 
     async def call(self, request: Request, sink: Any, **more: Any) -> Desk:
+        self.asked.append(request)
         if self.refuses is not None:
             raise self.refuses
         if self.answers:
@@ -154,8 +162,17 @@ class Desk:
         self.num_cancelled += 1
 
 
-def asked(desk: Desk) -> PrefillCall:
-    return PrefillCall(Leg(desk, desk), REQUEST)  # type: ignore[arg-type]
+@pytest.fixture(autouse=True)
+def no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def note(crew: Crew, desk: Desk, instance: Instance, request_id: RequestId) -> None:
+        assert instance is desk.decision.instance
+        desk.let_go.append(request_id)
+
+    monkeypatch.setattr(prefill_module, "let_go", note)
+
+
+def asked(desk: Desk, request: Request = REQUEST) -> PrefillCall:
+    return PrefillCall(Leg(desk, desk), request, Crew("test"))  # type: ignore[arg-type]
 
 
 async def test_a_prompt_is_computed() -> None:
@@ -163,7 +180,26 @@ async def test_a_prompt_is_computed() -> None:
     call = asked(desk)
     assert await call.run(NOBODY, Deadlines()) == HANDOFF
     assert call.decision is desk.decision
-    assert (desk.begun_with, desk.num_freed) == ([16], 1)
+    assert (desk.begun_with, desk.num_freed, desk.let_go) == ([16], 1, [])
+
+
+async def test_whatever_else_it_says_it_has_begun_once() -> None:
+    desk = Desk(
+        Delta((7,)), Delta(handoff=HANDOFF, cached_tokens=16), Delta(handoff=HANDOFF, cached_tokens=3)
+    )
+    assert await asked(desk).run(NOBODY, Deadlines()) == HANDOFF
+    assert desk.begun_with == [16]
+
+
+async def test_the_worker_gets_all_that_was_decided() -> None:
+    desk = Desk(Delta(handoff=HANDOFF))
+    sources = (KvSource(P1, Tier.DEVICE, 3),)
+    desk.decision = replace(desk.decision, dp_rank=2, kv_sources=sources)
+    pinned = replace(REQUEST, routing=RoutingHints(pinned_dp_rank=7, tenant="a"))
+    await asked(desk, pinned).run(NOBODY, Deadlines())
+    routed, sent = desk.asked
+    assert routed.routing == RoutingHints(tenant="a"), "the rank is one of the worker that answers"
+    assert sent == replace(REQUEST, routing=RoutingHints(pinned_dp_rank=2, tenant="a"), kv_sources=sources)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +214,28 @@ async def test_a_prompt_is_computed() -> None:
 async def test_a_prompt_is_not_computed(desk: Desk, error: type[KvoltError]) -> None:
     with pytest.raises(error):
         await asked(desk).run(NOBODY, Deadlines())
-    assert desk.num_freed == 1
+    assert (desk.num_freed, desk.let_go) == (1, [])
+
+
+async def test_a_prompt_that_comes_too_late_is_let_go() -> None:
+    desk = Desk(error=DeadlineExceeded("nothing for 60 s", stage="first"))
+    with pytest.raises(DeadlineExceeded):
+        await asked(desk).run(NOBODY, Deadlines())
+    assert (desk.num_freed, desk.let_go) == (1, [REQUEST.request_id])
+
+
+async def test_a_prompt_that_comes_as_its_caller_goes_is_let_go() -> None:
+    desk = Desk()
+    desk.answers = False
+    call = asked(desk)
+    running = asyncio.ensure_future(call.run(NOBODY, Deadlines()))
+    await asyncio.sleep(0.01)
+    call.on_item(Delta(handoff=HANDOFF))
+    call.on_end(None)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert desk.let_go == [REQUEST.request_id]
 
 
 async def test_a_call_is_cancelled() -> None:
@@ -190,7 +247,7 @@ async def test_a_call_is_cancelled() -> None:
     call.cancel()
     with pytest.raises(Cancelled):
         await running
-    assert (desk.num_cancelled, desk.num_freed) == (1, 1)
+    assert (desk.num_cancelled, desk.num_freed, desk.let_go) == (1, 1, [REQUEST.request_id])
 
 
 async def test_a_call_is_cancelled_before_it_was_sent() -> None:
@@ -201,7 +258,7 @@ async def test_a_call_is_cancelled_before_it_was_sent() -> None:
     call.cancel()
     with pytest.raises(Cancelled):
         await running
-    assert (desk.num_cancelled, desk.num_freed) == (0, 1)
+    assert (desk.num_cancelled, desk.num_freed, desk.let_go) == (0, 1, [])
 
 
 async def test_whoever_waits_may_go() -> None:

@@ -16,7 +16,7 @@ from tests.unit.router.test_exact import BLOCK, Reader, prompt
 from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.latency import LatencyModel
-from kvolt.core.request import Request
+from kvolt.core.request import Handoff, Request
 from kvolt.journey.journey import Journey, Road
 from kvolt.router.exact import ExactRouter
 from kvolt.router.learning import Learning
@@ -188,3 +188,16 @@ def test_what_was_promised_and_what_came_is_counted() -> None:
     assert stats.ttft_ratio.total == 2.0
     stats.took(0.00001, 0.00005)
     assert stats.weigh_ms.total == pytest.approx(0.04)
+
+
+def test_a_prompt_that_came_from_elsewhere_says_nothing_of_the_workers_pace() -> None:
+    """Its first token waits for KV that is on its way: a slow network is not a slow worker."""
+    handed = msgspec.structs.replace(ASKED, handoff=Handoff(ticket=b"", prefill_instance=InstanceId("p")))
+    learning = Learning()
+    for number in range(100):
+        now = 10.0 * number
+        learning.booked(number, choice(handed), 0, 0.0, now)
+        learning.begun(number, None, now + 9.0)
+        learning.freed(number, None)
+    assert pace(learning, 1000.0) == 1.0
+    assert learning.stats.num_started == 100, "it is counted all the same"

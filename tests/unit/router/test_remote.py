@@ -16,10 +16,20 @@ from tests.unit.router.test_exact import PRICED, Reader, prompt
 from kvolt.core.delta import Usage
 from kvolt.core.errors import KvoltError, Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Grammar, GrammarKind, Request, RoutingHints, Sampling, StopConditions
+from kvolt.core.request import (
+    Grammar,
+    GrammarKind,
+    Handoff,
+    Request,
+    Role,
+    RoutingHints,
+    Sampling,
+    StopConditions,
+)
 from kvolt.journey.journey import Journey, Road
 from kvolt.router import service as service_module
 from kvolt.router.exact import ExactRouter
+from kvolt.router.forecast import Forecasting
 from kvolt.router.least_loaded import LeastLoadedRouter
 from kvolt.router.policies import ROUTERS, NewRouter
 from kvolt.router.port import Decision, RoundRobinRouter, Router, RouterContext
@@ -480,6 +490,105 @@ def test_another_block_size_is_refused_with_both_named() -> None:
         assert asked.answer.refused is not None
         assert asked.answer.refused.code == Unavailable.code
         assert f"{BLOCK} tokens here and {BLOCK + 1}" in asked.answer.refused.message
+
+    scene(body)
+
+
+def test_a_worker_of_another_role_is_refused_with_both_named() -> None:
+    async def body(here: Scene) -> None:
+        await here.start_router(latency)
+        edge = await here.start_edge()
+        await edge.book(1)
+        other = question_of(str(here.workers[0].endpoint), make_request(), frozenset(), BLOCK, Role.PREFILL)
+        asked = await edge.link.ask(other)
+        assert asked is not None
+        assert asked.answer.refused is not None
+        assert "is aggregated here and prefill at who asks" in asked.answer.refused.message
+
+    scene(body)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_pin_for_a_role_counts_among_the_workers_of_that_role(role: Role) -> None:
+    async def body(here: Scene) -> None:
+        service = await here.start_router(latency)
+        edge = await here.start_edge()
+        context = RouterContext(edge.client, edge.runtime, BLOCK, role=role)
+        router = edge.link.new_router(ROUTERS["latency"])(context)
+        here.lab._closing.append(router.close)
+        one, other = (each.id for each in edge.client.candidates())
+        for number, pinned in enumerate((one, other) * 3):
+            pins = {role: pinned, Role.AGGREGATED: InstanceId("somebody else")}
+            request = msgspec.structs.replace(make_request(f"r{number}"), routing=RoutingHints(pins=pins))
+            assert (await router.route(request)).instance.id == pinned
+        assert service._describe()["decisions"] == 6, "the router process has decided all of them"
+
+    scene(body)
+
+
+def handed_over(request: Request, first_tokens: tuple[int, ...] | None = (5,)) -> Request:
+    handoff = Handoff(
+        ticket=b"secret",
+        prefill_instance=InstanceId("p0"),
+        block_hashes=request.sequence_hashes,
+        token_ids=request.token_ids,
+        first_tokens=first_tokens,
+        cached_tokens=3,
+    )
+    return msgspec.structs.replace(request, handoff=handoff)
+
+
+def test_a_question_says_that_a_prompt_was_computed_elsewhere() -> None:
+    for first_tokens in ((5,), None):
+        request = handed_over(prompt("r", tuple(range(1, 40))), first_tokens)
+        question = question_of("ns.c.generate", request, frozenset(), BLOCK, Role.DECODE)
+        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(question), type=RouteQuestion)
+        assert (decoded.role, decoded.whole_request().prefill_only) == (Role.DECODE, False)
+        assert decoded.whole_request().handoff == Handoff(
+            ticket=b"", prefill_instance=InstanceId("p0"), first_tokens=first_tokens, cached_tokens=3
+        )
+
+
+def test_a_question_says_that_nothing_but_the_prompt_is_to_be_computed() -> None:
+    request = msgspec.structs.replace(prompt("r", tuple(range(1, 40))), prefill_only=True)
+    assert (
+        question_of("ns.c.generate", request, frozenset(), BLOCK, Role.PREFILL).whole_request().prefill_only
+    )
+
+
+def test_who_asks_can_foresee_what_it_could_decide_alone() -> None:
+    async def body(here: Scene) -> None:
+        await here.start_router(latency)
+        edge = await here.start_edge()
+        context = RouterContext(edge.client, edge.runtime, BLOCK)
+        alone = ROUTERS["latency"](context)
+        asking = edge.link.new_router(lambda context: alone)(context)
+        here.lab._closing.append(asking.close)
+        assert isinstance(alone, Forecasting)
+        assert isinstance(asking, Forecasting)
+        request = prompt("r", tuple(range(1, 200)))
+        assert asking.forecast(request) == alone.forecast(request)
+        assert not isinstance(edge.router, Forecasting), "those who take turns foresee nothing"
+
+    scene(body)
+
+
+def test_a_prompt_that_was_computed_elsewhere_costs_there_what_it_costs_here() -> None:
+    async def body(here: Scene) -> None:
+        await here.start_router(latency)
+        edge = await here.start_edge()
+        local = ROUTERS["latency"](RouterContext(edge.client, edge.runtime, BLOCK))
+        here.lab._closing.append(local.close)
+        whole = prompt("r", tuple(range(1, 200)))
+        for request in (whole, handed_over(whole), handed_over(whole, None)):
+            there = await edge.router.route(request)
+            edge.router.free(there, None)
+            await asyncio.sleep(TOLD_S)
+            alone = await local.route(request)
+            local.free(alone, None)
+            assert there.predicted_ms == pytest.approx(alone.predicted_ms)
+            assert there.overlap_blocks == alone.overlap_blocks
+            assert (there.recall is None) == (alone.recall is None)
 
     scene(body)
 

@@ -13,6 +13,7 @@ from tests.unit.testing.toy_engine import BLOCK_BYTES, Choice, Job, ToyArguments
 from tests.unit.testing.toy_store import Entry
 
 from kvolt.core.delta import StepOutput
+from kvolt.core.errors import NotFound
 from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
@@ -23,11 +24,13 @@ from kvolt.engines.registry import EngineSpec
 from kvolt.testing import engine_event_cases as events
 from kvolt.testing import engine_handoff_cases as handoff
 from kvolt.testing import engine_movable_cases as movable
+from kvolt.testing import engine_parts_cases as parts
 from kvolt.testing import engine_placed_cases as placed
 from kvolt.testing import engine_visible_cases as visible
 from kvolt.testing import run_virtual
 from kvolt.testing.engine_suite import CASES as CORE
 from kvolt.testing.engine_tiers import TIERS, suites_for
+from kvolt.transfer.memory import Slab
 
 SPEC = EngineSpec(model="toy", role=Role.AGGREGATED)
 PLENTY = ToyArguments()
@@ -327,6 +330,19 @@ class _LendsWhatIsHeld(ToyEngine):
         return held
 
 
+class _HasTheSameRankTwice(ToyEngine):
+    """Says that two slabs are all of the model each."""
+
+    def kv_slabs(self) -> tuple[Slab, ...]:
+        return (*super().kv_slabs(), *super().kv_slabs())
+
+
+class _DoesNotSayWhatLiesThere(ToyEngine):
+    def kv_slabs(self) -> tuple[Slab, ...]:
+        (slab,) = super().kv_slabs()
+        return (Slab(slab.memory, slab.block_bytes),)
+
+
 class _HoldsForEver(ToyEngine):
     """Tells of blocks that are let go."""
 
@@ -407,6 +423,78 @@ class _NamesOrphans(ToyEngine):
         self.store.is_orphan = lambda entry: False  # type: ignore[method-assign]
 
 
+class _TellsPlannedParts(ToyEngine):
+    """Names the blocks that a prompt is going to have, before they are computed."""
+
+    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+        held = await super().computed_kv(request_id, after)
+        job = self._jobs.get(request_id)
+        if job is None:
+            return held
+        names = job.choices[0].keys.keys, job.choices[0].hashes.sequence
+        num_more = len(names[0]) - len(held.blocks)
+        coming = self.store.free[::-1][:num_more]
+        return KvHeld((*held.blocks, *coming), tuple(names[0]), tuple(names[1]))
+
+
+class _TellsPartsAtTheEnd(ToyEngine):
+    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+        return await super().computed_kv(request_id, 10_000)
+
+
+class _TellsCachedPartsLate(ToyEngine):
+    """With what the first step computes."""
+
+    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+        held = await super().computed_kv(request_id, after)
+        job = self._jobs.get(request_id)
+        if job is None or len(held.blocks) * self._arguments.block_size > job.choices[0].num_cached:
+            return held
+        return await super().computed_kv(request_id, len(held.blocks))
+
+
+class _MixesUpParts(ToyEngine):
+    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+        held = await super().computed_kv(request_id, after)
+        return replace(held, blocks=held.blocks[::-1]) if request_id in self._jobs else held
+
+
+class _OverwritesParts(ToyEngine):
+    """Has told of a block, and gives it to somebody else."""
+
+    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+        held = await super().computed_kv(request_id, after)
+        if after:
+            entry = self.store.named[held.keys[0]]
+            entry.place[:] = bytes(BLOCK_BYTES)
+        return held
+
+
+class _WaitsForPartsForEver(ToyEngine):
+    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+        try:
+            return await super().computed_kv(request_id, after)
+        except NotFound:
+            return await asyncio.get_running_loop().create_future()
+
+
+class _KeepsItsFirstWatcher(ToyEngine):
+    """Also when that has gone."""
+
+    def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
+        super().__init__(spec, arguments)
+        self._gone: set[RequestId] = set()
+
+    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+        try:
+            if request_id in self._gone:
+                await asyncio.Event().wait()
+            return await super().computed_kv(request_id, after)
+        except asyncio.CancelledError:
+            self._gone.add(request_id)
+            raise
+
+
 FAULTS = [
     (_TellsNothing, events.a_prompt_is_found_again),
     (_TellsTwice, events.a_prompt_is_found_again),
@@ -450,6 +538,8 @@ FAULTS = [
     (_GoesOnWhenCancelled, handoff.a_cancelled_prefill_leaves_nothing),
     (_PrefillsAnything, handoff.prefill_refuses_bad_requests),
     (_MixesUpBlocks, placed.blocks_are_copied_past_the_engines),
+    (_HasTheSameRankTwice, placed.blocks_are_copied_past_the_engines),
+    (_DoesNotSayWhatLiesThere, placed.blocks_are_copied_past_the_engines),
     (_NamesOtherBlocks, placed.blocks_are_copied_past_the_engines),
     (_SettlesNothing, placed.blocks_are_copied_past_the_engines),
     (_NeverLetsGoOfRoom, placed.blocks_are_copied_past_the_engines),
@@ -471,6 +561,16 @@ FAULTS = [
     (_NeverLetsGo, placed.what_is_held_stays),
     (_HoldsForEver, placed.what_has_expired_is_not_held),
     (_NeverExpires, placed.what_has_expired_is_not_held),
+    (_TellsPlannedParts, parts.parts_come_as_they_are_computed),
+    (_TellsPartsAtTheEnd, parts.parts_come_as_they_are_computed),
+    (_MixesUpParts, parts.parts_come_as_they_are_computed),
+    (_TellsCachedPartsLate, parts.cached_blocks_are_told_first),
+    (_TellsPartsAtTheEnd, parts.cached_blocks_are_told_first),
+    (_MixesUpParts, parts.parts_of_several_choices_are_those_of_the_first),
+    (_OverwritesParts, parts.parts_stay_while_others_compute),
+    (_NeverLetsGo, parts.a_prompt_that_is_let_go_has_no_parts),
+    (_WaitsForPartsForEver, parts.a_prompt_that_is_let_go_has_no_parts),
+    (_KeepsItsFirstWatcher, parts.parts_may_be_given_up_and_asked_for_again),
 ]
 
 

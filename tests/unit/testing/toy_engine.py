@@ -17,7 +17,7 @@ from tests.unit.testing.toy_store import Entry, Store
 from kvolt.core.block_key import BlockKeyChain, BlockKeyContext
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.delta import Delta, FinishReason, StepOutput, TokenLogprobs, Usage
-from kvolt.core.errors import InvalidRequest, NotFound
+from kvolt.core.errors import Cancelled, InvalidRequest, NotFound
 from kvolt.core.hashing import SequenceHasher, request_seed, token_bytes
 from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
@@ -74,9 +74,11 @@ class ToyEngine:
     def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
         self._spec, self._arguments = spec, arguments
         self._card = sim_card(spec.model, 256, arguments.block_size)
-        self.store = Store(arguments.kv_blocks, BLOCK_BYTES)
+        self.store = Store(arguments.kv_blocks, self.kv_layout())
         self._jobs: dict[RequestId, Job] = {}
         self._held: dict[RequestId, tuple[list[Entry], int, asyncio.TimerHandle]] = {}
+        self._stepped = asyncio.Event()
+        """Set at the end of each step and by whatever ends a prompt, for who waits for blocks."""
         self._work = asyncio.Event()
         self._closed = False
 
@@ -137,6 +139,7 @@ class ToyEngine:
 
     def abort(self, request_id: RequestId) -> None:
         job = self._jobs.pop(request_id, None)
+        self._stepped.set()
         if job is not None and job.is_admitted:
             for choice in job.choices:
                 self._let_go(choice)
@@ -159,8 +162,10 @@ class ToyEngine:
                 await self._work.wait()
                 continue
             plan = self._plan() if self._jobs else []
+            self._stepped.set()
             await asyncio.sleep(0.0005)
             deltas = self._compute(plan)
+            self._stepped.set()
             changes, self.store.changes = tuple(self.store.changes), []
             yield StepOutput(tuple(deltas), load=self._load(plan), kv_changes=changes)
 
@@ -334,18 +339,25 @@ class ToyEngine:
 
     # --- KvPlaced
 
-    def kv_slab(self) -> Slab:
-        return self.store.slab
+    def kv_slabs(self) -> tuple[Slab, ...]:
+        return (self.store.slab,)
 
     async def hold_kv(self, request_id: RequestId) -> KvHeld:
         if request_id not in self._held:
             raise NotFound(f"no blocks are held of {request_id}", kind="handoff", name=request_id)
-        entries, _, _ = self._held[request_id]
-        return KvHeld(
-            tuple(entry.block for entry in entries),
-            tuple(entry.key for entry in entries),
-            tuple(entry.sequence_hash for entry in entries),
-        )
+        return _placed(self._held[request_id][0])
+
+    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+        while True:
+            if request_id in self._held:
+                return await self.hold_kv(request_id)
+            job = self._jobs.get(request_id)
+            if job is None or job.prefilled is None:
+                raise NotFound(f"no prompt {request_id} is computed", kind="handoff", name=request_id)
+            if len(job.choices[0].entries) > after:
+                return _placed(job.choices[0].entries)
+            self._stepped.clear()
+            await self._stepped.wait()
 
     async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
         room = self.store.make_room(keys, hashes)
@@ -395,6 +407,10 @@ class ToyEngine:
         job.prefilled.set_result(handoff)
 
     async def release_prefill(self, request_id: RequestId) -> None:
+        job = self._jobs.get(request_id)
+        self.abort(request_id)
+        if job is not None and job.prefilled is not None and not job.prefilled.done():
+            job.prefilled.set_exception(Cancelled("the prompt was let go"))
         self._release(request_id)
 
     def _release(self, request_id: RequestId) -> None:
@@ -404,6 +420,14 @@ class ToyEngine:
             timer.cancel()
             self.store.num_reserved -= num_reserved
             self.store.release(entries)
+
+
+def _placed(entries: Sequence[Entry]) -> KvHeld:
+    return KvHeld(
+        tuple(entry.block for entry in entries),
+        tuple(entry.key for entry in entries),
+        tuple(entry.sequence_hash for entry in entries),
+    )
 
 
 def _logprobs(tokens: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs, ...] | None:

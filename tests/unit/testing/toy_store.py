@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvolt.core.ids import BlockKey, SequenceHash
-from kvolt.core.kv_block import KvBlock
+from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 from kvolt.engines.contract import KvRoom
+from kvolt.transfer.layout import SlabLayout
 from kvolt.transfer.memory import Slab
 
 
@@ -54,11 +55,12 @@ class Room:
 
 
 class Store:
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, num_blocks: int, layout: KvLayout) -> None:
         self.num_blocks = num_blocks
         self.num_reserved = 0
         """By requests, handoffs and rooms, each for all that it can ever need."""
-        self.slab = Slab(memoryview(bytearray(num_blocks * block_bytes)), block_bytes)
+        memory = memoryview(bytearray(num_blocks * layout.block_bytes))
+        self.slab = Slab(memory, layout.block_bytes, layout=SlabLayout.of_rank(layout))
         self.free = list(range(num_blocks))
         self.named: dict[BlockKey, Entry] = {}
         self.idle: OrderedDict[BlockKey, Entry] = OrderedDict()

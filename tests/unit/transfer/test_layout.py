@@ -269,7 +269,7 @@ def test_heads_that_nobody_has_are_named() -> None:
 
 
 def test_ranks_of_different_degrees_are_no_peer() -> None:
-    with pytest.raises(ValueError, match="degrees 2 and 4"):
+    with pytest.raises(IncompatibleLayout, match="degrees 2 and 4"):
         sources_for(
             SlabLayout.of_rank(model()), [SlabLayout.of_rank(model(), 2), SlabLayout.of_rank(model(), 4, 2)]
         )

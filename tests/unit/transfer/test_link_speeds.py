@@ -122,3 +122,10 @@ def test_links_are_told_as_an_engine_tells_them() -> None:
         "tcp@b": Link("tcp", LARGE_BYTES / 2, 0.0),
     }
     assert list(speeds.links()) == ["shm@a", "tcp@b"]
+
+
+def test_of_many_links_those_are_told_that_were_used_last() -> None:
+    speeds = LinkSpeeds()
+    for peer in ("a", "b", "c", "a"):
+        speeds.observe(peer, "tcp", LARGE_BYTES, 1.0)
+    assert list(speeds.links(2)) == ["tcp@a", "tcp@c"]

@@ -21,11 +21,11 @@ from tests.unit.transfer.nixl_lab import (
 
 from kvolt.core.errors import (
     NotFound,
+    ProtocolError,
     TransferFailed,
-    WorkerLost,
 )
 from kvolt.core.kv_block import KvLayout
-from kvolt.transfer import nixl_library, nixl_read, reading, serving
+from kvolt.transfer import nixl_library, nixl_read, reading, serving, summing
 from kvolt.transfer.layout import SlabLayout
 from kvolt.transfer.memory import Pieces, Slab
 from kvolt.transfer.nixl_memory import unit_bytes_of, units_of
@@ -144,14 +144,14 @@ async def test_other_names_are_other_checksums(source: Side, target: Side) -> No
 async def test_a_source_that_is_changed_too_early_is_found(
     source: Side, target: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sums_of = serving.sums_of
+    sums_of = summing.sums_of
 
     def then_change(*arguments: object) -> object:
         sums = sums_of(*arguments)  # type: ignore[arg-type]
         source.rows[2] ^= 1
         return sums
 
-    monkeypatch.setattr(serving, "sums_of", then_change)
+    monkeypatch.setattr(summing, "sums_of", then_change)
     with mute(source):
         offer = source.agent.offer(source.slab, [1, 2], SOON_S)
         read = target.agent.read(offer.ticket, target.slab, [1, 2], SOON_S)
@@ -183,7 +183,7 @@ async def test_a_peer_that_names_blocks_that_there_are_not(
     monkeypatch.setattr(serving, "Ready", more)
     named = np.array([1, NUM + 5])
     offer = source.agent.offer(source.slab, [1, 2], SOON_S)
-    with pytest.raises(WorkerLost, match="over NIXL"):
+    with pytest.raises(ProtocolError, match="outside"):
         await target.agent.read(offer.ticket, target.slab, [1, 2], SOON_S)
     named = np.array([1, 2, 3])
     with pytest.raises(Exception, match="3 blocks came for 2"):

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 _AtLeastOne = Annotated[int, Meta(ge=1)]
+_Ranks = Annotated[int, Meta(ge=1, le=64)]
 
 
 class NativeArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +34,7 @@ class NativeArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_batch_tokens: _AtLeastOne | None = None
     """Tokens in one step; None for 8192 on a GPU, 2048 on a CPU and fewer for models of more than 200 M weights."""
     max_waiting: _AtLeastOne = 2048
-    tensor_parallel: _AtLeastOne = 1
+    tensor_parallel: _Ranks = 1
     """Processes that share the model, each with a device of its own, or a share of the cores."""
     threads: _AtLeastOne | None = None
     """CPU threads of each process; None for what the environment says."""

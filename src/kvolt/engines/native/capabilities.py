@@ -18,10 +18,10 @@ from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
 from kvolt.engines.contract import KvHeld, KvRoom, Pooling
-from kvolt.engines.kv_exchange import KvExchange
+from kvolt.engines.kv_exchange import BlockMemory, KvExchange
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.slab import LAYOUT
-from kvolt.engines.prefills import HOLD_S, Done, Prefills
+from kvolt.engines.prefills import HOLD_S, Done, Prefills, Told
 from kvolt.engines.step_plan import Advanced
 from kvolt.kv import BlockId
 
@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 
 
 class Capabilities:
-    """See the module. `now` is any clock that does not go back."""
+    """See the module."""
 
-    def __init__(self, core: EngineCore, now: Callable[[], float]) -> None:
+    def __init__(self, core: EngineCore, blocks: BlockMemory | None, now: Callable[[], float]) -> None:
+        """`blocks`: with all heads in them, or None where no rank reaches those of the others. `now`: any clock that
+        does not go back."""
         self._core = core
-        slab = core.runner.slab
-        self._exchange = KvExchange(core.scheduler, slab, slab.shape.block_bytes, core.keys_of)
+        self._has_blocks = blocks is not None
+        memory = blocks or core.runner.slab
+        self._exchange = KvExchange(core.scheduler, memory, self.kv_layout().block_bytes, core.keys_of)
         self._prefills = Prefills(core.scheduler, core.abort, now, HOLD_S)
 
     # --- blocks
@@ -50,39 +53,55 @@ class Capabilities:
         return self._exchange.contents()
 
     def kv_layout(self) -> KvLayout:
-        shape = self._core.runner.slab.shape
+        """Of whole blocks: each rank has its share of the heads."""
+        shape, degree = self._core.runner.slab.shape, self._core.runner.model.group.degree
         return KvLayout(
             name=LAYOUT,
             dtype=shape.dtype,
             num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
+            num_kv_heads=shape.num_kv_heads * degree,
             head_dim=shape.head_dim,
             block_size=shape.block_size,
-            block_bytes=shape.block_bytes,
+            block_bytes=shape.block_bytes * degree,
         )
 
     def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:
-        self._refuse_ranks()
+        self._need_blocks()
         return self._exchange.export_kv(keys)
 
     def import_kv(self, blocks: Sequence[KvBlock]) -> int:
-        self._refuse_ranks()
+        self._need_blocks()
         return self._exchange.import_kv(blocks)
 
     def hold_kv(self, request_id: RequestId) -> KvHeld:
-        self._refuse_ranks()
+        self._need_blocks()
         return self._exchange.hold(request_id)
 
+    def computed_kv(self, request_id: RequestId, after: int, done: Told) -> None:
+        """`done` is called in a later step, or when the prompt is let go."""
+        self._need_blocks()
+        self._prefills.watch(request_id, after, done)
+
+    def tell_computed(self) -> None:
+        """Those who wait for blocks, of what is complete now."""
+        if self._prefills.is_watched:
+            self._core.runner.wait()
+            self._prefills.tell()
+
     def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
-        self._refuse_ranks()
+        self._need_blocks()
         return self._exchange.make_room(keys, hashes)
 
     def settle_kv(self, room: KvRoom, num_filled: int) -> None:
         self._exchange.settle(room, num_filled)
 
-    def _refuse_ranks(self) -> None:
-        if self._core.runner.model.group.degree > 1:
-            raise Unsupported("blocks of several ranks do not travel yet", feature="kv of tensor parallelism")
+    def _need_blocks(self) -> None:
+        if not self._has_blocks:
+            raise Unsupported(
+                "the KV of several ranks travels from shared memory of the host only: serve with "
+                "tensor_parallel = 1, or as aggregated",
+                feature="kv of tensor parallelism",
+            )
 
     # --- prompts for others
 

@@ -23,6 +23,7 @@ from kvolt.core.errors import EngineFailed, ErrorInfo, KvoltError, Overloaded, U
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Request
+from kvolt.engines.kv_exchange import BlockMemory
 from kvolt.engines.native.capabilities import Capabilities
 from kvolt.engines.native.grammar.threads import CompilingThreads
 from kvolt.engines.native.runner import Computed, ModelRunner
@@ -64,6 +65,7 @@ class EngineCore:
         info: EngineInfo,
         scheduler: Scheduler,
         runner: ModelRunner,
+        blocks: BlockMemory | None,
         grammars: Callable[[], GrammarCompiler],
         keys: Callable[[Request], BlockKeyContext],
         clock: Clock,
@@ -74,7 +76,7 @@ class EngineCore:
         self.runner = runner
         self.keys_of = keys
         """What the keys of a request's blocks have in common."""
-        self.capabilities = Capabilities(self, clock.monotonic)
+        self.capabilities = Capabilities(self, blocks, clock.monotonic)
         self._now = clock.monotonic
         self._ended_at: float | None = None
         """When the step before ended, if work was left then."""
@@ -158,6 +160,7 @@ class EngineCore:
         self.capabilities.expire()
         self._admit_compiled()
         plan = self.scheduler.plan()
+        self.capabilities.tell_computed()  # what was found in the cache need not wait for the step
         if plan is None:
             if self._compiling:
                 self._wait_for_grammar()
@@ -187,6 +190,7 @@ class EngineCore:
         if self.has_work:
             self._ended_at = ended
         self.on_step(stats)
+        self.capabilities.tell_computed()
         return self._told(advanced, by_sequence, stats)
 
     def load(self, stats: StepStats | None = None) -> WorkerLoad:

@@ -11,9 +11,11 @@ import multiprocessing
 import os
 import signal
 import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 
 import msgspec
@@ -81,6 +83,8 @@ class Allocate(msgspec.Struct, array_like=True, tag=True):
     """How many KV blocks every rank has: the leader decides."""
 
     num_blocks: int
+    has_memory: bool
+    """Whether the descriptor of the memory that they are to lie in comes next; else a rank has its own."""
 
 
 class LoadLora(msgspec.Struct, array_like=True, tag=True):
@@ -137,13 +141,18 @@ class Followers:
             if trouble:
                 raise EngineFailed(f"{process.name} did not start: {trouble}", engine="native")
 
+    def allocate(self, num_blocks: int, memories: Sequence[int]) -> None:
+        """`memories`: descriptors of the ranks' memories from rank 1 on, or none. They may be closed afterwards."""
+        self.tell(Allocate(num_blocks, bool(memories)))
+        for (process, pipe), memory in zip(self._ranks, memories, strict=bool(memories)):
+            with _while_it_lives(process):
+                send_handle(pipe, memory, process.pid)
+
     def tell(self, message: Allocate | LoadLora | UnloadLora | SentBatch) -> None:
         data = _encode(message)
         for process, pipe in self._ranks:
-            try:
+            with _while_it_lives(process):
                 pipe.send_bytes(data)
-            except OSError as error:
-                raise EngineFailed(f"{process.name} has ended", engine="native") from error
 
     def run(self, batch: Batch) -> None:
         self.tell(SentBatch.of(batch))
@@ -156,6 +165,14 @@ class Followers:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+@contextlib.contextmanager
+def _while_it_lives(process: BaseProcess) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EngineFailed(f"{process.name} has ended", engine="native") from error
 
 
 def _free_port() -> int:
@@ -183,7 +200,8 @@ def _follow(start: _Start, pipe: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         first = _decode(pipe.recv_bytes())
         assert isinstance(first, Allocate), first
-        runner = follower_runner(checkpoint, start.arguments, setup, group, first.num_blocks)
+        memory = recv_handle(pipe) if first.has_memory else None
+        runner = follower_runner(checkpoint, start.arguments, setup, group, first.num_blocks, memory)
         while True:
             message = _decode(pipe.recv_bytes())
             if isinstance(message, SentBatch):

@@ -21,6 +21,7 @@ from kvolt.core.card import Capacity, EngineInfo, card_hash
 from kvolt.core.errors import ConfigError
 from kvolt.core.load import StepLogHeader, StepStats, encode_step, encode_step_log
 from kvolt.core.request import Request
+from kvolt.engines.kv_exchange import BlockMemory
 from kvolt.engines.models.card import model_card
 from kvolt.engines.models.checkpoint import Checkpoint, open_checkpoint
 from kvolt.engines.models.config import ModelConfig
@@ -29,13 +30,13 @@ from kvolt.engines.models.resolve import resolve
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.attention_cpu import CpuAttention
 from kvolt.engines.native.core import EngineCore
-from kvolt.engines.native.follower import Allocate, Followers, LoadLora, UnloadLora
+from kvolt.engines.native.follower import Followers, LoadLora, UnloadLora
 from kvolt.engines.native.model import Attention, LoadOptions, Transformer
 from kvolt.engines.native.parallel import Group, Solo, TorchGroup, check_degree
 from kvolt.engines.native.runner import ModelRunner
 from kvolt.engines.native.setup import Setup, choose_setup, device_of
 from kvolt.engines.native.sizing import largest_step_bytes, memory_for_kv
-from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, SlabShape
+from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, RankSlabs, SlabShape
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.scheduler import Scheduler
 from kvolt.engines.step_plan import Limits
@@ -47,15 +48,16 @@ if TYPE_CHECKING:
     from kvolt.engines.native.grammar.compiler import GrammarCompiler
 
 _PROGRESS_S = 2.0
-_OF_WHOLE_BLOCKS = ("KvMovable", "KvPlaced", "Prefill")
 FEATURES = ("KvEvents", "KvVisible", "KvMovable", "KvPlaced", "Prefill", "Lora", "Embed")
+_WITHOUT_WHOLE_BLOCKS = tuple(name for name in FEATURES if name not in ("KvMovable", "KvPlaced", "Prefill"))
+"""Where a rank's blocks hold its share of the heads only, and nobody reaches those of the others."""
 
 
 def _quiet(text: str) -> None:
     pass
 
 
-def _own_memory(num_bytes: int) -> int | None:
+def _own_memory(rank: int, num_bytes: int) -> int | None:
     return None
 
 
@@ -64,8 +66,9 @@ class CoreHooks:
     """What loading needs of who asked for it."""
 
     progress: Callable[[str], None] = _quiet
-    memory: Callable[[int], int | None] = _own_memory
-    """A descriptor of memory for the KV slab, on the host only, to be closed here; None to allocate it here."""
+    memory: Callable[[int, int], int | None] = _own_memory
+    """For a rank and a number of bytes: a descriptor of memory for its KV slab, on the host only, to be closed here;
+    None to allocate it here."""
     clock: Clock = field(default_factory=SystemClock)
 
 
@@ -76,7 +79,7 @@ class LoadHooks(Protocol):
     def progress(self) -> Callable[[str], None]: ...
 
     @property
-    def memory(self) -> Callable[[int], int | None]: ...
+    def memory(self) -> Callable[[int, int], int | None]: ...
 
 
 def load_core(spec: EngineSpec, arguments: NativeArguments, asker: LoadHooks | None = None) -> EngineCore:
@@ -104,14 +107,19 @@ def load_core(spec: EngineSpec, arguments: NativeArguments, asker: LoadHooks | N
 
 
 def follower_runner(
-    checkpoint: Checkpoint, arguments: NativeArguments, setup: Setup, group: Group, num_blocks: int
+    checkpoint: Checkpoint,
+    arguments: NativeArguments,
+    setup: Setup,
+    group: Group,
+    num_blocks: int,
+    memory: int | None,
 ) -> ModelRunner:
-    """What a rank other than the first computes with."""
+    """What a rank other than the first computes with. `memory`: a descriptor, closed here."""
     _set_threads(arguments)
     options = LoadOptions(DTYPES[setup.dtype], setup.device, arguments.quantize)
     model = Transformer(checkpoint, options, group)
     shape = SlabShape.of(checkpoint.config, num_blocks, setup.block_size, setup.dtype, group.degree)
-    slab = KvSlab(shape, str(setup.device))
+    slab = _slab_in(memory, shape, setup)
     for adapter, folder in arguments.loras.items():
         model.adapters.load(adapter, Path(folder))
     return ModelRunner(model, _attention(slab, checkpoint.config, setup.device, group), slab, setup.device)
@@ -136,8 +144,9 @@ def build_core(
     options = LoadOptions(DTYPES[setup.dtype], setup.device, arguments.quantize)
     model = Transformer(checkpoint, options, group, _layer_progress(name, hooks))
     slab = _slab(config, setup, arguments, hooks, group)
+    blocks: BlockMemory | None = slab
     if followers is not None:
-        followers.tell(Allocate(slab.shape.num_blocks))
+        blocks = _allocate_others(followers, slab, group.degree, setup, hooks)
     num_blocks = slab.shape.num_blocks - 1  # the last one takes what padded rows of captured steps write
     runner = ModelRunner(model, _attention(slab, config, setup.device, group), slab, setup.device)
     for adapter, folder in arguments.loras.items():
@@ -159,7 +168,7 @@ def build_core(
             kv_total_blocks=num_blocks,
         ),
         kv_layout=LAYOUT,
-        features=_features(group.degree),
+        features=FEATURES if blocks is not None else _WITHOUT_WHOLE_BLOCKS,
         kv_events=arguments.kv_events,
         loras=model.adapters.names,
     )
@@ -195,6 +204,7 @@ def build_core(
         info,
         scheduler,
         runner,
+        blocks,
         grammars,
         keys_of,
         hooks.clock,
@@ -210,11 +220,6 @@ def build_core(
         f"{name} is loaded after {hooks.clock.monotonic() - started:.1f} s, {num_blocks} KV blocks"
     )
     return core
-
-
-def _features(degree: int) -> tuple[str, ...]:
-    """A rank's blocks hold its share of the heads only, and no rank has all of them to give away."""
-    return FEATURES if degree == 1 else tuple(name for name in FEATURES if name not in _OF_WHOLE_BLOCKS)
 
 
 def _set_threads(arguments: NativeArguments) -> None:
@@ -246,14 +251,30 @@ def _slab(
     if count < least:
         hooks.progress(f"{count} KV blocks hold less than one context of {config.context_length} tokens")
     shape = msgspec.structs.replace(one, num_blocks=count + 1)
-    if setup.device.type == "cuda":
-        return KvSlab(shape, str(setup.device))
-    descriptor = hooks.memory(shape.num_bytes)
+    memory = None if setup.device.type == "cuda" else hooks.memory(group.rank, shape.num_bytes)
+    return _slab_in(memory, shape, setup)
+
+
+def _slab_in(memory: int | None, shape: SlabShape, setup: Setup) -> KvSlab:
+    """In the memory of a descriptor, which is closed here: the mapping stays."""
     try:
-        return KvSlab(shape, "cpu", descriptor)
+        return KvSlab(shape, str(setup.device), memory)
     finally:
-        if descriptor is not None:
-            os.close(descriptor)  # the mapping stays
+        if memory is not None:
+            os.close(memory)
+
+
+def _allocate_others(
+    followers: Followers, slab: KvSlab, degree: int, setup: Setup, hooks: CoreHooks
+) -> RankSlabs | None:
+    """The other ranks' blocks; all ranks' as one, or None where theirs cannot be reached from here."""
+    memories: list[int] = []
+    if setup.device.type != "cuda":
+        given = [hooks.memory(rank, slab.shape.num_bytes) for rank in range(1, degree)]
+        memories = [memory for memory in given if memory is not None]
+    followers.allocate(slab.shape.num_blocks, memories)
+    others = [_slab_in(memory, slab.shape, setup) for memory in memories]
+    return RankSlabs([slab, *others]) if others else None
 
 
 def _attention(slab: KvSlab, config: ModelConfig, device: torch.device, group: Group) -> Attention:

@@ -76,6 +76,11 @@ class ModelRunner:
         self.on_batch(batch)
         return self.model.forward(batch, self._attention)
 
+    def wait(self) -> None:
+        """Until all that was computed lies in the slab: a chunk that samples nothing has not been waited for."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """A short prompt into blocks that nobody holds yet: kernels compile, libraries take their workspaces."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYOUT = "block-layer-kv-head-token"
 """The order of dimensions, for those who compare layouts before bytes travel."""
+_HEADS = 2
+"""The dimension of heads inside a block."""
 
 
 class SlabShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,3 +107,28 @@ class KvSlab:
         """Fill a block. The caller has checked the length."""
         given = torch.frombuffer(bytearray(data), dtype=DTYPES[self.shape.dtype])
         self.tensor[block].copy_(given.view(self.shape.dims[1:]))
+
+
+class RankSlabs:
+    """Blocks whose heads are shared by the slabs of all ranks, read and written as if one had them all.
+
+    On the host, between steps: then no rank reads or writes its own, since the last sum of a step comes after both.
+    """
+
+    def __init__(self, slabs: Sequence[KvSlab]) -> None:
+        """In order of ranks."""
+        self._slabs = slabs
+
+    def read(self, block: int) -> bytes:
+        """A copy of a block's bytes."""
+        whole = torch.cat([slab.tensor[block] for slab in self._slabs], dim=_HEADS)
+        return whole.flatten().view(torch.uint8).numpy().tobytes()
+
+    def write(self, block: int, data: bytes) -> None:
+        """Fill a block. The caller has checked the length."""
+        shape = self._slabs[0].shape
+        dims = list(shape.dims[1:])
+        dims[_HEADS] *= len(self._slabs)
+        given = torch.frombuffer(bytearray(data), dtype=DTYPES[shape.dtype]).view(dims)
+        for slab, part in zip(self._slabs, given.chunk(len(self._slabs), dim=_HEADS), strict=True):
+            slab.tensor[block].copy_(part)

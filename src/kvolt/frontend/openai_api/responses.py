@@ -249,6 +249,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="
     max_output_tokens: _Count | UnsetType = UNSET
     max_model_len: _Count | UnsetType = UNSET
     """`context_window` under vLLM's name."""
+    workers: dict[str, _Count] | UnsetType = UNSET
+    """Workers that can be reached now, by role."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
@@ -295,7 +297,11 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["ready", "no_models", "draining"]
     models: list[str] = []
     workers: dict[str, _Count] = {}
-    """Workers that can be reached now, by model."""
+    """Workers that answer and can be reached now, by model."""
+    roles: dict[str, dict[str, _Count]] = {}
+    """Workers that can be reached now, by model and role."""
+    missing: dict[str, list[str]] = {}
+    """Of models that cannot be served now, the roles that they lack."""
 
 
 class Live(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
-from kvolt.engines.native.loading import load_core
+from kvolt.engines.native.loading import CoreHooks, load_core
 from kvolt.engines.registry import EngineSpec
 
 disable_progress_bar()
@@ -51,7 +51,7 @@ class Watch:
         return self.time
 
 
-def core_of(model: Path | str, **arguments: Any) -> EngineCore:
+def core_of(model: Path | str, hooks: CoreHooks | None = None, **arguments: Any) -> EngineCore:
     """Exact and small, unless told otherwise. One thread: several that wait for each other on cores that other
     processes use cost ten times what they bring."""
     given: dict[str, Any] = {
@@ -61,7 +61,7 @@ def core_of(model: Path | str, **arguments: Any) -> EngineCore:
         "context_length": 512,
         "threads": 1,
     } | arguments
-    return load_core(EngineSpec(model=str(model), role=Role.AGGREGATED), NativeArguments(**given))
+    return load_core(EngineSpec(model=str(model), role=Role.AGGREGATED), NativeArguments(**given), hooks)
 
 
 def ask(

@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,16 +23,17 @@ from xxhash import xxh3_64_intdigest
 
 from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.card import Capacity, EngineInfo, card_hash
-from kvolt.core.delta import Delta, FinishReason, StepOutput, TokenLogprobs, Usage
-from kvolt.core.errors import ConfigError, ErrorInfo, InvalidRequest, NotFound, Unsupported
-from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
+from kvolt.core.delta import Delta, StepOutput, TokenLogprobs, Usage
+from kvolt.core.errors import ConfigError, InvalidRequest, NotFound, Unsupported
+from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.load import WorkerLoad
-from kvolt.core.request import Handoff, Request
+from kvolt.core.request import Request
 from kvolt.engines.contract import KvHeld, KvRoom
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.native.arguments import NativeArguments
+from kvolt.engines.prefills import Done, Prefills, Told
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.scheduler import Advanced, Limits, Scheduler, Work
 from kvolt.engines.sim_model import sim_card
@@ -76,7 +77,7 @@ class FakeCore:
         self.scheduler = Scheduler(BlockPool(num_blocks), limits, self.card.eos_token_ids, self.keys_of)
         self.runner = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY)))
         self.block_bytes = block_size * _STATE.size
-        descriptor = hooks.memory(num_blocks * self.block_bytes)
+        descriptor = hooks.memory(0, num_blocks * self.block_bytes)
         self.memory = mmap.mmap(descriptor, num_blocks * self.block_bytes)
         os.close(descriptor)
         self.capabilities = FakeCapabilities(self)
@@ -130,6 +131,7 @@ class FakeCore:
     def step(self) -> StepOutput | None:
         self.capabilities.expire()
         plan = self.scheduler.plan()
+        self.capabilities.tell()
         if plan is None:
             changes = self.scheduler.take_changes()
             return StepOutput(load=self.load(), kv_changes=changes) if changes else None
@@ -143,6 +145,7 @@ class FakeCore:
         ]
         advanced = self.scheduler.commit(plan, said)
         told = [one for one in advanced if not self.capabilities.take(one)]
+        self.capabilities.tell()
         plain = [one for one in told if _is_plain(one)]
         return StepOutput(
             deltas=tuple(
@@ -237,10 +240,7 @@ class FakeCapabilities:
         self._core = core
         self._exchange = KvExchange(core.scheduler, core, core.block_bytes, core.keys_of)
         self.adapters: dict[str, str] = {}
-        self._prefills: dict[
-            RequestId, tuple[Request, Callable[[Handoff | ErrorInfo], None], dict[int, Any]]
-        ] = {}
-        self._expiry: dict[RequestId, float] = {}
+        self._prefills = Prefills(core.scheduler, core.abort, time.monotonic, HOLD_S)
 
     # --- blocks
 
@@ -281,52 +281,27 @@ class FakeCapabilities:
 
     # --- prompts for others
 
-    def prefill(self, request: Request, done: Callable[[Handoff | ErrorInfo], None]) -> None:
-        stop = replace(request.stop, max_tokens=len(request.resume) + 1)
-        self._core.submit(replace(request, stop=stop), keep_blocks=True)
-        self._prefills[request.request_id] = (request, done, {})
+    def prefill(self, request: Request, done: Done) -> None:
+        self._prefills.start(request, lambda short: self._core.submit(short, keep_blocks=True), done)
+
+    def computed_kv(self, request_id: RequestId, after: int, done: Told) -> None:
+        self._prefills.watch(request_id, after, done)
+
+    def tell(self) -> None:
+        self._prefills.tell()
 
     def take(self, one: Advanced) -> bool:
-        request_id = one.sequence.request.request_id
-        if request_id not in self._prefills:
-            return False
-        request, done, told = self._prefills[request_id]
-        assert one.end is not None
-        is_last = one.end.finish is FinishReason.STOP or one.sequence.num_output >= request.stop.max_tokens
-        told[one.sequence.index] = None if is_last else one.token
-        if len(told) == request.sampling.num_choices:
-            del self._prefills[request_id]
-            self._expiry[request_id] = time.monotonic() + HOLD_S
-            tokens = [told[index] for index in sorted(told)]
-            kept = self._core.scheduler.kept(request_id)
-            assert kept is not None
-            done(
-                Handoff(
-                    ticket=request_id.encode(),
-                    prefill_instance=InstanceId(""),
-                    block_hashes=tuple(name.sequence_hash for name in kept[1]),
-                    expires_in_s=HOLD_S,
-                    first_tokens=None
-                    if None in tokens or request.sampling.logprobs is not None
-                    else tuple(tokens),
-                )
-            )
-        return True
+        return self._prefills.take(one)
 
     def release_prefill(self, request_id: RequestId) -> None:
-        if self._prefills.pop(request_id, None) is not None:
-            self._core.abort(request_id)
-        self._expiry.pop(request_id, None)
-        self._core.scheduler.release_kept(request_id)
+        self._prefills.release(request_id)
 
     def expire(self) -> None:
-        for request_id, at in list(self._expiry.items()):
-            if at <= time.monotonic():
-                self.release_prefill(request_id)
+        self._prefills.expire()
 
     @property
     def next_expiry(self) -> float | None:
-        return min(self._expiry.values(), default=None)
+        return self._prefills.next_expiry
 
     # --- adapters, embeddings
 
@@ -370,6 +345,15 @@ def load_for_ever(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> F
     hooks.progress(f"pid {os.getpid()}")
     time.sleep(60)
     raise AssertionError
+
+
+def load_two_ranks(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+    """The memory of the second has its mark in it."""
+    core = FakeCore(spec, arguments, hooks)
+    descriptor = hooks.memory(1, len(core.memory))
+    os.pwrite(descriptor, b"rank 1", 0)
+    os.close(descriptor)
+    return core
 
 
 def load_unknown(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:

@@ -25,7 +25,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, Removed, Stored
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Request, Role
-from kvolt.engines.contract import Pooling
+from kvolt.engines.contract import KvHeld, Pooling
 from kvolt.engines.models.checkpoint import open_checkpoint
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
@@ -282,6 +282,32 @@ def test_a_prefill_can_be_given_up_at_any_step(core: EngineCore) -> None:
         core.capabilities.release_prefill(RequestId("a"))
         core.capabilities.release_prefill(RequestId("a"))
         assert_at_rest(core)
+
+
+def test_the_blocks_of_a_prompt_are_told_as_they_are_written(core: EngineCore) -> None:
+    """In chunks of 64 tokens, and first what is cached of it."""
+    long = tuple(range(3, 203))
+    answer(core, ask("before", long[:33], 2))
+    core.capabilities.prefill(ask("a", long, 5), lambda found: None)
+    slab, name = core.runner.slab, RequestId("a")
+    seen: list[tuple[KvHeld, list[bytes]]] = []
+
+    def note(found: KvHeld | ErrorInfo) -> None:
+        assert isinstance(found, KvHeld)
+        seen.append((found, [slab.read(block) for block in found.blocks]))
+        if len(found.blocks) < len(long) // BLOCK:
+            core.capabilities.computed_kv(name, len(found.blocks), note)
+
+    core.capabilities.computed_kv(name, 0, note)
+    while core.has_work:
+        core.step()
+    held = core.capabilities.hold_kv(name)
+    assert [len(part.blocks) for part, _ in seen] == [2, 6, 10, 12]
+    for part, data in seen:
+        assert part.blocks == held.blocks[: len(part.blocks)]
+        assert data == [slab.read(block) for block in part.blocks], "told before it was written"
+    core.capabilities.release_prefill(name)
+    assert_at_rest(core)
 
 
 def test_a_prefill_that_fails_is_told_to_who_asked(core: EngineCore) -> None:

@@ -383,6 +383,35 @@ async def test_a_prefill_that_is_cancelled_is_taken_back() -> None:
         assert not reader.failed
 
 
+@MODES
+async def test_the_blocks_of_a_prompt_are_told_while_it_is_computed(process: str) -> None:
+    async with running(process=process, max_batch_tokens=16) as (engine, reader):
+        async with Scope("prefill") as scope:
+            scope.start(engine.prefill(request("p", prompt=161)), "prefill")
+            await asyncio.sleep(0)
+            told = [await engine.computed_kv(RequestId("p"), 0)]
+            while len(told[-1].blocks) < 40:
+                told.append(await engine.computed_kv(RequestId("p"), len(told[-1].blocks)))
+        assert len(told) > 1
+        last = await engine.computed_kv(RequestId("p"), 40)
+        assert last == told[-1] == await engine.hold_kv(RequestId("p"))
+        await engine.release_prefill(RequestId("p"))
+        with pytest.raises(NotFound):
+            await engine.computed_kv(RequestId("p"), 0)
+        await reader.until(lambda: reader.load.kv_used_blocks == 0)
+
+
+async def test_who_waits_for_blocks_hears_that_the_engine_was_closed() -> None:
+    async with running(max_num_seqs=1) as (engine, reader):
+        engine.submit(request("runs", tokens=200))
+        async with Scope("prefill") as scope:
+            scope.start(_error_of(engine.prefill(request("p", prompt=20))), "prefill")
+            waiting = scope.start(_error_of(engine.computed_kv(RequestId("p"), 0)), "blocks")
+            await reader.until(lambda: reader.load.waiting == 1)
+            await engine.close()
+        assert isinstance(waiting.result(), EngineFailed)
+
+
 async def test_a_call_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages.MATCH, "timeout_s", 0.05)
     monkeypatch.setattr(engine_module, "_STOP_S", 0.1)
@@ -416,10 +445,30 @@ async def test_the_blocks_lie_in_memory_of_the_shell(process: str) -> None:
         engine.submit(request("r", prompt=20))
         await reader.finish("r")
         (block,) = await engine.export_kv(engine.kv_keys(request("r", prompt=20))[:1])
-        assert engine.kv_memory is not None
-        with mmap.mmap(engine.kv_memory, 0, prot=mmap.PROT_READ) as memory:
+        (descriptor,) = engine.kv_memories
+        with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as memory:
             assert block.data in bytes(memory)
-    assert engine.kv_memory is None
+    assert engine.kv_memories == ()
+
+
+@MODES
+async def test_each_rank_has_a_slab_in_memory_of_the_shell(process: str) -> None:
+    before = open_descriptors()
+    async with running("load_two_ranks", process=process, tensor_parallel=2) as (engine, _):
+        first, second = engine.kv_slabs()
+        assert engine.kv_slabs() == (first, second)
+        assert [slab.layout and slab.layout.tp_rank for slab in (first, second)] == [0, 1]
+        assert bytes(second.memory[:6]) == b"rank 1"
+        assert not any(first.memory[:6])
+        assert first.num_blocks == second.num_blocks
+    assert open_descriptors() <= before
+
+
+@MODES
+async def test_a_rank_that_has_its_blocks_elsewhere_leaves_no_slabs(process: str) -> None:
+    async with running("load", process=process, tensor_parallel=2) as (engine, _):
+        with pytest.raises(Unsupported, match="no memory of the host"):
+            engine.kv_slabs()
 
 
 # --- end

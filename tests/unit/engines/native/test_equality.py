@@ -124,7 +124,7 @@ def test_a_memory_file_holds_the_blocks_as_well(models: dict[str, tuple[Path, Re
     folder, reference = models["LlamaForCausalLM"]
     made: list[int] = []
 
-    def memory(num_bytes: int) -> int:
+    def memory(rank: int, num_bytes: int) -> int:
         made.append(create_memory(num_bytes))
         return os.dup(made[0])
 

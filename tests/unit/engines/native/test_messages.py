@@ -90,6 +90,7 @@ def test_every_call_can_be_decoded() -> None:
         "export_kv": ([b"k" * 16],),
         "import_kv": ([],),
         "hold_kv": (A,),
+        "computed_kv": (A, 3),
         "make_room": ([b"k" * 16], [7]),
         "settle_kv": (KvRoom(1, (4, 5)), 2),
         "prefill": (request(),),

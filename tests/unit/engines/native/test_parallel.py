@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -31,13 +34,17 @@ from tests.unit.engines.native.equality_lab import (
 from tests.unit.engines.native.lora_lab import merged, write_adapter
 
 from kvolt.core.errors import ConfigError, EngineFailed, Unsupported
+from kvolt.core.ids import RequestId
 from kvolt.core.request import Role
 from kvolt.engines.models.checkpoint import open_checkpoint
 from kvolt.engines.native.arguments import NativeArguments
+from kvolt.engines.native.capabilities import Capabilities
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.follower import Followers
+from kvolt.engines.native.loading import CoreHooks, _allocate_others
 from kvolt.engines.native.parallel import check_degree, share
 from kvolt.engines.native.setup import device_of
+from kvolt.engines.native.slab import KvSlab, create_memory
 from kvolt.engines.registry import EngineSpec
 from kvolt.testing.tiny_models import tiny_checkpoint
 
@@ -45,6 +52,7 @@ PROMPTS = make_prompts(seed=1, vocabulary=900)
 PROMPT = PROMPTS["p6"]
 MAX_TOKENS = 12
 SMALL = {"tensor_parallel": 2, "max_batch_tokens": 16, "max_num_seqs": 6}
+SMALL_ALONE = SMALL | {"tensor_parallel": 1}
 TIGHT = {"block_size": 2, "kv_blocks": 80}
 
 pytestmark = pytest.mark.timeout(180)
@@ -67,11 +75,36 @@ def adapter(folder: Path, reference: Reference) -> Path:
     return write_adapter(folder.parent / "adapter", reference, seed=1)
 
 
+class Memories:
+    """What a shell gives to its ranks."""
+
+    def __init__(self) -> None:
+        self.descriptors: dict[int, int] = {}
+
+    def give(self, rank: int, num_bytes: int) -> int:
+        self.descriptors[rank] = create_memory(num_bytes)
+        return os.dup(self.descriptors[rank])
+
+    def tensor(self, rank: int, core: EngineCore) -> torch.Tensor:
+        shape = core.runner.slab.shape
+        return KvSlab(shape, "cpu", self.descriptors[rank]).tensor
+
+    def close(self) -> None:
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+
+
 @pytest.fixture(scope="module")
-def core(folder: Path, adapter: Path) -> Iterator[EngineCore]:
-    core = core_of(folder, loras={"early": str(adapter)}, **SMALL, **TIGHT)
-    yield core
-    core.close()
+def memories() -> Iterator[Memories]:
+    with closing(Memories()) as memories:
+        yield memories
+
+
+@pytest.fixture(scope="module")
+def core(folder: Path, adapter: Path, memories: Memories) -> Iterator[EngineCore]:
+    hooks = CoreHooks(memory=memories.give)
+    with closing(core_of(folder, hooks, loras={"early": str(adapter)}, **SMALL, **TIGHT)) as core:
+        yield core
 
 
 def assert_equal(reference: Reference, found: dict[str, Answer]) -> None:
@@ -113,11 +146,6 @@ def test_answers_equal_those_of_transformers(core: EngineCore, reference: Refere
     assert_equal(reference, found)
 
 
-def test_what_needs_whole_blocks_is_not_announced(core: EngineCore) -> None:
-    assert {"KvMovable", "KvPlaced", "Prefill"}.isdisjoint(core.info.features)
-    assert {"KvEvents", "KvVisible"} <= set(core.info.features)
-
-
 def test_cached_blocks_are_found_on_every_rank(core: EngineCore, reference: Reference) -> None:
     core.capabilities.clear_kv()
     for cached in (0, (len(PROMPT) - 1) // 2 * 2):
@@ -149,10 +177,71 @@ def test_embeddings_are_those_of_one_rank(folder: Path, core: EngineCore) -> Non
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-def test_blocks_do_not_travel_yet(core: EngineCore) -> None:
-    for call in (core.capabilities.export_kv, core.capabilities.import_kv):
+# --- Blocks ---------------------------------------------------------------------------------------------
+
+
+def test_each_rank_has_its_heads_in_the_memory_it_was_given(
+    folder: Path, core: EngineCore, memories: Memories
+) -> None:
+    """So that the ranks' heads side by side are the blocks of one rank."""
+    with closing(core_of(folder, **SMALL_ALONE, **TIGHT)) as alone:
+        blocks = {}
+        for each in (core, alone):
+            each.capabilities.clear_kv()
+            answer(each, ask("p6", PROMPT, 1))
+            keys = each.capabilities._exchange.keys(ask("p6", PROMPT, 1))
+            blocks[each] = [each.scheduler.pool.block_of(key) for key in keys]
+        shared = torch.cat([memories.tensor(rank, core)[blocks[core]] for rank in range(2)], dim=3)
+        whole = alone.runner.slab.tensor[blocks[alone]]
+        assert len(blocks[core]) == len(PROMPT) // 2
+        assert whole.abs().max() > 0.1
+        assert torch.allclose(shared, whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_to_ranks", [True, False], ids=["to ranks", "from ranks"])
+def test_blocks_travel_between_ranks_and_one_that_has_it_all(
+    folder: Path, core: EngineCore, reference: Reference, is_to_ranks: bool
+) -> None:
+    with closing(core_of(folder, **SMALL_ALONE, **TIGHT)) as alone:
+        source, target = (alone, core) if is_to_ranks else (core, alone)
+        assert source.capabilities.kv_layout() == target.capabilities.kv_layout()
+        for each in (source, target):
+            each.capabilities.clear_kv()
+        answer(source, ask("p6", PROMPT, MAX_TOKENS))
+        exported = source.capabilities.export_kv(source.capabilities._exchange.keys(ask("p6", PROMPT)))
+        assert len(exported) == len(PROMPT) // 2
+        assert target.capabilities.import_kv(exported) == len(exported)
+        found = answer(target, ask("p6", PROMPT, MAX_TOKENS, logprobs=NUM_TOP))
+        assert found.cached == (len(PROMPT) - 1) // 2 * 2
+        assert_equal(reference, {"p6": found})
+
+
+def test_whole_blocks_are_offered_where_the_ranks_memories_are_shared(core: EngineCore) -> None:
+    assert {"KvMovable", "KvPlaced", "Prefill"} <= set(core.info.features)
+
+
+def test_where_they_are_not_it_says_so(folder: Path) -> None:
+    """Ranks on devices, or without a shell that gives them memory: each has its own, which nobody else reaches."""
+    with closing(core_of(folder)) as alone:
+        told = StubFollowers()
+        setup = SimpleNamespace(device=torch.device("cpu"))
+        found = _allocate_others(told, alone.runner.slab, 2, setup, CoreHooks())  # type: ignore[arg-type]
+        assert (found, told.memories) == (None, [])
+        blocks = Capabilities(alone, found, time.monotonic)
+        for call in (blocks.export_kv, blocks.import_kv):
+            with pytest.raises(Unsupported, match="tensor_parallel = 1"):
+                call([])
         with pytest.raises(Unsupported, match="ranks"):
-            call([])
+            blocks.hold_kv(RequestId("r"))
+        with pytest.raises(Unsupported, match="ranks"):
+            blocks.make_room([], [])
+
+
+class StubFollowers:
+    memories: Sequence[int] | None = None
+
+    def allocate(self, num_blocks: int, memories: Sequence[int]) -> None:
+        self.memories = memories
 
 
 _LEADER = """

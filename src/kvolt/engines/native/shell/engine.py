@@ -86,8 +86,8 @@ class NativeEngine:
         self._link = Link(self._on_answer, self._on_lost)
         self._crew = Crew("native-engine")
         self._progress = ProgressLines(log)
-        self._memory: int | None = None
-        self._slab: Slab | None = None
+        self._memories: list[int] = []
+        self._slabs: tuple[Slab, ...] = ()
         self._loading: asyncio.Future[Loaded] | None = None
         self._loaded: Loaded | None = None
         self._loras: dict[str, str] = {}
@@ -108,11 +108,10 @@ class NativeEngine:
         return self._known.card
 
     @property
-    def kv_memory(self) -> int | None:
-        """Descriptor of the memory that the KV blocks lie in; None where they are not in shared host memory."""
-        if self._memory is None or not os.fstat(self._memory).st_size:
-            return None
-        return self._memory
+    def kv_memories(self) -> tuple[int, ...]:
+        """Descriptors of the memories that the KV blocks lie in, one for each rank; none where they are not in shared
+        host memory."""
+        return tuple(self._memories) if all(os.fstat(each).st_size for each in self._memories) else ()
 
     async def start(self) -> EngineInfo:
         """Errors of loading as they were raised. Takes as long as loading takes; cancelled, it leaves nothing."""
@@ -132,7 +131,8 @@ class NativeEngine:
 
     async def _launch(self) -> None:
         if hasattr(os, "memfd_create"):
-            self._memory = os.memfd_create("kvolt-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            for _ in range(self._arguments.tensor_parallel):
+                self._memories.append(os.memfd_create("kvolt-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         ours, theirs = socket.socketpair()
         try:
             await self._link.connect(ours)
@@ -140,9 +140,9 @@ class NativeEngine:
             theirs.close()
             raise
         if self._arguments.process == "thread":
-            self._host = ThreadHost(theirs, self._memory)
+            self._host = ThreadHost(theirs, self._memories)
         else:
-            self._host = await ProcessHost.start(theirs, self._memory)
+            self._host = await ProcessHost.start(theirs, self._memories)
         if self._is_over:  # closed meanwhile, by who could not know of it
             await _bury(self._host)
             self._link.close()
@@ -184,11 +184,10 @@ class NativeEngine:
                 await _bury(host)
             self._link.close()
             await self._crew.close()
-            if self._slab is not None:
-                self._slab.close()
-            if self._memory is not None:
-                os.close(self._memory)
-                self._memory = None
+            for slab in self._slabs:
+                slab.close()
+            while self._memories:
+                os.close(self._memories.pop())
             self._closed.set()
 
     async def _watch(self, host: Host) -> None:
@@ -353,19 +352,22 @@ class NativeEngine:
 
     # --- KvPlaced
 
-    def kv_slab(self) -> Slab:
-        if self._slab is None:
-            descriptor, layout = self.kv_memory, self.kv_layout()
-            if descriptor is None:
-                raise Unsupported("the KV blocks lie in no memory of the host", feature="kv_slab")
-            num_bytes = os.fstat(descriptor).st_size
-            self._slab = Slab.mapped(
-                os.dup(descriptor), num_bytes, layout.block_bytes, SlabLayout.of_rank(layout)
+    def kv_slabs(self) -> tuple[Slab, ...]:
+        if not self._slabs:
+            memories, model = self.kv_memories, self.kv_layout()
+            if not memories:
+                raise Unsupported("the KV blocks lie in no memory of the host", feature="kv_slabs")
+            self._slabs = tuple(
+                _map_slab(memory, SlabLayout.of_rank(model, len(memories), rank))
+                for rank, memory in enumerate(memories)
             )
-        return self._slab
+        return self._slabs
 
     async def hold_kv(self, request_id: RequestId) -> KvHeld:
         return await self._link.call(messages.HOLD_KV, request_id)
+
+    async def computed_kv(self, request_id: RequestId, after: int) -> KvHeld:
+        return await self._link.call(messages.COMPUTED_KV, request_id, after)
 
     async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
         is_wanted = True
@@ -418,6 +420,10 @@ class NativeEngine:
 
     async def embed(self, inputs: Sequence[Sequence[int]], pooling: Pooling = "mean") -> list[list[float]]:
         return await self._link.call(messages.EMBED, [list(tokens) for tokens in inputs], pooling)
+
+
+def _map_slab(memory: int, layout: SlabLayout) -> Slab:
+    return Slab.mapped(os.dup(memory), os.fstat(memory).st_size, layout.block.block_bytes, layout)
 
 
 async def _bury(host: Host) -> None:

@@ -23,7 +23,9 @@ from kvolt.core.errors import EngineFailed, ErrorInfo, KvoltError, to_info
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, StopConditions
+from kvolt.engines.contract import KvHeld
 from kvolt.engines.native.shell.messages import (
+    COMPUTED_KV,
     METHODS,
     PREFILL,
     WITHDRAW,
@@ -51,6 +53,8 @@ log = logging.getLogger(__name__)
 _READ_BYTES = 64 * 1024
 _STALLED_S = 0.01
 """Between looks at a core that has work, but nothing that can run now."""
+_LATER = (PREFILL, COMPUTED_KV)
+"""Calls that a later step answers."""
 _ANY_REQUEST = Request(request_id=RequestId(""), model="", token_ids=(), stop=StopConditions(max_tokens=1))
 """Without an adapter and without a salt."""
 
@@ -65,9 +69,9 @@ class Core(Protocol):
     runner: Any
     """Knows the model's config."""
     capabilities: Any
-    """Has a method for each of `messages.METHODS` but withdraw; `prefill` takes a callable besides, which a later
-    step calls with the Handoff or the ErrorInfo. `next_expiry`: when a hold runs out, by the monotonic clock, or
-    None; `step` then releases it."""
+    """Has a method for each of `messages.METHODS` but withdraw; `prefill` and `computed_kv` take a callable besides,
+    which a later step calls with what was asked for or the ErrorInfo. `next_expiry`: when a hold runs out, by the
+    monotonic clock, or None; `step` then releases it."""
 
     @property
     def has_work(self) -> bool: ...
@@ -218,11 +222,12 @@ class EngineLoop:
         try:
             method = METHODS[call.method]
             arguments = method.decode_arguments(call.arguments)
-            if method is PREFILL:
-                self._core.capabilities.prefill(*arguments, done=lambda found: self._reply(number, found))
-                return
             owner = self._core if method is WITHDRAW else self._core.capabilities
-            value = raw(getattr(owner, method.name)(*arguments))
+            call_it = getattr(owner, method.name)
+            if method in _LATER:
+                call_it(*arguments, done=lambda found: self._reply(number, found))
+                return
+            value = raw(call_it(*arguments))
         except KvoltError as error:
             self._reply(number, to_info(error))
         except Exception as error:
@@ -232,7 +237,7 @@ class EngineLoop:
         else:
             self._pipe.send(Reply(number, value))
 
-    def _reply(self, number: int, found: Handoff | ErrorInfo) -> None:
+    def _reply(self, number: int, found: Handoff | KvHeld | ErrorInfo) -> None:
         if isinstance(found, ErrorInfo):
             self._pipe.send(Reply(number, error=found))
         else:

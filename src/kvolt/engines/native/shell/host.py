@@ -15,6 +15,7 @@ import sys
 import threading
 from asyncio.subprocess import DEVNULL, Process
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvolt.engines.native.shell.engine_loop import Pipe, ShellGone
@@ -84,7 +85,7 @@ class ProcessHost:
         self._pipe = pipe
 
     @classmethod
-    async def start(cls, end: socket.socket, memory_fd: int | None) -> ProcessHost:
+    async def start(cls, end: socket.socket, memory_fds: Sequence[int]) -> ProcessHost:
         """Takes over `end`, also when it fails. Cancelling leaves nothing behind."""
         reads, writes = os.pipe()
         with end, contextlib.ExitStack() as undo:
@@ -92,7 +93,7 @@ class ProcessHost:
             pipe, output = await asyncio.get_running_loop().connect_read_pipe(
                 _Output, os.fdopen(reads, "rb", 0)
             )
-            kept = [end.fileno(), *([memory_fd] if memory_fd is not None else [])]
+            kept = [end.fileno(), *memory_fds]
             argv = [sys.executable, "-m", _MODULE, *map(str, kept)]
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -139,10 +140,10 @@ class ThreadHost:
     exit_code = None
     last_lines: tuple[str, ...] = ()
 
-    def __init__(self, end: socket.socket, memory_fd: int | None) -> None:
+    def __init__(self, end: socket.socket, memory_fds: Sequence[int]) -> None:
         """Takes over `end`."""
         self._end = end
-        self._memory_fd = None if memory_fd is None else os.dup(memory_fd)  # it may outlive the shell's
+        self._memory_fds = [os.dup(each) for each in memory_fds]  # they may outlive the shell's
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
@@ -160,14 +161,14 @@ class ThreadHost:
     def _run(self) -> None:
         pipe = Pipe(self._end)
         try:
-            serve(pipe, pipe.receive_start(), self._memory_fd)
+            serve(pipe, pipe.receive_start(), self._memory_fds)
         except ShellGone:
             pass
         except BaseException:
             log.exception("the engine's thread failed")
         finally:
             pipe.close()
-            if self._memory_fd is not None:
-                os.close(self._memory_fd)
+            for descriptor in self._memory_fds:
+                os.close(descriptor)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._ended.set)

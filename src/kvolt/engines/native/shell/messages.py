@@ -190,6 +190,7 @@ KV_CONTENTS: Method[tuple[Stored, ...]] = Method("kv_contents", tuple[()], tuple
 EXPORT_KV: Method[tuple[KvBlock, ...]] = Method("export_kv", tuple[list[BlockKey]], tuple[KvBlock, ...])
 IMPORT_KV: Method[int] = Method("import_kv", tuple[list[KvBlock]], int)
 HOLD_KV: Method[KvHeld] = Method("hold_kv", tuple[RequestId], KvHeld)
+COMPUTED_KV: Method[KvHeld] = Method("computed_kv", tuple[RequestId, int], KvHeld, None)  # as long as PREFILL
 MAKE_ROOM: Method[KvRoom] = Method("make_room", tuple[list[BlockKey], list[SequenceHash]], KvRoom)
 SETTLE_KV: Method[None] = Method("settle_kv", tuple[KvRoom, int], None)
 PREFILL: Method[Handoff] = Method(
@@ -211,6 +212,7 @@ METHODS: dict[str, Method[Any]] = {
         EXPORT_KV,
         IMPORT_KV,
         HOLD_KV,
+        COMPUTED_KV,
         MAKE_ROOM,
         SETTLE_KV,
         PREFILL,

@@ -1,6 +1,6 @@
 """The engine's own process: loads a core, then runs its loop until told to stop.
 
-    python -m kvolt.engines.native.shell.process SOCKET_FD [MEMORY_FD]
+    python -m kvolt.engines.native.shell.process SOCKET_FD [MEMORY_FD of each rank]
 
 It lives as long as the shell holds the other end of the socket, whatever it is busy with. torch is imported by
 loading the core and not before: by then the number of threads is set. `serve` is also what a thread runs.
@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, to_info
@@ -36,13 +36,14 @@ class Hooks:
     """What loading needs of who asked for it."""
 
     progress: Callable[[str], None]
-    memory: Callable[[int], int | None]
+    memory: Callable[[int, int], int | None]
+    """As in `loading.CoreHooks`."""
 
 
-def serve(pipe: Pipe, start: Start, memory_fd: int | None, *, is_own_process: bool = False) -> int:
+def serve(pipe: Pipe, start: Start, memory_fds: Sequence[int], *, is_own_process: bool = False) -> int:
     """Load and run; the exit code. Why it ends early is told before. ShellGone when nobody is there to be told."""
     try:
-        core = _load(pipe, start, memory_fd)
+        core = _load(pipe, start, memory_fds)
     except ShellGone:
         raise
     except KvoltError as error:
@@ -66,13 +67,13 @@ def serve(pipe: Pipe, start: Start, memory_fd: int | None, *, is_own_process: bo
     return 0
 
 
-def _load(pipe: Pipe, start: Start, memory_fd: int | None) -> Core:
-    def memory(num_bytes: int) -> int | None:
+def _load(pipe: Pipe, start: Start, memory_fds: Sequence[int]) -> Core:
+    def memory(rank: int, num_bytes: int) -> int | None:
         """The shell's memory, made as large as it has to be; a descriptor for the caller to close."""
-        if memory_fd is None:
+        if rank >= len(memory_fds):
             return None
-        os.ftruncate(memory_fd, num_bytes)
-        return os.dup(memory_fd)
+        os.ftruncate(memory_fds[rank], num_bytes)
+        return os.dup(memory_fds[rank])
 
     module, _, name = start.core.partition(":")
     try:
@@ -119,15 +120,14 @@ def _end_with(shell: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    socket_fd, memory_fd = int(argv[0]), int(argv[1]) if len(argv) > 1 else None
+    socket_fd, *memory_fds = map(int, argv)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(
             number, signal.SIG_IGN
         )  # both may go to the whole group, and the shell has to drain first
     faulthandler.enable()
-    for descriptor in (socket_fd, memory_fd):
-        if descriptor is not None:
-            os.set_inheritable(descriptor, False)  # a helper of ours must not keep them open
+    for descriptor in (socket_fd, *memory_fds):
+        os.set_inheritable(descriptor, False)  # a helper of ours must not keep them open
     end = socket.socket(fileno=socket_fd)
     threading.Thread(target=_end_with, args=(socket_fd,), name="shell-watch", daemon=True).start()
     pipe = Pipe(end)
@@ -138,7 +138,7 @@ def main(argv: list[str]) -> int:
             # Thread pools read it when they are made, at the first import.
             for name, value in thread_env(range(start.arguments.threads)).items():
                 os.putenv(name, value)
-        return serve(pipe, start, memory_fd, is_own_process=True)
+        return serve(pipe, start, memory_fds, is_own_process=True)
     except ShellGone:
         return 1
 

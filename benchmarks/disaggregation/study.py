@@ -1,0 +1,151 @@
+"""When it pays to compute prompts apart, in the twin: aggregated, P/D and conditional at equal GPUs, over 20 seeds.
+
+    python -m benchmarks.disaggregation.study             about 40 minutes on two cores; results/study.{json,txt}
+    python -m benchmarks.disaggregation.study --quick     two seeds of a few cells, not kept
+
+Goes on where it was stopped, unless kvolt's sources have changed (rows lie in --folder, KVOLT_BENCH). Times are
+virtual: the machine may be busy with other things, which only makes it slower.
+
+Cluster: 2 or 4 workers of one GPU, the timing of an H200 with an 8B model, blocks of 64 tokens, 8,192 each, KV between
+workers at 25 GB/s. Prompts of 512, 4,096 and 16,384 tokens, of which 0, 50 and 90 % are one of eight groups' and there
+already; answers of 200 tokens on average; random arrivals.
+
+Limits: the first token within 0.2, 0.6 and 2.5 s by length of prompt, and 20 ms between tokens on average. Load: for
+each cell, the highest rate at which 90 % of the requests keep both, found by bisection to 5 % for aggregated and for
+every split into prefill and decode workers; the highest of these is 100 %. The best split is that of P/D and of
+conditional. `P/D` computes every prompt apart; `conditional` is the default of `kvolt` with these limits as targets.
+
+A run is 6 s of arrivals, half of which are not measured, but at least 120 requests: short for what comes fastest, but
+the same for all systems and for the search.
+
+Seed: all arrivals, lengths and groups, the same for the three systems, and every draw of network and router. Intervals
+are 95 % ones of the mean over seeds (Student's t); ratios are taken seed by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+import msgspec
+from benchmarks.disaggregation import study_report
+from benchmarks.disaggregation.study_runs import (
+    AGGREGATED,
+    CONDITIONAL,
+    SPLIT,
+    TTFT_S,
+    Cell,
+    Lasting,
+    Point,
+    Rates,
+    Row,
+    Search,
+    highest_rates,
+    solve,
+)
+from benchmarks.router.gains_runs import in_processes
+from benchmarks.router.kept_rows import KeptRows, default_folder
+from benchmarks.runtime.report import keep_results, machine
+
+_RESULTS = Path(__file__).parent / "results" / "study"
+LOADS = (1.0, 0.6)
+
+
+class Plan(msgspec.Struct, frozen=True):
+    num_seeds: int
+    cells: tuple[Cell, ...]
+    lasting: Lasting
+    precision: float
+
+
+_FULL = Plan(
+    20, tuple(Cell(*each) for each in product((2, 4), TTFT_S, (0.0, 0.5, 0.9))), Lasting(6.0, 120, 1500), 0.05
+)
+_QUICK = Plan(2, (Cell(2, 512, 0.0), Cell(2, 4096, 0.5)), Lasting(3.0, 60, 120), 0.3)
+
+
+def main() -> None:
+    options = _options()
+    plan = _QUICK if options.quick else _FULL
+    found = machine()
+    name = "disaggregation-quick" if options.quick else "disaggregation"
+    searched = KeptRows(options.folder / f"{name}-rates.jsonl", Rates)
+    kept = KeptRows(options.folder / f"{name}.jsonl", Row)
+    try:
+        rates = _rates(plan, searched, options.processes)
+        rows = _solved(_points(plan, rates), kept, options.processes)
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
+    text = study_report.text(rates, rows)
+    print(text)
+    if not options.quick:
+        results = {"plan": plan, "rates": list(rates.values()), "rows": rows}
+        keep_results(_RESULTS, "benchmarks.disaggregation.study", found, text, results)
+    for each in (searched, kept):
+        each.close(is_over=not options.quick)
+
+
+def _rates(plan: Plan, kept: KeptRows[Rates], num_processes: int) -> dict[Cell, Rates]:
+    searches = [Search(cell, plan.lasting, precision=plan.precision) for cell in plan.cells]
+    left = [each for each in searches if kept.get(each.key) is None]
+    for found in in_processes(highest_rates, left[::-1], num_processes):  # the longest first
+        kept.add(found.search.key, found)
+        _tell(f"{found.search.cell}: aggregated {found.aggregated:.2f}/s, P/D {found.split:.2f}/s")
+    done = (kept.get(each.key) for each in searches)
+    return {found.search.cell: found for found in done if found is not None}
+
+
+def _points(plan: Plan, rates: Mapping[Cell, Rates]) -> list[Point]:
+    """The full load first, all cells of a seed before the next: what there is of a study that is not over is worth
+    reading."""
+    points = []
+    for load, seed, (cell, found) in product(LOADS, range(plan.num_seeds), rates.items()):
+        rate = round(load * found.full, 6)
+        points += [
+            Point(cell, system, num_prefill, seed, rate, plan.lasting)
+            for system, num_prefill in (
+                (AGGREGATED, 0),
+                (SPLIT, found.num_prefill),
+                (CONDITIONAL, found.num_prefill),
+            )
+        ]
+    return points
+
+
+def _solved(points: Sequence[Point], kept: KeptRows[Row], num_processes: int) -> list[Row]:
+    left = [point for point in points if kept.get(point.key) is None]
+    num_done = len(points) - len(left)
+    for row in in_processes(solve, left, num_processes):
+        kept.add(row.point.key, row)
+        num_done += 1
+        if num_done % 20 == 0:
+            _tell(f"{num_done}/{len(points)} runs, the last in {row.wall_s:.1f} s")
+    rows = (kept.get(point.key) for point in points)
+    return [row for row in rows if row is not None]
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.disaggregation.study",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="two seeds of a few cells; nothing is kept")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="runs at a time")
+    parser.add_argument(
+        "--folder", type=Path, default=default_folder(), help="rows of a study that is not over"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""How fast KV comes from which host, and where it takes a slow path for want of something, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvolt.transfer.path_watch import PathWatch
+
+
+class PathMetrics(Collector):
+    """Of one process; nothing where nothing moves KV."""
+
+    def __init__(self, paths: Callable[[], PathWatch | None]) -> None:
+        self._paths = paths
+
+    def collect(self) -> Iterator[Metric]:
+        paths = self._paths()
+        if paths is None:
+            return
+        slow = CounterMetricFamily(
+            "kvolt_transfer_slow_path",
+            "Peers whose KV took this path, and what a faster one lacks",
+            labels=("path", "lack"),
+        )
+        for (path, lack), count in sorted(paths.slow_paths().items()):
+            slow.add_metric((path, lack), count)
+        yield slow
+        speed = GaugeMetricFamily(
+            "kvolt_transfer_link_bytes_per_second", "Measured speed of a path", labels=("path", "peer")
+        )
+        latency = GaugeMetricFamily(
+            "kvolt_transfer_link_latency_seconds",
+            "What a read over it costs whatever its size",
+            labels=("path", "peer"),
+        )
+        for name, link in paths.links().items():
+            labels = (link.path, name.rpartition("@")[2])
+            speed.add_metric(labels, link.bytes_per_s)
+            latency.add_metric(labels, link.latency_s)
+        yield speed
+        yield latency

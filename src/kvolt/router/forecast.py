@@ -1,0 +1,53 @@
+"""Forecast: what a request would come to where a router would send it, for who has another way for it. Pure."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from kvolt.core.request import Request
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request would come to where a router would send it now. Times in seconds."""
+
+    queue_s: float
+    """Until its prompt's turn."""
+    prefill_s: float
+    waiting: float
+    """Requests there whose prompts are not computed."""
+    decoding: float
+    """Requests there that are being answered."""
+    step_s: float
+    """A step of its answer, beside those."""
+    slowdown_s: float
+    """By how much longer each of those takes for it, over the steps of its answer."""
+    output_tokens: float
+    """As many as are expected."""
+    lacking_tokens: int
+    """Of its prompt, those whose KV is not there now."""
+    is_told: bool = True
+    """By a step model of the worker's own; else the times are of a guess."""
+    num_places: int
+    """Where it could go."""
+    all_decoding: float
+    """Requests that are being answered at any of them."""
+
+    @property
+    def more_s(self) -> float:
+        """By how much a step there gets longer with one more like it."""
+        return self.slowdown_s / max(self.output_tokens, 1.0)
+
+    @property
+    def first_token_s(self) -> float:
+        return self.queue_s + self.prefill_s
+
+
+@runtime_checkable
+class Forecasting(Protocol):
+    """A router that can say what a request would come to."""
+
+    def forecast(self, request: Request) -> Forecast:
+        """Books nothing. Unavailable when no instance can take the request."""
+        ...

@@ -1,0 +1,106 @@
+"""Fallbacks: whether the path that blocks took is a slow one, what it is taken in the place of, and why. Pure.
+
+Two reasons there are: a faster route lacks something at one of the sides, or both have what it takes and the agent goes
+another way all the same (memory that nobody else can map, a socket that cannot be reached, an option).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvolt.transfer.capabilities import Capabilities
+from kvolt.transfer.lanes import Lane, MemoryKind, Place, lanes
+from kvolt.transfer.link_speeds import LinkSpeeds
+from kvolt.transfer.routes import Lack, NoRoute, Route, plan
+
+WORTH_TELLING = 1.5
+"""So many times as fast, or it is no fall back."""
+_MAX_REASON_CHARS = 300
+"""A peer's reasons are its own words."""
+
+
+class Fallback(msgspec.Struct, frozen=True, kw_only=True):
+    """A path was taken that is slower than another would be."""
+
+    path: str
+    bytes_per_s: float
+    instead_of: str
+    """The route, in words."""
+    could_be_bytes_per_s: float
+    lacks: tuple[Lack, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is lacking, each once."""
+        return tuple(dict.fromkeys(lack.name for lack in self.lacks))
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"{lack.name} at the {lack.side}: {_tame(lack.reason)}" for lack in self.lacks)
+        return (
+            f"{self.path} at {self.bytes_per_s / 1e9:.2g} GB/s in the place of {self.instead_of} at about "
+            f"{self.could_be_bytes_per_s / 1e9:.2g} GB/s, which lacks {reasons}"
+        )
+
+
+def lane_taken(
+    source: Place, destination: Place, path: str, mine: Capabilities, theirs: Capabilities
+) -> Lane | None:
+    """The lane that a path is between these two; None for one that the table has not."""
+    can = mine.paths & theirs.paths
+    found = (lane for lane in lanes(source, destination) if lane.path == path)
+    return next((lane for lane in found if can.issuperset(lane.needs)), None)
+
+
+def find_fallback(
+    source: Place, destination: Place, path: str, mine: Capabilities, theirs: Capabilities, speeds: LinkSpeeds
+) -> Fallback | None:
+    """What `path`, which blocks took, is taken in the place of; None where nothing is much faster.
+
+    What was measured here is not held against guesses of elsewhere alone: by the guesses, too, it must be slower.
+    """
+    lane = lane_taken(source, destination, path, mine, theirs)
+    if lane is None:
+        return None
+    try:
+        route = plan(source, destination, mine, theirs, LinkSpeeds())
+    except NoRoute:  # by what the sides told; blocks have come all the same
+        return None
+    measured = speeds.expected(source.host, lane.name)
+    took = lane.cost.bytes_per_s if measured is None else measured.bytes_per_s
+    ruled_out = next(iter(route.instead_of), None)
+    if ruled_out is not None and ruled_out.bytes_per_s > WORTH_TELLING * took:
+        words, could_be, lacks = ruled_out.route, ruled_out.bytes_per_s, ruled_out.lacks
+    else:
+        words, could_be, lacks = str(route), _speed(route, speeds), (_not_taken(source, path, route),)
+        is_taken = len(route.hops) == 1 and route.hops[0].path == path
+        if is_taken or route.bytes_per_s <= WORTH_TELLING * lane.cost.bytes_per_s:
+            return None
+        if could_be <= WORTH_TELLING * took:
+            return None
+    return Fallback(path=path, bytes_per_s=took, instead_of=words, could_be_bytes_per_s=could_be, lacks=lacks)
+
+
+def _speed(route: Route, speeds: LinkSpeeds) -> float:
+    """As measured, where all of it was."""
+    found = [speeds.expected(hop.source.host, hop.link) for hop in route.hops]
+    measured = [link.bytes_per_s for link in found if link is not None]
+    return route.bytes_per_s if len(measured) < len(found) else 1 / sum(1 / each for each in measured)
+
+
+def _not_taken(source: Place, taken: str, route: Route) -> Lack:
+    """Why agents that both have what it takes do not go this way."""
+    if taken == "nixl":
+        return Lack(
+            "destination", "option", "NIXL is on, and taken before all else; turn it off (transfer.nixl)"
+        )
+    if source.kind is MemoryKind.HOST:
+        return Lack("source", "shared memory", "its blocks lie in private memory; make them with Slab.shared")
+    if route.hops[0].path == "shm":
+        told = "its socket cannot be reached from here; run both in one network namespace, as one user"
+        return Lack("source", "socket", told)
+    return Lack("destination", route.hops[0].path, "NIXL does not work between the two; the log says why")
+
+
+def _tame(reason: str) -> str:
+    text = " ".join(reason.split())
+    return text if len(text) <= _MAX_REASON_CHARS else text[:_MAX_REASON_CHARS] + "..."

@@ -1,0 +1,61 @@
+"""Summing: the checksums of blocks that a peer reads by itself, a part at a turn, told as they are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvolt.core.errors import KvoltError, TransferFailed
+from kvolt.transfer import block_bytes
+from kvolt.transfer.chunks import Sums
+from kvolt.transfer.memory import Pieces, Slab
+
+TURN_BYTES = 4 << 20
+"""Work of a turn: a millisecond or so."""
+_MOST_SUMS = 1 << 17
+"""Told at once, however small the blocks are."""
+
+
+class Summing:
+    """Work. See the module."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        pieces: Pieces,
+        seeds: bytes | None,
+        is_wanted: Callable[[], bool],
+        tell: Callable[[int, bytes], None],
+        fail: Callable[[KvoltError], None],
+    ) -> None:
+        """`tell` gets the first block of a part, and its checksums."""
+        self._slab = slab
+        self._pieces = pieces
+        self._seeds = seeds
+        self._is_wanted = is_wanted
+        self._tell = tell
+        self._fail = fail
+        self._first = 0
+
+    def turn(self) -> bool:
+        if not self._is_wanted():
+            return False
+        first, pieces = self._first, self._pieces
+        most = min(max(TURN_BYTES // pieces.bytes_per_block, 1), _MOST_SUMS)
+        count = min(most, pieces.num_blocks - first)
+        seeds = None if self._seeds is None else self._seeds[8 * first : 8 * (first + count)]
+        try:
+            sums = sums_of(self._slab.memory, pieces.part(first, count), seeds)
+        except ValueError as error:  # pieces that cannot be summed, or a slab that was closed too early
+            self._fail(TransferFailed(f"blocks that cannot be summed up: {error}", reason="checksum"))
+            return False
+        self._first += count
+        self._tell(first, sums.tobytes())
+        return self._first < pieces.num_blocks
+
+
+def sums_of(memory: memoryview, pieces: Pieces, seeds: bytes | None) -> Sums:
+    found = np.empty(pieces.num_blocks, dtype=np.uint64)
+    block_bytes.checksums(memory, pieces.offsets, pieces.piece_bytes, pieces.per_block, seeds, found)
+    return found

@@ -1,0 +1,133 @@
+"""Decode-first: KV that is fetched while its prompt is computed, by real agents between two engines."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.engines.test_handoffs import BLOCK, ENGINE, PREFILL, Side, at_rest, request, side, whole
+
+from kvolt.core.hashing import SequenceHasher
+from kvolt.core.request import Rendezvous, Request
+from kvolt.engines import meetings
+
+CHUNKED = replace(ENGINE, max_batch_tokens=2 * BLOCK, max_num_seqs=8)
+"""A prompt of five blocks is computed in three steps."""
+SLOW = replace(CHUNKED, speed=0.1)
+ROOM = 1 << 40
+
+
+def asked(name: str = "r", num_tokens: int = 5 * BLOCK + 3) -> Request:
+    plain = request(name, num_tokens)
+    hashes = tuple(SequenceHasher(BLOCK).extend(plain.token_ids))
+    return replace(plain, block_size=BLOCK, sequence_hashes=hashes)
+
+
+def met_at(prefill: Side, room: int = ROOM) -> Rendezvous:
+    return Rendezvous(room, prefill.handoffs.where)
+
+
+async def pushed(prefill: Side, wanted: Request, meeting: Rendezvous) -> None:
+    handoff = await prefill.handoffs.push(replace(wanted, prefill_only=True), meeting, PREFILL)
+    assert handoff.ticket == b""  # there is nothing left to be fetched
+    assert handoff.first_tokens is None  # decode tells them
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+@pytest.mark.parametrize("near", [True, False])
+async def test_either_side_may_come_first(first: str, near: bool) -> None:
+    wanted = asked()
+    expected = await whole(wanted)
+    async with side(CHUNKED) as prefill, side(near=near) as decode:
+        meeting = met_at(prefill)
+        receiving = asyncio.ensure_future(asyncio.sleep(0))
+        if first == "decode":
+            receiving = asyncio.ensure_future(decode.handoffs.receive(wanted, meeting))
+            await asyncio.sleep(0.05)
+            await pushed(prefill, wanted, meeting)
+        else:
+            await pushed(prefill, wanted, meeting)
+            receiving = asyncio.ensure_future(decode.handoffs.receive(wanted, meeting))
+        pulled = await receiving
+        assert (pulled.num_blocks, pulled.path) == (5, "shm" if near else "tcp")
+        assert await decode.answer(wanted) == expected
+        assert decode.cached("r") == 5 * BLOCK
+        await at_rest(prefill, decode)
+        assert not prefill.handoffs.stats.failures
+
+
+async def test_blocks_leave_while_the_prompt_is_computed() -> None:
+    async with side(SLOW) as prefill, side() as decode:
+        meeting = met_at(prefill)
+        receiving = asyncio.ensure_future(decode.handoffs.receive(asked(), meeting))
+        pushing = asyncio.ensure_future(pushed(prefill, asked(), meeting))
+        async with asyncio.timeout(10):
+            while not decode.handoffs.stats.num_blocks:
+                await asyncio.sleep(0.002)
+        assert not pushing.done()  # a part is here, and the prompt is not computed
+        await pushing
+        assert (await receiving).num_blocks == 5
+        await at_rest(prefill, decode)
+
+
+async def test_what_decode_has_is_not_moved() -> None:
+    async with side(CHUNKED) as prefill, side() as decode:
+        await decode.answer(asked("before", 3 * BLOCK))
+        await asyncio.gather(
+            pushed(prefill, asked(), met_at(prefill)), decode.handoffs.receive(asked(), met_at(prefill))
+        )
+        assert decode.handoffs.stats.num_blocks == 2
+        await at_rest(prefill, decode)
+
+
+async def test_a_prompt_that_decode_has_is_turned_down() -> None:
+    async with side(CHUNKED) as prefill, side() as decode:
+        await decode.answer(asked("before"))
+        pulled, _ = await asyncio.gather(
+            decode.handoffs.receive(asked(), met_at(prefill)), pushed(prefill, asked(), met_at(prefill))
+        )
+        assert pulled.num_blocks == 0
+        await at_rest(prefill, decode)  # long before its time is over
+
+
+async def test_a_prefill_worker_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meetings, "BEGIN_S", 0.05)
+    wanted = asked()
+    expected = await whole(wanted)
+    async with side() as prefill, side() as decode:
+        assert (await decode.handoffs.receive(wanted, met_at(prefill))).num_blocks == 0
+        assert await decode.answer(wanted) == expected
+        assert decode.handoffs.stats.failures == {"deadline_exceeded": 1}
+        await at_rest(decode)
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+async def test_one_side_goes_in_the_middle(who: str) -> None:
+    wanted = asked()
+    expected = await whole(wanted)
+    async with side(SLOW) as prefill, side() as decode:
+        meeting = met_at(prefill)
+        receiving = asyncio.ensure_future(decode.handoffs.receive(wanted, meeting))
+        pushing = asyncio.ensure_future(pushed(prefill, wanted, meeting))
+        async with asyncio.timeout(10):
+            while not decode.handoffs.stats.num_blocks:
+                await asyncio.sleep(0.002)
+        (pushing if who == "prefill" else receiving).cancel()
+        if who == "prefill":
+            pulled = await receiving
+            assert 0 < pulled.num_blocks < 5
+            assert await decode.answer(wanted) == expected
+            assert decode.handoffs.stats.failures == {"not_found": 1}
+        else:
+            await asyncio.wait([receiving, pushing])
+            prefill.handoffs.drop(wanted.request_id)
+        await at_rest(prefill, decode)
+
+
+async def test_what_is_no_part_is_a_miss() -> None:
+    async with side() as prefill, side() as decode:
+        prefill.agent.post(ROOM, b"\xc1", 5.0)
+        assert (await decode.handoffs.receive(asked(), met_at(prefill))).num_blocks == 0
+        assert decode.handoffs.stats.failures == {"protocol": 1}
+        await at_rest(decode)

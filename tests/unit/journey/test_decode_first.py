@@ -1,0 +1,125 @@
+"""Journeys whose two workers have the request at the same time, on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.unit.engines.lab import until
+from tests.unit.engines.test_worker_roles import EXPECTED, asked, at_rest
+from tests.unit.journey.stage import Inbox
+from tests.unit.journey.test_handed_over import Pair, Split, paired
+
+from kvolt.core.errors import KvoltError, Unavailable
+from kvolt.core.request import Request, Role
+from kvolt.engines import meetings
+from kvolt.journey import journey as journey_module
+from kvolt.journey.journey import Journey, Road
+from kvolt.journey.prefill import Leg
+from kvolt.router.port import Decision, RoundRobinRouter
+from kvolt.runtime.call import Deadlines
+
+
+def road(pair: Pair, leg: Leg | None = None) -> Road:
+    router = RoundRobinRouter(pair.client, Role.DECODE)
+    return Road(router, pair.client, pair.crew, ways=Split(leg or pair.leg), is_decode_first=True)
+
+
+async def answered(journey: Journey, inbox: Inbox) -> None:
+    await journey.begin()
+    await until(lambda: bool(inbox.ends))
+    assert (inbox.ends, inbox.tokens()) == ([None], EXPECTED)
+
+
+class Counting(RoundRobinRouter):
+    """Tells what is booked."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.num_booked = self.num_freed = 0
+        self.error: KvoltError | None = None
+
+    async def route(self, request: Request, excluded: frozenset[Any] = frozenset()) -> Decision:
+        if self.error is not None:
+            raise self.error
+        self.num_booked += 1
+        return await super().route(request, excluded)
+
+    def free(self, decision: Decision, usage: Any) -> None:
+        self.num_freed += 1
+
+
+def test_kv_comes_while_the_prompt_is_computed() -> None:
+    async def body(pair: Pair) -> None:
+        router = Counting(pair.leg.client, Role.PREFILL)
+        way, inbox = road(pair, Leg(router, pair.leg.client)), Inbox()
+        journey = Journey(way, asked(), inbox, Deadlines())
+        await answered(journey, inbox)
+        assert pair.air.num_pulls > 0
+        assert way.stats.num_prefills == 1
+        assert journey.prefilled is not None
+        assert journey.stages is not None
+        assert journey.stages.prefill_ms is not None
+        assert journey.stages.transfer_path == "air"
+        await at_rest(pair.prefill, pair.decode)
+        assert (router.num_booked, router.num_freed) == (1, 1)
+        assert not pair.air.offers
+
+    paired(body)
+
+
+def test_where_nobody_computes_prompts_decode_does() -> None:
+    async def body(pair: Pair) -> None:
+        router = Counting(pair.leg.client, Role.PREFILL)
+        router.error = Unavailable("nobody is there", reason="no_workers")
+        way, inbox = road(pair, Leg(router, pair.leg.client)), Inbox()
+        await answered(Journey(way, asked(), inbox, Deadlines()), inbox)
+        assert pair.air.num_pulls == 0
+        assert way.stats.prefill_failures == {"unavailable": 1}
+        await at_rest(pair.prefill, pair.decode)
+
+    paired(body)
+
+
+def test_a_worker_that_cannot_be_met_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pair: Pair) -> None:
+        monkeypatch.setattr(journey_module, "new_meeting", lambda instance: None)
+        router, inbox = Counting(pair.leg.client, Role.PREFILL), Inbox()
+        way = road(pair, Leg(router, pair.leg.client))
+        await answered(Journey(way, asked(), inbox, Deadlines()), inbox)
+        assert (router.num_booked, router.num_freed) == (1, 1)
+        assert pair.air.num_pulls == 0
+
+    paired(body)
+
+
+def test_a_prefill_worker_that_fails_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pair: Pair) -> None:
+        def refuse(request: Request) -> None:
+            raise Unavailable("no room", reason="full")
+
+        monkeypatch.setattr(pair.prefill.engine, "prefill", refuse)
+        way, inbox = road(pair), Inbox()
+        await answered(Journey(way, asked(), inbox, Deadlines()), inbox)
+        assert way.stats.num_prefills == 0
+        assert sum(way.stats.prefill_failures.values()) == 1
+        await at_rest(pair.prefill, pair.decode)
+
+    paired(body)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.0005, 0.002, 0.01, 0.05])
+def test_who_leaves_frees_both_sides(after_s: float) -> None:
+    async def body(pair: Pair) -> None:
+        router, inbox = Counting(pair.leg.client, Role.PREFILL), Inbox()
+        journey = Journey(road(pair, Leg(router, pair.leg.client)), asked(), inbox, Deadlines())
+        beginning = asyncio.ensure_future(journey.begin())
+        await asyncio.sleep(after_s)
+        journey.cancel()
+        await asyncio.wait([beginning])
+        await at_rest(pair.prefill, pair.decode, timeout_s=2 * meetings.BEGIN_S)
+        await until(lambda: router.num_booked == router.num_freed)
+        assert inbox.ends == []
+
+    paired(body, pull_s=0.004)

@@ -1,0 +1,50 @@
+"""The picture of the journey machine: all of its table is on it, and the page has it as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvolt.journey import diagram
+from kvolt.journey.diagram import BEGIN, END, drawn_on, mermaid, moves
+from kvolt.journey.machine import _TRANSITIONS, Event, State
+
+PAGE = Path(__file__).parents[3] / "docs" / "journey.md"
+
+
+def test_the_page_shows_the_machine_as_it_is() -> None:
+    page = PAGE.read_text()
+    assert drawn_on(page) == page, "run `python -m kvolt.journey.diagram docs/journey.md`"
+
+
+def test_every_row_of_the_table_is_drawn() -> None:
+    drawn = {(before, event) for before, event, _ in moves()}
+    assert drawn == {(state, event.__name__) for state, event in _TRANSITIONS}
+
+
+def test_nothing_leads_out_of_the_end_and_everything_can_be_stopped() -> None:
+    found = moves()
+    assert all(before is not State.DONE for before, _, _ in found)
+    stopped = {before for before, event, after in found if (event, after) == ("Stopped", State.DONE)}
+    assert stopped == set(State) - {State.DONE}
+
+
+def test_a_move_that_is_never_tried_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: tuple[Event, ...] = tuple(each for each in diagram._TRIED if type(each).__name__ != "TakenBack")
+    whole = mermaid()
+    assert "waiting --> opening: TakenBack" in whole
+    monkeypatch.setattr(diagram, "_TRIED", tried)
+    assert mermaid() == whole.replace("    waiting --> opening: TakenBack\n", "")
+
+
+def test_it_is_drawn_between_its_marks_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    monkeypatch.setattr("sys.argv", ["diagram", str(page)])
+    diagram.main()
+    drawn = page.read_text()
+    assert drawn == f"before\n{BEGIN}\n\n```mermaid\n{mermaid()}\n```\n\n{END}\nafter\n"
+    assert drawn_on(drawn) == drawn
+    with pytest.raises(ValueError, match="no place"):
+        drawn_on("nothing here")

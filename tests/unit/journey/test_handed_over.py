@@ -1,0 +1,283 @@
+"""Journeys whose prompt is computed by one worker and gone on with by another; KV that nobody fetches is let go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.engines.lab import Lab, RunningWorker, until
+from tests.unit.engines.test_worker_roles import BLOCK, EXPECTED, Air, asked, at_rest, start
+from tests.unit.journey.stage import Fixed, Inbox
+
+from kvolt.core.errors import KvoltError, Unavailable
+from kvolt.core.ids import InstanceId, RequestId
+from kvolt.core.request import Handoff, MediaSpan, Request, Role
+from kvolt.journey import take_back
+from kvolt.journey.journey import Journey, Road
+from kvolt.journey.prefill import Leg, PrefillCall
+from kvolt.journey.ways import OneWay, Plan, Way
+from kvolt.router.port import Decision, RoundRobinRouter
+from kvolt.runtime.call import Deadlines
+from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.tasks import Crew
+from kvolt.testing import run_virtual
+
+
+class Split(OneWay):
+    """Every prompt is computed by somebody else than answers it."""
+
+    def __init__(self, leg: Leg) -> None:
+        self._plan = Plan(Way.SPLIT, leg)
+
+    def plan(self, request: Request) -> Plan:
+        return self._plan
+
+
+@dataclass
+class Pair:
+    """A prefill worker, a decode worker, and a road through both."""
+
+    prefill: RunningWorker
+    decode: RunningWorker
+    client: EndpointClient
+    leg: Leg
+    air: Air
+    crew: Crew
+
+    def road(self, router: Any) -> Road:
+        return Road(router, self.client, self.crew, ways=Split(self.leg))
+
+    def decided(self) -> Decision:
+        return Decision(self.client.candidates()[0])
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether KV waits to be fetched."""
+        return bool(self.air.offers)
+
+
+def paired(body: Callable[[Pair], Coroutine[Any, Any, None]], pull_s: float = 0.001) -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            air = Air(pull_s)
+            prefill, to_prefill = await start(lab, air, Role.PREFILL)
+            decode, client = await start(lab, air, Role.DECODE)
+            await until(lambda: bool(client.candidates() and to_prefill.candidates()))
+            crew = Crew("journeys", on_error=lab.errors.append)
+            leg = Leg(RoundRobinRouter(to_prefill, Role.PREFILL), to_prefill)
+            try:
+                await body(Pair(prefill, decode, client, leg, air, crew))
+                await until(lambda: not len(crew), timeout_s=3)
+            finally:
+                await crew.close()
+            assert lab.errors == []
+
+    run_virtual(scenario)
+
+
+@pytest.fixture
+def let_go(monkeypatch: pytest.MonkeyPatch) -> list[RequestId]:
+    """Requests that a worker was asked to let go of."""
+    told: list[RequestId] = []
+    ask = take_back.ask_back
+
+    async def note(plane: Any, instance: Any, request_id: RequestId) -> bool:
+        told.append(request_id)
+        return await ask(plane, instance, request_id)
+
+    monkeypatch.setattr(take_back, "ask_back", note)
+    return told
+
+
+def test_what_was_fetched_nobody_is_asked_to_let_go(let_go: list[RequestId]) -> None:
+    async def body(pair: Pair) -> None:
+        inbox = Inbox()
+        journey = Journey(pair.road(RoundRobinRouter(pair.client)), asked(), inbox, Deadlines())
+        await journey.begin()
+        await until(lambda: bool(inbox.ends))
+        assert (inbox.ends, inbox.tokens()) == ([None], EXPECTED)
+        await at_rest(pair.prefill, pair.decode)
+        assert let_go == []
+
+    paired(body)
+
+
+def test_who_leaves_before_the_kv_was_fetched_leaves_none_behind() -> None:
+    async def body(pair: Pair) -> None:
+        router = Fixed(pair.decided())
+        router.gate = asyncio.Event()
+        journey = Journey(pair.road(router), asked(), Inbox(), Deadlines())
+        beginning = asyncio.ensure_future(journey.begin())
+        await until(lambda: pair.is_kept and bool(router.excluded))
+        journey.cancel()
+        await at_rest(pair.prefill, timeout_s=0.5)  # long before its time is over
+        assert not pair.is_kept
+        router.gate.set()
+        await beginning
+
+    paired(body)
+
+
+def test_who_leaves_while_the_kv_comes_leaves_none_behind() -> None:
+    async def body(pair: Pair) -> None:
+        journey = Journey(pair.road(RoundRobinRouter(pair.client)), asked(), Inbox(), Deadlines())
+        await journey.begin()
+        await until(lambda: bool(pair.air.num_pulls))
+        journey.cancel()
+        await at_rest(pair.prefill, pair.decode, timeout_s=0.5)
+
+    paired(body, pull_s=5.0)
+
+
+def test_an_answer_that_nobody_can_give_leaves_no_kv_behind() -> None:
+    async def body(pair: Pair) -> None:
+        router = Fixed(Unavailable("nobody", reason="none_reachable"))
+        journey = Journey(pair.road(router), asked(), Inbox(), Deadlines())
+        with pytest.raises(Unavailable):
+            await journey.begin()
+        await at_rest(pair.prefill, timeout_s=0.5)
+
+    paired(body)
+
+
+def test_an_answer_that_fails_before_the_kv_was_fetched_leaves_none_behind() -> None:
+    async def body(pair: Pair) -> None:
+        inbox = Inbox()
+        road = pair.road(Fixed(pair.decided(), Unavailable("nobody else", reason="none_left")))
+        journey = Journey(road, asked(), inbox, Deadlines())
+        await journey.begin()
+        await until(lambda: bool(pair.air.num_pulls))
+        await pair.decode.worker.close()
+        await until(lambda: bool(inbox.ends))
+        assert inbox.ends[0] is not None
+        await at_rest(pair.prefill, timeout_s=0.5)
+
+    paired(body, pull_s=5.0)
+
+
+class Faulty(Fixed):
+    """With a bug that shows the second time."""
+
+    async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
+        if self.excluded:
+            raise RuntimeError("a bug")
+        return await super().route(request, excluded)
+
+
+def test_a_fault_of_ours_leaves_no_kv_behind(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(pair: Pair) -> None:
+        inbox = Inbox()
+        journey = Journey(pair.road(Faulty(pair.decided())), asked(), inbox, Deadlines())
+        await journey.begin()
+        await until(lambda: bool(pair.air.num_pulls))
+        await pair.decode.worker.close()
+        await until(lambda: bool(inbox.ends))
+        await at_rest(pair.prefill, timeout_s=0.5)
+
+    with caplog.at_level(logging.CRITICAL):
+        paired(body, pull_s=5.0)
+
+
+def test_who_leaves_in_the_moment_the_prompt_is_computed_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body(pair: Pair) -> None:
+        inbox = Inbox()
+        journey = Journey(pair.road(Fixed(pair.decided())), asked(), inbox, Deadlines())
+        on_end = PrefillCall.on_end
+
+        def end_and_leave(call: PrefillCall, error: KvoltError | None) -> None:
+            on_end(call, error)
+            journey.cancel()
+
+        monkeypatch.setattr(PrefillCall, "on_end", end_and_leave)
+        await journey.begin()
+        assert inbox.items == []
+        await at_rest(pair.prefill, timeout_s=0.5)
+
+    paired(body)
+
+
+def test_a_worker_that_cannot_be_told_delays_nobody() -> None:
+    async def body(pair: Pair) -> None:
+        router = Fixed(Unavailable("nobody", reason="none_reachable"))
+        journey = Journey(pair.road(router), asked(), Inbox(), Deadlines())
+        pair.prefill.worker._withdraw = _never  # type: ignore[method-assign]
+        loop = asyncio.get_running_loop()
+        with pytest.raises(Unavailable):
+            await journey.begin()
+        ended_at = loop.time()
+        assert len(pair.crew) == 1, "it is being told"
+        await until(lambda: not len(pair.crew))
+        assert loop.time() - ended_at < 3.0
+
+    paired(body)
+
+
+EXTRA = tuple(range(500, 500 + BLOCK))
+"""What a picture in a prompt is expanded to."""
+SPANS = (MediaSpan(0, BLOCK, b"digest of a picture"),)
+
+
+def expanding(pair: Pair) -> None:
+    """From now on the prefill worker expands prompts."""
+    compute = pair.prefill.engine.prefill
+
+    async def prefill(request: Request) -> Handoff:
+        handoff: Handoff = await compute(replace(request, token_ids=EXTRA + request.token_ids, media=SPANS))
+        return handoff
+
+    pair.prefill.engine.prefill = prefill
+
+
+def test_what_prefill_has_expanded_is_not_expanded_again() -> None:
+    async def body(pair: Pair) -> None:
+        expanding(pair)
+        given: list[Request] = []
+        submit = pair.decode.engine.submit
+
+        def note(request: Request) -> None:
+            given.append(request)
+            submit(request)
+
+        pair.decode.engine.submit = note
+        inbox = Inbox()
+        journey = Journey(pair.road(RoundRobinRouter(pair.client)), asked(), inbox, Deadlines())
+        await journey.begin()
+        await until(lambda: bool(inbox.ends))
+        assert (inbox.ends, len(inbox.tokens())) == ([None], len(EXPECTED))
+        (request,) = given
+        assert (request.token_ids, request.media) == (EXTRA + asked().token_ids, SPANS)
+        assert pair.air.num_pulls == 1
+        usage = inbox.items[-1].usage
+        assert usage is not None
+        assert usage.prompt_tokens == len(request.token_ids)
+        assert pair.decode.worker.metrics._outcomes["finished"] == 1
+        await at_rest(pair.prefill, pair.decode)
+
+    paired(body)
+
+
+def test_a_prompt_that_is_as_it_was_sent_does_not_travel_back() -> None:
+    async def body(pair: Pair) -> None:
+        leg = pair.leg
+        handoff = await PrefillCall(leg, replace(asked(), prefill_only=True), pair.crew).run(
+            frozenset(), Deadlines()
+        )
+        assert (handoff.token_ids, handoff.media) == ((), ())
+        expanding(pair)
+        again = replace(asked("again"), prefill_only=True)
+        handoff = await PrefillCall(leg, again, pair.crew).run(frozenset(), Deadlines())
+        assert (handoff.token_ids, handoff.media) == (EXTRA + again.token_ids, SPANS)
+
+    paired(body)
+
+
+async def _never(request_id: RequestId) -> bool:
+    await asyncio.Event().wait()
+    return False

@@ -1,0 +1,412 @@
+"""Which way a request goes: what each costs, what was promised, what an operator has set, and who can say."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.engines.lab import make_request
+
+from kvolt.core.delta import StageTimes, Usage
+from kvolt.core.errors import Unavailable
+from kvolt.core.ids import InstanceId
+from kvolt.core.request import Request, Sampling
+from kvolt.journey.prefill import Leg
+from kvolt.journey.ways import (
+    DEMAND_S,
+    Chooser,
+    OneWay,
+    Promise,
+    Recent,
+    TransferPace,
+    Way,
+    WayRule,
+    WayWeights,
+    costs,
+)
+from kvolt.router.forecast import Forecast
+from kvolt.router.port import Decision
+
+BLOCK = 16
+REQUEST = make_request(prompt=400, tokens=100)
+CALM = Forecast(
+    queue_s=0.0,
+    prefill_s=0.1,
+    waiting=0.0,
+    decoding=4.0,
+    step_s=0.01,
+    slowdown_s=0.01,
+    output_tokens=100.0,
+    lacking_tokens=400,
+    num_places=1,
+    all_decoding=4.0,
+)
+IDLE = replace(CALM, decoding=0.0, all_decoding=0.0)
+HANDED = replace(CALM, prefill_s=0.0)
+"""At a decode worker, with the prompt's KV."""
+SHARED = replace(IDLE, decoding=2.0, slowdown_s=0.5)
+"""At a prefill worker that answers some."""
+BUSY = replace(CALM, decoding=64.0, all_decoding=64.0, step_s=0.04)
+
+
+# --- what each way costs
+
+
+def cheapest(
+    here: Forecast = CALM, handed: Forecast = HANDED, there: Forecast = IDLE, transfer_s: float = 0.001
+) -> Way:
+    priced = costs(here, handed, there, transfer_s, WayWeights())
+    assert set(priced) == set(Way)
+    return min(priced, key=priced.__getitem__)
+
+
+def test_a_prompt_that_would_hold_up_answers_is_computed_apart() -> None:
+    assert cheapest(there=SHARED) is Way.SPLIT
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"there": replace(IDLE, queue_s=2.0)},
+        {"there": replace(IDLE, prefill_s=2.0)},
+        {"there": replace(IDLE, waiting=40.0)},
+        {"there": replace(IDLE, decoding=9.0, slowdown_s=1.0)},
+        {"transfer_s": 2.0, "there": replace(IDLE, step_s=0.05)},
+    ],
+    ids=["a queue there", "a slow place", "who would wait", "who is being answered there", "a slow way"],
+)
+def test_what_makes_the_prompt_dear_elsewhere_keeps_it_here(change: dict[str, object]) -> None:
+    assert cheapest(**change) is Way.HERE  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "handed",
+    [replace(HANDED, step_s=0.05), replace(HANDED, slowdown_s=1.0)],
+    ids=["slow steps", "others get slower"],
+)
+def test_who_computes_prompts_answers_while_those_who_answer_have_too_much(handed: Forecast) -> None:
+    here = replace(handed, prefill_s=0.1)
+    assert cheapest(here=here, handed=handed) is Way.THERE
+
+
+def test_others_count_as_much_as_is_set() -> None:
+    here = replace(CALM, decoding=2.0)
+    there = replace(IDLE, queue_s=0.15, step_s=0.011)
+    for others, way in ((1.0, Way.SPLIT), (0.0, Way.HERE)):
+        priced = costs(here, replace(HANDED, decoding=2.0), there, 0.0, WayWeights(others=others))
+        assert (priced[Way.HERE] < priced[Way.SPLIT]) is (way is Way.HERE)
+
+
+# --- routers by hand
+
+
+class Blind:
+    """A router that cannot forecast."""
+
+    async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
+        raise AssertionError("nothing is routed here")
+
+    def begun(self, decision: Decision, cached_tokens: int | None) -> None: ...
+
+    def free(self, decision: Decision, usage: Usage | None) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Seer(Blind):
+    """One that says what it was told to."""
+
+    def __init__(self, forecast: Forecast, handed: Forecast | None = None) -> None:
+        self.told = forecast
+        self.handed = handed
+        self.error: Unavailable | None = None
+
+    def forecast(self, request: Request) -> Forecast:
+        if self.error is not None:
+            raise self.error
+        if request.handoff is not None and self.handed is not None:
+            return self.handed
+        return self.told
+
+
+class Reached:
+    """A client that reaches somebody, or nobody."""
+
+    def __init__(self, num: int = 1) -> None:
+        self.num = num
+
+    def candidates(self) -> list[int]:
+        return list(range(self.num))
+
+
+class Scene:
+    def __init__(
+        self,
+        here: Blind | None = None,
+        there: Blind | None = None,
+        rule: WayRule | None = None,
+        num_there: int = 1,
+    ) -> None:
+        self.time_s = 0.0
+        self.here = here or Seer(CALM, HANDED)
+        self.there = there or Seer(IDLE)
+        self.leg: Leg | None = Leg(self.there, Reached(num_there))  # type: ignore[arg-type]
+        self.chooser = Chooser(self.here, lambda: self.leg, BLOCK, rule, now=lambda: self.time_s)
+
+    def way(self, request: Request = REQUEST) -> Way:
+        return self.chooser.plan(request).way
+
+
+# --- whether there is a choice
+
+
+def test_where_every_worker_computes_its_own_there_is_one_way() -> None:
+    ways = OneWay()
+    ways.learn(REQUEST, StageTimes(transfer_bytes=1, transfer_ms=1.0))
+    assert ways.plan(REQUEST) == (Way.HERE, None)
+
+
+def test_without_anybody_to_compute_prompts_it_is_here() -> None:
+    scene = Scene(num_there=0)
+    assert scene.chooser.plan(REQUEST) == (Way.HERE, None)
+    scene.leg = None
+    assert scene.chooser.plan(REQUEST) == (Way.HERE, None)
+    assert not any(scene.chooser.counts.values()), "there was no choice"
+
+
+@pytest.mark.parametrize(
+    ("request_", "is_here"),
+    [
+        (make_request(prompt=BLOCK, tokens=100), True),
+        (make_request(prompt=BLOCK + 1, tokens=100), False),
+        (make_request(prompt=400, tokens=1), True),
+        (make_request(prompt=400, tokens=2), False),
+        (replace(REQUEST, sampling=Sampling(prompt_logprobs=0)), True),
+    ],
+    ids=["one block", "more than one", "one token", "two tokens", "log probabilities of the prompt"],
+)
+def test_what_nobody_else_could_help_with_is_here(request_: Request, is_here: bool) -> None:
+    scene = Scene(rule=WayRule(is_predicted=False))
+    assert scene.way(request_) is (Way.HERE if is_here else Way.SPLIT)
+
+
+@pytest.mark.parametrize("who", ["here", "there"])
+def test_when_nobody_can_take_it_the_way_it_is_meant_to_go_says_why(who: str) -> None:
+    scene = Scene(here=(here := Seer(BUSY)), there=(there := Seer(IDLE)))
+    {"here": here, "there": there}[who].error = Unavailable("all are full")
+    assert scene.chooser.plan(REQUEST) == (Way.SPLIT, scene.leg)
+
+
+@pytest.mark.parametrize(
+    ("here", "there"), [(Blind(), Blind()), (Blind(), Seer(IDLE)), (Seer(CALM), Blind())]
+)
+def test_routers_that_cannot_forecast_leave_the_length(here: Blind, there: Blind) -> None:
+    scene = Scene(here, there, WayRule(min_tokens=300, max_queue_s=0.0))
+    assert [scene.way(make_request(prompt=prompt)) for prompt in (300, 301)] == [Way.HERE, Way.SPLIT]
+
+
+# --- the threshold
+
+
+@pytest.mark.parametrize(("lacking", "way"), [(100, Way.HERE), (101, Way.SPLIT)])
+def test_short_is_what_a_decode_worker_lacks_little_of(lacking: int, way: Way) -> None:
+    rule = WayRule(is_predicted=False, min_tokens=100)
+    assert Scene(Seer(replace(CALM, lacking_tokens=lacking)), rule=rule).way() is way
+
+
+@pytest.mark.parametrize(("lacking", "way"), [(BLOCK, Way.HERE), (BLOCK + 1, Way.SPLIT)])
+@pytest.mark.parametrize("is_predicted", [True, False])
+def test_of_a_prompt_that_is_here_but_for_a_block_nothing_is_moved(
+    lacking: int, way: Way, is_predicted: bool
+) -> None:
+    here = replace(CALM, lacking_tokens=lacking)
+    there = Seer(replace(SHARED, decoding=1.0, step_s=0.02))
+    rule = WayRule(is_predicted=is_predicted)
+    assert Scene(Seer(here, replace(here, prefill_s=0.0)), there, rule).way() is way
+
+
+def test_it_is_answered_there_while_those_who_answer_have_too_much() -> None:
+    scene = Scene(Seer(replace(BUSY, lacking_tokens=1)), Seer(IDLE))
+    assert scene.way() is Way.THERE
+
+
+@pytest.mark.parametrize(("queue_s", "way"), [(0.5, Way.SPLIT), (0.6, Way.HERE)])
+def test_a_long_queue_of_prompts_keeps_them_here(queue_s: float, way: Way) -> None:
+    rule = WayRule(is_predicted=False, max_queue_s=0.5)
+    assert Scene(there=Seer(replace(IDLE, queue_s=queue_s)), rule=rule).way() is way
+
+
+def test_the_threshold_asks_for_no_cost() -> None:
+    there = Seer(replace(BUSY, queue_s=100.0))
+    assert Scene(there=there, rule=WayRule(is_predicted=False)).way() is Way.SPLIT
+    assert Scene(there=there).way() is Way.HERE
+
+
+# --- by cost
+
+
+def test_each_way_is_taken_and_counted() -> None:
+    scene = Scene(here=(here := Seer(CALM, HANDED)), there=(there := Seer(SHARED)))
+    assert scene.way() is Way.SPLIT
+    there.told = replace(SHARED, queue_s=5.0)
+    assert scene.way() is Way.HERE
+    here.told, here.handed, there.told = BUSY, replace(BUSY, prefill_s=0.0), IDLE
+    assert scene.chooser.plan(REQUEST) == (Way.THERE, scene.leg)
+    assert scene.chooser.counts == {Way.HERE: 1, Way.SPLIT: 1, Way.THERE: 1}
+
+
+@pytest.mark.parametrize(("step_s", "way"), [(0.0101, Way.SPLIT), (0.011, Way.THERE)])
+def test_another_way_must_save_more_than_the_margin(step_s: float, way: Way) -> None:
+    """A hundred steps at a tenth of a millisecond save 10 ms, of a first token in 100 ms: not a fifth of it."""
+    handed = replace(HANDED, decoding=0.0, step_s=step_s)
+    scene = Scene(Seer(replace(handed, prefill_s=0.5), handed), Seer(IDLE))
+    scene.chooser.learn(REQUEST, StageTimes(transfer_bytes=400_000, transfer_ms=0.001))
+    assert scene.way() is way
+
+
+def test_kv_that_takes_long_to_come_is_learned() -> None:
+    here, there = replace(CALM, decoding=0.0), replace(IDLE, step_s=0.011)
+    scene = Scene(Seer(here, replace(here, prefill_s=0.0)), Seer(there))
+    assert scene.way() is Way.SPLIT
+    for _ in range(5):
+        scene.chooser.learn(REQUEST, StageTimes(transfer_bytes=400_000, transfer_ms=3000.0))
+    assert scene.way() is Way.HERE
+
+
+@pytest.mark.parametrize(("every_s", "way"), [(1.0, Way.THERE), (0.06, Way.SPLIT)])
+def test_who_has_prompts_to_compute_all_the_time_answers_slowly(every_s: float, way: Way) -> None:
+    """A tenth of a second of them, at two places: at most five sixths of the time."""
+    handed = replace(HANDED, decoding=0.0, step_s=0.02)
+    scene = Scene(Seer(replace(handed, prefill_s=0.5), handed), Seer(IDLE))
+    for _ in range(100):
+        scene.time_s += every_s
+        last = scene.way()
+    assert last is way
+    scene.time_s += 100.0
+    assert scene.way() is Way.THERE, "they were long ago"
+
+
+# --- how long KV is on its way
+
+
+def test_the_pace_is_that_of_the_handoffs() -> None:
+    pace = TransferPace()
+    guess_s = pace.time_s(400)
+    assert guess_s > 0
+    for nothing in (
+        StageTimes(),
+        StageTimes(transfer_bytes=0, transfer_ms=9.0),
+        StageTimes(transfer_bytes=9, transfer_ms=0.0),
+    ):
+        pace.learn(REQUEST, nothing)
+    assert pace.time_s(400) == guess_s, "what did not move says nothing"
+    pace.learn(REQUEST, StageTimes(transfer_bytes=4_000_000, transfer_ms=40.0))
+    assert pace.time_s(400) == pytest.approx(0.04)
+    assert pace.time_s(100) == pytest.approx(0.01)
+
+
+def test_a_prompt_that_was_there_in_part_does_not_make_tokens_smaller() -> None:
+    pace = TransferPace()
+    pace.learn(REQUEST, StageTimes(transfer_bytes=4_000_000, transfer_ms=40.0))
+    pace.learn(REQUEST, StageTimes(transfer_bytes=1_000_000, transfer_ms=10.0))
+    assert pace.time_s(400) == pytest.approx(0.04)
+
+
+def test_a_way_that_has_become_slower_is_soon_known() -> None:
+    pace = TransferPace()
+    for took_ms in (*[10.0] * 50, *[100.0] * 20):
+        pace.learn(REQUEST, StageTimes(transfer_bytes=4_000_000, transfer_ms=took_ms))
+    assert 0.06 < pace.time_s(400) < 0.1
+
+
+# --- what was promised
+
+
+class Told:
+    """A promise, asked once a second or as often as is said."""
+
+    def __init__(self, **rule: float) -> None:
+        self.time_s = 0.0
+        self.prompts = Recent(lambda: self.time_s, DEMAND_S)
+        self.promise = Promise(WayRule(**rule), self.prompts, lambda: self.time_s)
+
+    def ask(
+        self, handed: Forecast = HANDED, there: Forecast = IDLE, *, times: int = 1, every_s: float = 1.0
+    ) -> bool:
+        for _ in range(times):
+            self.time_s += every_s
+            self.prompts.add(there.prefill_s)
+            is_kept = self.promise.is_kept(handed, there)
+        return is_kept
+
+
+def test_without_limits_nothing_is_promised() -> None:
+    assert not Told().promise.is_given
+    assert Told(ttft_s=1.0).promise.is_given
+    assert Told(itl_s=1.0).promise.is_given
+    assert Told(itl_s=1.0).ask(there=replace(IDLE, queue_s=100.0)), "of a first token nothing was said"
+    assert Told(ttft_s=1.0).ask(BUSY), "nor of the next ones"
+
+
+def test_prompts_that_wait_too_long_break_it() -> None:
+    told = Told(ttft_s=1.0)
+    assert told.ask(there=replace(IDLE, queue_s=0.6), times=20)
+    assert not told.ask(there=replace(IDLE, queue_s=0.8), times=20)
+
+
+def test_one_that_waits_long_does_not_break_it() -> None:
+    told = Told(ttft_s=1.0)
+    assert told.ask(times=20)
+    assert told.ask(there=replace(IDLE, queue_s=1.5))
+
+
+def test_a_lost_one_is_found_again_when_prompts_would_be_early() -> None:
+    """Whether the queue is short by now says nothing: others compute them meanwhile."""
+    told = Told(ttft_s=1.0)
+    assert not told.ask(there=replace(IDLE, queue_s=5.0), times=60, every_s=0.1)
+    assert not told.ask(times=20, every_s=0.1), "a tenth of a second of work each tenth of a second"
+    assert told.ask(times=200, every_s=1.0)
+
+
+def test_one_that_is_lost_stays_so_while_prompts_still_wait() -> None:
+    """However few come by now: or it would be found and lost with each of them."""
+    told = Told(ttft_s=1.0)
+    waiting = replace(IDLE, queue_s=5.0)
+    assert not told.ask(there=waiting, times=10)
+    assert [told.ask(there=waiting) for _ in range(4)] == [False] * 4
+    assert told.ask(there=IDLE, times=10)
+
+
+def test_more_places_take_more_prompts() -> None:
+    lost = []
+    for num_places in (1, 4):
+        told = Told(ttft_s=1.0)
+        told.ask(there=replace(IDLE, queue_s=5.0, num_places=num_places), times=60, every_s=0.1)
+        lost.append(not told.ask(there=replace(IDLE, num_places=num_places), times=200, every_s=0.1))
+    assert lost == [True, False]
+
+
+def test_slow_steps_break_it_and_it_is_found_again_only_well_below() -> None:
+    told = Told(itl_s=0.02)
+    steps = [replace(HANDED, step_s=step_s) for step_s in (0.017, 0.019, 0.017, 0.014, 0.017)]
+    assert [told.ask(step) for step in steps] == [True, False, False, True, True]
+
+
+def test_answers_that_are_given_elsewhere_would_come_back() -> None:
+    """Steps are short here because others answer: with all of them they were not."""
+    told = Told(itl_s=0.02)
+    handed = replace(HANDED, decoding=10.0, all_decoding=10.0, step_s=0.01, slowdown_s=0.02)
+    assert told.ask(handed, replace(IDLE, all_decoding=20.0))
+    assert not told.ask(handed, replace(IDLE, all_decoding=100.0))
+
+
+def test_while_it_is_kept_all_prompts_are_computed_apart() -> None:
+    """However cheap it would be to do otherwise for one of them."""
+    here, there = Seer(replace(CALM, prefill_s=0.01), HANDED), Seer(replace(IDLE, queue_s=0.5))
+    assert Scene(here, there).way() is Way.HERE
+    scene = Scene(here, there, WayRule(ttft_s=1.0, itl_s=0.02))
+    assert scene.way() is Way.SPLIT
+    there.told = replace(IDLE, queue_s=5.0)
+    for _ in range(10):
+        scene.time_s += 1.0
+        last = scene.way()
+    assert last is Way.HERE

@@ -1,0 +1,93 @@
+"""A twin whose prefill workers are asked only where that is better: under which load each way is taken."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from msgspec.structs import replace
+
+from kvolt.bench.load.sample import Sample
+from kvolt.core.trace import TraceRecord
+from kvolt.engines.sim import SimArguments
+from kvolt.journey.ways import Chooser, Way
+from kvolt.twin.cluster import TwinSettings
+from kvolt.twin.replay import TwinRun, new_tally
+
+SETTINGS = TwinSettings(
+    num_workers=1,
+    num_prefill=1,
+    engine=SimArguments(preset="h200-llama-8b", block_size=64, kv_blocks=8192),
+)
+
+
+def arrivals(rate_per_s: float, prompt: int, answer: int, num: int = 60) -> list[TraceRecord]:
+    """By chance, with nothing in common."""
+    rng, now_s, records = random.Random(7), 0.0, []
+    for number in range(num):
+        now_s += rng.expovariate(rate_per_s)
+        hashes = tuple(range(1000 * number, 1000 * number + prompt // 64))
+        records.append(
+            TraceRecord(
+                timestamp=1e3 * now_s,
+                input_length=prompt,
+                output_length=answer,
+                hash_ids=hashes,
+                block_size=64,
+            )
+        )
+    return records
+
+
+def ways_taken(settings: TwinSettings, records: list[TraceRecord]) -> Counter[Way]:
+    run = TwinRun(settings, new_tally(settings))
+    counts: Counter[Way] = Counter()
+    errors = []
+
+    def look(sample: Sample) -> None:
+        assert run.cluster is not None
+        ways = run.cluster.road.ways
+        assert isinstance(ways, Chooser)
+        counts.clear()
+        counts.update(ways.counts)
+        errors.append(sample.error)
+
+    run.run(records, look)
+    assert errors == [None] * len(records)
+    return +counts
+
+
+CALM = arrivals(2.0, 1024, 50)
+LONG_PROMPTS = arrivals(20.0, 4096, 20)
+LONG_ANSWERS = arrivals(60.0, 128, 400)
+
+
+def test_at_little_load_prompts_are_computed_apart() -> None:
+    assert ways_taken(replace(SETTINGS, target_ttft_s=0.5, target_itl_s=0.02), CALM) == {Way.SPLIT: 60}
+
+
+def test_with_more_prompts_than_prefill_workers_can_compute_some_are_computed_here() -> None:
+    taken = ways_taken(SETTINGS, LONG_PROMPTS)
+    assert taken[Way.HERE] > 10
+    assert taken[Way.SPLIT] > 10
+
+
+def test_with_more_answers_than_decode_workers_can_give_some_are_given_there() -> None:
+    assert ways_taken(SETTINGS, LONG_ANSWERS)[Way.THERE] > 10
+
+
+@pytest.mark.parametrize("records", [LONG_PROMPTS, LONG_ANSWERS], ids=["prompts", "answers"])
+def test_a_promise_is_what_moves_them(records: list[TraceRecord]) -> None:
+    """Prompts are computed apart as long as nothing is broken by it."""
+    easy = replace(SETTINGS, target_ttft_s=60.0, target_itl_s=1.0)
+    assert ways_taken(easy, records) == {Way.SPLIT: 60}
+    hard = replace(SETTINGS, target_ttft_s=0.2, target_itl_s=0.006)
+    assert ways_taken(hard, records)[Way.SPLIT] < 50
+
+
+@pytest.mark.parametrize("records", [LONG_PROMPTS, LONG_ANSWERS], ids=["prompts", "answers"])
+def test_the_threshold_knows_one_way(records: list[TraceRecord]) -> None:
+    assert ways_taken(replace(SETTINGS, prefill_choice="threshold"), records) == {Way.SPLIT: 60}
+    short = replace(SETTINGS, prefill_choice="threshold", prefill_min_tokens=10_000)
+    assert ways_taken(short, records) == {Way.HERE: 60}
