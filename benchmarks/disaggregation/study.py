@@ -1,6 +1,6 @@
 """When it pays to compute prompts apart, in the twin: aggregated, P/D and conditional at equal GPUs, over 20 seeds.
 
-    python -m benchmarks.disaggregation.study             about 40 minutes on two cores; results/study.{json,txt}
+    python -m benchmarks.disaggregation.study             about an hour on two cores; results/study.{json,txt}
     python -m benchmarks.disaggregation.study --quick     two seeds of a few cells, not kept
 
 Goes on where it was stopped, unless kvolt's sources have changed (rows lie in --folder, KVOLT_BENCH). Times are
@@ -16,7 +16,8 @@ every split into prefill and decode workers; the highest of these is 100 %. The 
 conditional. `P/D` computes every prompt apart; `conditional` is the default of `kvolt` with these limits as targets.
 
 A run is 6 s of arrivals, half of which are not measured, but at least 120 requests: short for what comes fastest, but
-the same for all systems and for the search.
+the same for all systems and for the search. Tokens/s are those of these seconds: where answers take longer, more of them
+are still under way at the end.
 
 Seed: all arrivals, lengths and groups, the same for the three systems, and every draw of network and router. Intervals
 are 95 % ones of the mean over seeds (Student's t); ratios are taken seed by seed.

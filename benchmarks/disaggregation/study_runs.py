@@ -88,7 +88,7 @@ class Figures(msgspec.Struct, frozen=True):
     gap_p99_ms: float
     """Of the longest time between two tokens in each answer."""
     tokens_per_s: float
-    """Of answers, from the first one's arrival to the last one's end."""
+    """Of all answers, from the first measured arrival to the last: what comes after that is no load's."""
     kept: float
     """The share of requests that kept both limits."""
     goodput_per_s: float
@@ -144,28 +144,37 @@ def solve(point: Point) -> Row:
     )
     samples: list[Sample] = []
     TwinRun(settings, new_tally(settings)).run(records_of(point), samples.append)
-    measured = [each for each in samples if each.number >= point.num_warm]
-    return Row(point, _figures(cell, measured), time.perf_counter() - started)
+    return Row(point, _figures(point, samples), time.perf_counter() - started)
 
 
-def _figures(cell: Cell, samples: Sequence[Sample]) -> Figures:
+def _figures(point: Point, everyone: Sequence[Sample]) -> Figures:
+    samples = [each for each in everyone if each.number >= point.num_warm]
     whole = [each for each in samples if each.error is None and each.ttft_s is not None]
     ttft_s = [each.ttft_s or 0.0 for each in whole]
     itl_s = [each.tpot_s or 0.0 for each in whole]
     first_s, last_s = min(each.due_s for each in samples), max(each.due_s for each in samples)
-    limit_s = TTFT_S[cell.prompt_tokens]
+    limit_s = TTFT_S[point.cell.prompt_tokens]
+    took_s = last_s - first_s
     num_kept = sum(wait <= limit_s and itl <= ITL_S for wait, itl in zip(ttft_s, itl_s, strict=True))
     return Figures(
         ttft_p99_ms=1e3 * float(np.percentile(ttft_s, 99)),
         itl_p99_ms=1e3 * float(np.percentile(itl_s, 99)),
         gap_p99_ms=1e3 * float(np.percentile([each.max_gap_s for each in whole], 99)),
-        tokens_per_s=sum(each.output_tokens for each in whole)
-        / (max(each.end_s for each in samples) - first_s),
+        tokens_per_s=sum(_tokens_between(each, first_s, last_s) for each in everyone) / took_s,
         kept=num_kept / len(samples),
-        goodput_per_s=num_kept / (last_s - first_s),
+        goodput_per_s=num_kept / took_s,
         hit_rate=sum(each.cached_tokens or 0 for each in whole) / sum(each.input_tokens for each in whole),
         num_failed=len(samples) - len(whole),
     )
+
+
+def _tokens_between(sample: Sample, start_s: float, end_s: float) -> float:
+    """Of its answer, as if they came evenly."""
+    if sample.first_s is None or sample.last_s is None:
+        return 0.0
+    took_s = max(sample.last_s - sample.first_s, 1e-9)
+    within_s = min(sample.last_s, end_s) - max(sample.first_s, start_s)
+    return sample.output_tokens * max(within_s, 0.0) / took_s
 
 
 # --- up to which rate a system keeps its limits

@@ -191,7 +191,7 @@ class Schedulers(RuleBasedStateMachine):
 
     @rule(template=requests, length=st.integers(7, 14), num_steps=st.integers(1, 3), fails=st.booleans())
     def prefill(self, template: Request, length: int, num_steps: int, fails: bool) -> None:
-        """A prompt for others, as `Prefills` asks for it, and a peer that is told of its start; in a step it may fail."""
+        """A prompt for others, as `Prefills` asks for it, and a peer that is told of its start; it may fail."""
         stop = StopConditions(max_tokens=len(template.resume) + 1)
         prompt = (*LONGEST, *LONGEST)[:length]
         self.add(msgspec.structs.replace(template, token_ids=prompt, stop=stop), True)

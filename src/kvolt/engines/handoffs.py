@@ -169,7 +169,7 @@ class Handoffs:
         """Bring the blocks of a prompt here as they are computed, those that are not here; what came. Never an error
         but a cancellation."""
         began_at = self._now()
-        limit_s = request.deadline_s if request.deadline_s is not None else WAIT_S
+        limit_s = min(WAIT_S if request.deadline_s is None else request.deadline_s, WAIT_S)
         try:
             keys = self._engine.kv_keys(request)
             room = await self._engine.make_room(keys, request.sequence_hashes[: len(keys)])

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 BEGIN_S = 5.0
 """For prefill to have the request: after that it will not come."""
-WAIT_S = 600.0
-"""For the next part, where the request has no time limit of its own."""
+WAIT_S = 60.0
+"""For all parts to come: to compute them here would have taken less."""
 
 
 class MeetingEngine(Prefill, KvPlaced, KvMovable, Protocol):

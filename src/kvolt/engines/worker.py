@@ -129,7 +129,8 @@ class Worker:
         self.info = info = msgspec.structs.replace(info, features=self.features, loras=loras, taints=taints)
         component = component_name(info.model, info.role, info.card)
         self.handoffs = new_handoffs(self._engine, info, self._new_mover, self._clock.monotonic)
-        if self.handoffs is not None and "KvMovable" in self.features:  # it knows its blocks before they are computed
+        knows_blocks_before = "KvMovable" in self.features
+        if self.handoffs is not None and knows_blocks_before:
             info = msgspec.structs.replace(info, transfer_addresses={MEETING: self.handoffs.where})
             self.info = info
         self._set_health(State.READY)

@@ -175,14 +175,11 @@ class Recent:
 
     @property
     def per_second(self) -> float:
-        """Their sum."""
-        if not self._count:
-            return 0.0
-        now = self._now()
+        """Their sum, as of the last one."""
         # Over a short time less than all of the weight is there yet; over a very short one it is none to judge by.
-        age_s = max(now - self._since, self._half_life_s / 4)
+        age_s = max(self._at - self._since, self._half_life_s / 4)
         weight_s = self._half_life_s / math.log(2) * (1.0 - math.exp2(-age_s / self._half_life_s))
-        return self._sum * math.exp2((self._at - now) / self._half_life_s) / weight_s
+        return self._sum / weight_s
 
 
 class TransferPace:

@@ -376,6 +376,19 @@ def test_one_that_is_lost_stays_so_while_prompts_still_wait() -> None:
     assert told.ask(there=IDLE, times=10)
 
 
+def test_while_it_is_kept_nothing_is_worked_out() -> None:
+    """More than all of a worker's time, it seems; but prompts that are computed together take less."""
+    told = Told(ttft_s=1.0)
+    assert told.ask(times=200, every_s=0.08)
+
+
+@pytest.mark.parametrize(("every_s", "is_found"), [(0.5, False), (3.0, True)])
+def test_some_would_wait_longer_than_most(every_s: float, is_found: bool) -> None:
+    told = Told(ttft_s=0.5)
+    assert not told.ask(there=replace(IDLE, queue_s=5.0), times=10)
+    assert told.ask(there=replace(IDLE, prefill_s=0.3), times=100, every_s=every_s) is is_found
+
+
 def test_more_places_take_more_prompts() -> None:
     lost = []
     for num_places in (1, 4):
