@@ -13,11 +13,16 @@ already; answers of 200 tokens on average; random arrivals.
 Limits: the first token within 0.2, 0.6 and 2.5 s by length of prompt, and 20 ms between tokens on average. Load: for
 each cell, the highest rate at which 90 % of the requests keep both, found by bisection to 5 % for aggregated and for
 every split into prefill and decode workers; the highest of these is 100 %. The best split is that of P/D and of
-conditional. `P/D` computes every prompt apart; `conditional` is the default of `kvolt` with these limits as targets.
+conditional. `P/D` computes every prompt apart of which a decode worker lacks more than a block, which with 512 tokens
+and 90 % hits is none that was seen before; `conditional` is the default of `kvolt` with these limits as targets.
 
-A run is 6 s of arrivals, half of which are not measured, but at least 120 requests: short for what comes fastest, but
-the same for all systems and for the search. Tokens/s are those of these seconds: where answers take longer, more of them
-are still under way at the end.
+A run is 6 s of arrivals, half of which are not measured, but at least 120 requests; the same for all systems and for
+the search. That is short: answers take some seconds, so that what comes fastest is measured while it still grows, and
+rates are above those that could be kept for long. Tokens/s are those of the measured seconds: where answers take
+longer, more of them are still under way at the end.
+
+How conditional prices an answer by a prefill worker was chosen among four variants, on four of these cells (4 workers,
+4,096 and 16,384 tokens, 0 and 50 % hits) at full load with four other seeds.
 
 Seed: all arrivals, lengths and groups, the same for the three systems, and every draw of network and router. Intervals
 are 95 % ones of the mean over seeds (Student's t); ratios are taken seed by seed.

@@ -165,24 +165,26 @@ def _where_split_loses(runs: Sequence[Runs], rates: Mapping[Cell, Rates]) -> lis
 
 
 def _goals(runs: Sequence[Runs], rates: Mapping[Cell, Rates]) -> list[str]:
-    """On goodput and tokens beside whichever has more of it; ITL beside who has the better goodput."""
-    told, num_itl, num_tokens = [], 0, 0
+    """On goodput and tokens/s beside whichever has more of it; ITL is told beside who has the better goodput."""
+    told, num_met, num_itl = [], 0, 0
     for run in runs:
         better = run.better(GOODPUT)
         goodput = run.ratio(CONDITIONAL, better, GOODPUT)
         tokens = run.ratio(CONDITIONAL, run.better(TOKENS), TOKENS)
         itl = run.ratio(CONDITIONAL, better, ITL)
-        num_tokens += tokens.mean >= 1 - GOAL_LOSS
+        is_met = min(goodput.mean, tokens.mean) >= 1 - GOAL_LOSS
+        num_met += is_met
         num_itl += itl.mean <= 1 + GOAL_LOSS
-        name = f"{_place(run, rates)}: conditional within {GOAL_LOSS:.0%} of the better goodput"
+        name = f"{_place(run, rates)}: conditional within {GOAL_LOSS:.0%} of the better"
         value = (
-            f"{goodput.text('.3f')} of {better}'s; tokens/s {tokens.text('.3f')}, ITL p99 {itl.text('.3f')}"
+            f"goodput {goodput.text('.3f')}, tokens/s {tokens.text('.3f')}; "
+            f"ITL p99 {itl.text('.3f')} of {better}'s"
         )
-        told.append(goal(name, goodput.mean >= 1 - GOAL_LOSS, value))
+        told.append(goal(name, is_met, value))
         if run.num_failed:
             told.append(f"{_place(run, rates)}: {run.num_failed} requests failed")
     return [
         *told,
-        f"conditional within {GOAL_LOSS:.0%} of the most tokens/s in {num_tokens} of {len(runs)}, "
-        f"of the ITL p99 of who has the better goodput in {num_itl} of {len(runs)}",
+        f"conditional within {GOAL_LOSS:.0%} of the better on goodput and tokens/s in {num_met} of {len(runs)}, "
+        f"on ITL p99 in {num_itl} of {len(runs)}",
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -112,7 +112,7 @@ MEETING = "kvolt"
 class Rendezvous(msgspec.Struct, frozen=True):
     """Where decode meets prefill in the decode-first flow, where both have a request at the same time."""
 
-    room: int
+    room: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     """A number that nobody else knows; the parts of the prompt have this one and those after it."""
     address: str
     """Of the prefill worker."""

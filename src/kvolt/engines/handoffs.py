@@ -18,12 +18,12 @@ from typing import cast
 import msgspec
 
 from kvolt.core.delta import StageTimes
-from kvolt.core.errors import KvoltError
+from kvolt.core.errors import InvalidRequest, KvoltError
 from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
 from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.engines.contract import KvRoom
 from kvolt.engines.kv_moving import KvMover, KvOffer
-from kvolt.engines.meetings import WAIT_S, MeetingEngine, Parts, compute, push, receive, turn_down
+from kvolt.engines.meetings import WAIT_S, MeetingEngine, Parts, Receiving, compute, push
 from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)
@@ -139,17 +139,20 @@ class Handoffs:
 
     async def push(self, request: Request, meeting: Rendezvous, instance: InstanceId) -> Handoff:
         """Compute a prompt for somebody who fetches it meanwhile. As `give`, but that nothing is left to be fetched."""
-        parts = Parts(self._mover, meeting, self._pull_s)
-        self._offers[request.request_id] = parts
-        computing = self._crew.start(compute(self._engine, request), f"prompt {request.request_id}")
+        request_id = request.request_id
+        if request_id in self._offers:  # its blocks are another prompt's until they are let go
+            raise InvalidRequest(f"the prompt of {request_id} is here already", param="request_id")
+        parts = self._offers[request_id] = Parts(self._mover, meeting, self._pull_s)
+        computing = self._crew.start(compute(self._engine, request), f"prompt {request_id}")
         try:
             handoff = await push(self._engine, request, parts, computing)
         except BaseException:
-            parts.end()
-            parts.cancel_offers()
-            self._crew.start(self._stop_after(parts, computing, request.request_id), "stop")
+            parts.cancel()
+            self._crew.start(self._stop_after(parts, computing, request_id), "stop")
+            with contextlib.suppress(KvoltError):
+                parts.end()
             raise
-        self._crew.start(self._release_after(parts, request.request_id), f"parts {request.request_id}")
+        self._crew.start(self._release_after(parts, request_id), f"parts {request_id}")
         self.stats.num_given += 1
         return msgspec.structs.replace(_told(handoff, request, instance, b""), first_tokens=None)
 
@@ -168,7 +171,6 @@ class Handoffs:
     async def receive(self, request: Request, meeting: Rendezvous) -> Pulled:
         """Bring the blocks of a prompt here as they are computed, those that are not here; what came. Never an error
         but a cancellation."""
-        began_at = self._now()
         limit_s = min(WAIT_S if request.deadline_s is None else request.deadline_s, WAIT_S)
         try:
             keys = self._engine.kv_keys(request)
@@ -177,30 +179,24 @@ class Handoffs:
             self._missed(error)
             return _NOTHING
         self.stats.num_taken += 1
+        receiving = Receiving(self._mover, meeting, keys, room, self._pull_s)
         if not room.blocks:
             if room.num_present < len(keys):
                 self.stats.failures["no_room"] += 1
-            self._crew.start(turn_down(self._mover, meeting, len(keys), limit_s), "turn down")
+            self._crew.start(receiving.turn_down(limit_s), "turn down")
             return _NOTHING
-        by_path: Counter[str] = Counter()
-
-        def came(num_blocks: int, path: str) -> None:
-            by_path[path] += num_blocks
-            self._count(num_blocks, path)
-
         try:
-            await receive(self._mover, meeting, keys, room, limit_s, self._pull_s, came)
+            await receiving.run(limit_s, self._count)
         except KvoltError as error:
             self._missed(error)
+            self._crew.start(receiving.turn_down(limit_s), "turn down")
         finally:
-            settled = self._crew.start(self._engine.settle_kv(room, by_path.total()), "settle")
+            num_blocks = receiving.by_path.total()
+            settled = self._crew.start(self._engine.settle_kv(room, num_blocks), "settle")
             await asyncio.shield(settled)
-        if not by_path:
-            return _NOTHING
-        took_s = self._now() - began_at
-        self.stats.pull_s += took_s
-        num_bytes = by_path.total() * self._mover.block_bytes
-        return Pulled(by_path.total(), num_bytes, "+".join(sorted(by_path)), took_s)
+        self.stats.pull_s += receiving.moving_s
+        num_bytes = num_blocks * self._mover.block_bytes
+        return Pulled(num_blocks, num_bytes, "+".join(sorted(receiving.by_path)), receiving.moving_s)
 
     # ---
 
@@ -209,7 +205,10 @@ class Handoffs:
         offer = self._offers.get(request_id)
         if offer is None:
             return False
-        offer.cancel()
+        if isinstance(offer, Parts):
+            offer.take_back()
+        else:
+            offer.cancel()
         return True
 
     async def _release_after(self, offer: KvOffer, request_id: RequestId) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Annotated, Protocol
 
@@ -72,17 +73,18 @@ class Parts:
 
     def _post(self, part: Part) -> None:
         room = self._meeting.room + len(self._posts)
-        self._posts.append(self._mover.post(room, _encode(part), self._hold_s))
+        self._posts.append(self._mover.post(room, _encode(part), WAIT_S))
 
     def cancel(self) -> None:
-        for post in self._posts:
-            post.cancel()
-        self.cancel_offers()
-
-    def cancel_offers(self) -> None:
-        """Who asks is still told that nothing comes."""
+        """Nobody may fetch it any more. Who asks is still told of it: that shows at once that it is gone."""
         for offer in self._offers:
             offer.cancel()
+
+    def take_back(self) -> None:
+        """Nobody will ask, either."""
+        for post in self._posts:
+            post.cancel()
+        self.cancel()
 
     async def over(self) -> None:
         """No block of it is read any more."""
@@ -121,62 +123,75 @@ async def compute(engine: MeetingEngine, request: Request) -> Handoff | KvoltErr
         return error
 
 
-async def receive(
-    mover: KvMover,
-    meeting: Rendezvous,
-    keys: Sequence[BlockKey],
-    room: KvRoom,
-    limit_s: float,
-    pull_s: float,
-    came: Callable[[int, str], None],
-) -> None:
-    """Ask for one part after the other until the room is full. `came` hears how many blocks came by which path; what
-    has come is good though the rest does not."""
-    begin, end = room.num_present, room.num_present + len(room.blocks)
-    reached, number = begin, 0
-    loop = asyncio.get_running_loop()
-    ends_at = loop.time() + limit_s
-    while reached < end:
-        wait_s = max(ends_at - loop.time(), 0.0)
-        note = await mover.meet(
-            meeting.address, meeting.room + number, min(wait_s, BEGIN_S) if not number else wait_s
-        )
-        number += 1
-        part = _read(note)
-        if part.is_over:
-            raise NotFound("the prompt was not computed to its end", kind="prompt", name=str(meeting.room))
-        last = min(part.first + part.num_blocks, end)
-        if last <= reached:
+class Receiving:
+    """The parts of one prompt, as they come into the room that was made for them."""
+
+    def __init__(
+        self, mover: KvMover, meeting: Rendezvous, keys: Sequence[BlockKey], room: KvRoom, pull_s: float
+    ) -> None:
+        self._mover = mover
+        self._meeting = meeting
+        self._keys = keys
+        self._room = room
+        self._pull_s = pull_s
+        self._num_asked = 0
+        self.by_path: Counter[str] = Counter()
+        """Blocks that have come. They are good, though the rest may not come."""
+        self.moving_s = 0.0
+        """That they were on their way: not what it took to compute them."""
+
+    async def run(self, limit_s: float, came: Callable[[int, str], None]) -> None:
+        """Ask for one part after the other until the room is full. `came` hears how many blocks came by which path."""
+        begin = reached = self._room.num_present
+        end = begin + len(self._room.blocks)
+        now = asyncio.get_running_loop().time
+        ends_at = now() + limit_s
+        while reached < end:
+            part = await self._next(max(ends_at - now(), 0.0))
+            last = min(part.first + part.num_blocks, end)
+            if last <= reached:
+                if part.num_blocks:
+                    self._mover.decline(part.ticket)
+                continue
+            if part.first > reached:
+                raise ProtocolError("a part of a prompt is missing", rule="parts in order")
+            asked_at = now()
+            try:
+                path = await self._mover.pull(
+                    part.ticket,
+                    reached - part.first,
+                    self._keys[part.first : part.first + part.num_blocks],
+                    self._room.blocks[reached - begin : last - begin],
+                    self._pull_s,
+                )
+            except KvoltError:
+                self._mover.decline(part.ticket)
+                raise
+            self.moving_s += now() - asked_at
+            self.by_path[path] += last - reached
+            came(last - reached, path)
+            reached = last
+
+    async def turn_down(self, limit_s: float) -> None:
+        """Nothing more of it is wanted: who computes it need not keep it."""
+        reached = 0
+        while reached < len(self._keys):
+            try:
+                part = await self._next(limit_s)
+            except KvoltError:
+                return
             if part.num_blocks:
-                mover.decline(part.ticket)
-            continue
-        if part.first > reached:
-            raise ProtocolError("a part of a prompt is missing", rule="parts in order")
-        path = await mover.pull(
-            part.ticket,
-            reached - part.first,
-            keys[part.first : part.first + part.num_blocks],
-            room.blocks[reached - begin : last - begin],
-            pull_s,
-        )
-        came(last - reached, path)
-        reached = last
+                self._mover.decline(part.ticket)
+            reached = part.first + part.num_blocks
 
-
-async def turn_down(mover: KvMover, meeting: Rendezvous, num_blocks: int, limit_s: float) -> None:
-    """Nothing of a prompt is wanted: who computes it need not keep it."""
-    reached = number = 0
-    while reached < num_blocks:
-        try:
-            part = _read(await mover.meet(meeting.address, meeting.room + number, limit_s))
-        except KvoltError:
-            return
+    async def _next(self, limit_s: float) -> Part:
+        room = self._meeting.room + self._num_asked
+        wait_s = min(limit_s, BEGIN_S) if not self._num_asked else limit_s
+        part = _read(await self._mover.meet(self._meeting.address, room, wait_s))
+        self._num_asked += 1
         if part.is_over:
-            return
-        number += 1
-        if part.num_blocks:
-            mover.decline(part.ticket)
-        reached = part.first + part.num_blocks
+            raise NotFound("the prompt was not computed to its end", kind="prompt", name=str(room))
+        return part
 
 
 def _read(note: bytes) -> Part:

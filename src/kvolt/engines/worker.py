@@ -37,7 +37,7 @@ from kvolt.engines.contract import Engine, KvPlaced, features_of
 from kvolt.engines.handoffs import Handoffs, HandoffStats
 from kvolt.engines.kv_moving import KvMover
 from kvolt.engines.worker_control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
-from kvolt.engines.worker_handover import as_expanded, hand_over, new_handoffs
+from kvolt.engines.worker_handover import as_expanded, hand_over, new_handoffs, without_moved
 from kvolt.engines.worker_kv import HISTORY_BYTES, KvJournal
 from kvolt.engines.worker_metrics import (
     CANCELLED,
@@ -248,7 +248,8 @@ class Worker:
         is_handed_over = request.prefill_only or request.handoff is not None or request.rendezvous is not None
         if self.handoffs is None or not is_handed_over:
             self._submit(request)
-        entry = self._open.add(request, stream, self._on_deadline)
+        is_inside = request.prefill_only or self.handoffs is None or not is_handed_over
+        entry = self._open.add(request, stream, self._on_deadline, is_inside)
         if self.handoffs is not None and is_handed_over:
             work = hand_over(self.handoffs, request, self._open, self._submit, self._instance)
             entry.handing_over = self._crew.start(work, f"handoff {request_id}")
@@ -303,11 +304,14 @@ class Worker:
                 self._plain_ids = step.plain_ids
                 self._plain = StepSender([self._open.stream_of(each) for each in step.plain_ids])
             self._plain.send(step.plain_tokens)
-        for request_id, delta in step.deltas:
-            num_tokens += len(delta.token_ids)
+        for request_id, made in step.deltas:
+            num_tokens += len(made.token_ids)
             entry = self._open.get(request_id)
             if entry is None:
                 continue  # its caller has gone meanwhile
+            delta = made
+            if entry.moved_blocks and self.info is not None:
+                delta = without_moved(made, entry.moved_blocks * self.info.block_size)
             if entry.pulled is None:
                 entry.stream.send(delta)
             else:
@@ -326,7 +330,7 @@ class Worker:
             if entry is not None:
                 entry.stream.end(from_info(failure))
         self.metrics.on_tokens(num_tokens)
-        self._progress.step(now, bool(self._open))
+        self._progress.step(now, bool(self._open.num_inside))
         dp_rank = 0
         if step.load is not None:
             dp_rank = step.load.dp_rank

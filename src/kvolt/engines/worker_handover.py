@@ -84,12 +84,15 @@ async def hand_over(
             return
         if meeting is not None:
             pulled = await handoffs.receive(request, meeting)
+            if (entry := requests.get(request_id)) is not None:
+                entry.moved_blocks = pulled.num_blocks
         else:
             assert request.handoff is not None
             pulled = await handoffs.take(request.handoff)
         entry = requests.get(request_id)
         if entry is not None:  # its caller has not gone meanwhile
             entry.pulled = pulled
+            requests.enter(entry)
             submit(request)
         return
     except KvoltError as error:
@@ -100,3 +103,14 @@ async def hand_over(
     entry = requests.close(request_id, FAILED)
     if entry is not None:
         entry.stream.end(failure)
+
+
+def without_moved(delta: Delta, num_tokens: int) -> Delta:
+    """So many of a prompt's tokens were computed for it elsewhere: they were found here, and nobody had them before."""
+    if delta.cached_tokens is not None:
+        delta = msgspec.structs.replace(delta, cached_tokens=max(delta.cached_tokens - num_tokens, 0))
+    if delta.usage is not None:
+        cached_tokens = max(delta.usage.cached_tokens - num_tokens, 0)
+        usage = msgspec.structs.replace(delta.usage, cached_tokens=cached_tokens)
+        delta = msgspec.structs.replace(delta, usage=usage)
+    return delta

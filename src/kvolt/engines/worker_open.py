@@ -25,6 +25,10 @@ class OpenRequest:
     """What was brought here for it, until that is told."""
     handing_over: asyncio.Task[None] | None = None
     """What is done before the engine has it, or in its place."""
+    moved_blocks: int = 0
+    """Of its prompt, those that were computed for it elsewhere: nothing that was found."""
+    is_inside: bool = False
+    """Whether the engine has it."""
 
 
 class OpenRequests:
@@ -35,6 +39,8 @@ class OpenRequests:
         self._metrics = metrics
         self._progress = progress
         self._entries: dict[RequestId, OpenRequest] = {}
+        self.num_inside = 0
+        """That the engine has, and is to make steps for."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -54,20 +60,31 @@ class OpenRequests:
         return entry.stream if entry is not None else None
 
     def add(
-        self, request: Request, stream: IncomingStream, on_deadline: Callable[[RequestId, float], None]
+        self,
+        request: Request,
+        stream: IncomingStream,
+        on_deadline: Callable[[RequestId, float], None],
+        is_inside: bool = True,
     ) -> OpenRequest:
         """With what is left of its time, if that is known."""
-        if not self._entries:
-            self._progress.begin()
         entry = self._entries[request.request_id] = OpenRequest(
             stream, len(request.open_choices), request.num_prompt_tokens, self._now()
         )
+        if is_inside:
+            self.enter(entry)
         if request.deadline_s is not None:
             loop = asyncio.get_running_loop()
             entry.deadline = loop.call_later(
                 request.deadline_s, on_deadline, request.request_id, request.deadline_s
             )
         return entry
+
+    def enter(self, entry: OpenRequest) -> None:
+        """The engine has it from now on."""
+        entry.is_inside = True
+        self.num_inside += 1
+        if self.num_inside == 1:
+            self._progress.begin()
 
     def prompt_done(self, entry: OpenRequest, cached_tokens: int) -> None:
         """Its first token is there."""
@@ -83,6 +100,8 @@ class OpenRequests:
         if entry.deadline is not None:
             entry.deadline.cancel()
         self._metrics.on_end(outcome, self._now() - entry.opened_at)
-        if not self._entries:
-            self._progress.rest()
+        if entry.is_inside:
+            self.num_inside -= 1
+            if not self.num_inside:
+                self._progress.rest()
         return entry

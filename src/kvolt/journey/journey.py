@@ -15,6 +15,7 @@ import msgspec
 
 from kvolt.core.delta import Delta, StageTimes, Usage
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, Unavailable, with_fields
+from kvolt.core.ids import RequestId
 from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.core.withdrawal import was_withdrawn
 from kvolt.journey.decided import as_decided
@@ -55,6 +56,9 @@ log = logging.getLogger(__name__)
 
 _decode_delta = msgspec.msgpack.Decoder(Delta).decode
 
+
+_PLACE_S = 5.0
+"""For a prefill worker to have room, while a decode worker has the request already."""
 
 _AMID = (State.STREAMING, State.RESUMING)
 """Something of the answer has been told, and a worker is at it."""
@@ -503,11 +507,16 @@ class Journey:
             before.cancel()
         if leg is None or request.is_resumed or not leg.client.candidates():
             return alone
-        pushing = PrefillCall(leg, msgspec.structs.replace(self.request, prefill_only=True), self._road.crew)
+        # By a name of its own: the prompt of an attempt before may still be let go of there.
+        name = RequestId(f"{self.request.request_id}/{self._machine.num_attempts}")
+        asked = msgspec.structs.replace(self.request, request_id=name, prefill_only=True)
+        pushing = PrefillCall(leg, asked, self._road.crew)
         try:
-            decision = await pushing.place(frozenset())
-        except KvoltError as error:
-            self._road.stats.prefill_failures[error.code] += 1
+            async with asyncio.timeout(min(_PLACE_S, self._time_left().total_s)):
+                decision = await pushing.place(frozenset())
+        except (KvoltError, TimeoutError) as error:
+            code = error.code if isinstance(error, KvoltError) else DeadlineExceeded.code
+            self._road.stats.prefill_failures[code] += 1
             return alone
         meeting = new_meeting(decision.instance)
         if meeting is None or self._machine.state is State.DONE:

@@ -268,7 +268,8 @@ class Chooser:
             way = self._way(request, leg.router)
         except KvoltError:  # nobody can take it now: the way it is meant to go says why
             way = Way.SPLIT
-        self.counts[way] += 1
+        if not request.routing.query_only:
+            self.counts[way] += 1
         return Plan(way, leg)
 
     def _must_be_here(self, request: Request) -> bool:
@@ -287,23 +288,29 @@ class Chooser:
         if rule.max_queue_s is not None and there.queue_s > rule.max_queue_s:
             return Way.HERE
         is_moved = here.lacking_tokens > self._block_size
-        if not rule.is_predicted or not (here.is_told and there.is_told):  # of guesses nothing is worked out
+        # Of guesses nothing is worked out; and what is only asked about changes nothing that is learned.
+        is_worked_out = here.is_told and there.is_told and not request.routing.query_only
+        if not rule.is_predicted or not is_worked_out:
             return Way.SPLIT if is_moved else Way.HERE
         self._prompts.add(there.prefill_s)
         if not is_moved:
-            return self._cheapest(here, here, there, Way.HERE)
+            return self._cheapest(request, here, here, there, Way.HERE)
         handed = answering.forecast(msgspec.structs.replace(request, handoff=_COMPUTED))
         if self._promise.is_given and self._promise.is_kept(handed, there):
             return Way.SPLIT
-        return self._cheapest(here, handed, there, Way.SPLIT)
+        return self._cheapest(request, here, handed, there, Way.SPLIT)
 
-    def _cheapest(self, here: Forecast, handed: Forecast, there: Forecast, meant: Way) -> Way:
+    def _cheapest(
+        self, request: Request, here: Forecast, handed: Forecast, there: Forecast, meant: Way
+    ) -> Way:
         """The way it is meant to go, unless another one is much better."""
         busy = self._prompts.per_second / (here.num_places + there.num_places)
         transfer_s = self._pace.time_s(handed.lacking_tokens)
         priced = costs(here, handed, _among(busy, there), transfer_s, self._weights)
         if meant is Way.HERE:  # there is nothing to move
             del priced[Way.SPLIT]
+        if request.routing.pins or request.routing.pinned_dp_rank is not None:  # who is to answer was said
+            del priced[Way.THERE]
         best = min(priced, key=priced.__getitem__)
         saved_s = priced[meant] - priced[best]
         return best if saved_s > self._weights.margin * there.first_token_s else meant

@@ -10,6 +10,8 @@ from kvolt.runtime.histogram import Histogram
 
 _WAITS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _HALF_LIFE_S = 5.0
+MOST_S = 60.0
+"""That is said of what has not moved for long: of longer times a rate of late says nothing."""
 
 
 @dataclass(slots=True)
@@ -41,13 +43,13 @@ class DrainRate:
         self._at = now
 
     def time_for_s(self, tokens: int, now: float) -> float:
-        """What so many tokens will take to leave; nothing where none has ever left."""
+        """What so many tokens will take to leave, as far as that can be told; nothing where none has ever left."""
         if self._at is None:
             return 0.0
         # Over a short time less than all of the weight is there yet.
         weight_s = _HALF_LIFE_S / math.log(2) * (1.0 - math.exp2(-max(now - self._since, 0.1) / _HALF_LIFE_S))
         left = self._left(now)
-        return tokens * weight_s / left if left > 0.0 else math.inf
+        return min(tokens * weight_s / left, MOST_S) if left > 0.0 else MOST_S
 
     def _left(self, now: float) -> float:
         if self._at is None:

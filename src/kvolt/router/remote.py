@@ -335,7 +335,8 @@ class RemoteRouter:
     """The Router port for one component, decided by the router process; by `local` while there is none."""
 
     forecast: Callable[[Request], Forecast]
-    """Where `local` can: it hears what the workers tell, and what the router process has booked there."""
+    """Where `local` can: of load, which it hears of. Of KV it knows what it has routed itself, so that a prompt which
+    lies at a worker counts as one that is to be computed."""
 
     def __init__(
         self,

@@ -56,6 +56,8 @@ class _Seen:
     real_s: float = 0.0
     told_s: float = 0.0
     num: float = 0.0
+    left_s: float = 0.0
+    """Of the time before the latest beginning, what was too much for one prompt: others that begin with it share it."""
     log_factor: float = 0.0
     heard_at: float = -math.inf
     """When an answer began there."""
@@ -99,7 +101,10 @@ class StepFit:
         if told_s <= 0.0:
             return
         usual_s = max(seen.told_s / seen.num if seen.num else told_s, told_s)
-        real_s = min(real_s, options.stall * usual_s * math.exp(seen.log_factor))
+        if real_s > 0.0:
+            seen.left_s = real_s
+        real_s = min(seen.left_s, options.stall * usual_s * max(math.exp(seen.log_factor), 1.0))
+        seen.left_s -= real_s
         seen.real_s = seen.real_s * keep + real_s
         seen.told_s = seen.told_s * keep + told_s
         seen.num = seen.num * keep + 1.0

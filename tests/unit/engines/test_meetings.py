@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.engines.test_handoffs import BLOCK, ENGINE, PREFILL, Side, at_rest, request, side, whole
 
+from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import SequenceHasher
 from kvolt.core.request import Rendezvous, Request
 from kvolt.engines import meetings
@@ -131,3 +132,45 @@ async def test_what_is_no_part_is_a_miss() -> None:
         assert (await decode.handoffs.receive(asked(), met_at(prefill))).num_blocks == 0
         assert decode.handoffs.stats.failures == {"protocol": 1}
         await at_rest(decode)
+
+
+async def test_a_second_prompt_of_the_same_name_leaves_the_first_alone() -> None:
+    async with side(SLOW) as prefill, side() as decode:
+        receiving = asyncio.ensure_future(decode.handoffs.receive(asked(), met_at(prefill)))
+        pushing = asyncio.ensure_future(pushed(prefill, asked(), met_at(prefill)))
+        await asyncio.sleep(0.01)
+        with pytest.raises(InvalidRequest):
+            await pushed(prefill, asked(), met_at(prefill, ROOM + 1000))
+        await pushing
+        assert (await receiving).num_blocks == 5
+        await at_rest(prefill, decode)
+
+
+async def test_what_came_too_late_shows_at_once() -> None:
+    """Blocks that were let go of before they were fetched: decode does not wait for more."""
+    async with side(CHUNKED, pull_s=0.05) as prefill, side() as decode:
+        await pushed(prefill, asked(), met_at(prefill))
+        await at_rest(prefill)
+        async with asyncio.timeout(3):
+            assert (await decode.handoffs.receive(asked(), met_at(prefill))).num_blocks == 0
+        await at_rest(decode)
+
+
+async def test_a_room_that_cannot_be_leaves_nothing() -> None:
+    async with side(CHUNKED) as prefill:
+        with pytest.raises(InvalidRequest):
+            await pushed(prefill, asked(), met_at(prefill, -1))
+        async with asyncio.timeout(5):
+            while prefill.handoffs.drop(asked().request_id):
+                await asyncio.sleep(0.001)
+        await at_rest(prefill)
+
+
+async def test_only_the_way_of_kv_is_counted_as_its_time() -> None:
+    async with side(SLOW) as prefill, side() as decode:
+        pulled, _ = await asyncio.gather(
+            decode.handoffs.receive(asked(), met_at(prefill)), pushed(prefill, asked(), met_at(prefill))
+        )
+        assert pulled.took_s < 0.15  # the prompt took three times as long
+        assert decode.handoffs.stats.pull_s == pulled.took_s
+        await at_rest(prefill, decode)

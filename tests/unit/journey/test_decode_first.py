@@ -62,9 +62,49 @@ def test_kv_comes_while_the_prompt_is_computed() -> None:
         assert journey.stages is not None
         assert journey.stages.prefill_ms is not None
         assert journey.stages.transfer_path == "air"
+        usage = inbox.items[-1].usage
+        assert usage is not None
+        assert (inbox.items[0].cached_tokens, usage.cached_tokens) == (0, 0)  # nobody had it before
         await at_rest(pair.prefill, pair.decode)
         assert (router.num_booked, router.num_freed) == (1, 1)
         assert not pair.air.offers
+
+    paired(body)
+
+
+def test_prefill_workers_without_room_are_not_waited_for() -> None:
+    async def body(pair: Pair) -> None:
+        class Full(Counting):
+            async def route(self, request: Request, excluded: frozenset[Any] = frozenset()) -> Decision:
+                await asyncio.Event().wait()
+                raise AssertionError
+
+        way, inbox = road(pair, Leg(Full(pair.leg.client, Role.PREFILL), pair.leg.client)), Inbox()
+        began_at = asyncio.get_running_loop().time()
+        await answered(Journey(way, asked(), inbox, Deadlines()), inbox)
+        assert asyncio.get_running_loop().time() - began_at < 2 * journey_module._PLACE_S
+        assert way.stats.prefill_failures == {"deadline_exceeded": 1}
+
+    paired(body)
+
+
+def test_a_decode_worker_that_waits_for_a_prompt_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(pair: Pair) -> None:
+        compute = pair.prefill.engine.prefill
+
+        async def late(request: Request) -> Any:
+            await asyncio.sleep(50)
+            return await compute(request)
+
+        monkeypatch.setattr(pair.prefill.engine, "prefill", late)
+        pair.decode.worker._progress._limit_s = 1.0
+        inbox = Inbox()
+        journey = Journey(road(pair), asked(), inbox, Deadlines(first_s=100.0))
+        await journey.begin()
+        await asyncio.sleep(10)
+        assert not pair.decode.worker._progress.stuck
+        await until(lambda: bool(inbox.ends), timeout_s=100)
+        assert (inbox.ends, inbox.tokens()) == ([None], EXPECTED)
 
     paired(body)
 

@@ -9,7 +9,7 @@ from tests.unit.engines.lab import make_request
 from kvolt.core.delta import StageTimes, Usage
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Request, Sampling
+from kvolt.core.request import Request, Role, Sampling
 from kvolt.journey.prefill import Leg
 from kvolt.journey.ways import (
     DEMAND_S,
@@ -423,3 +423,26 @@ def test_while_it_is_kept_all_prompts_are_computed_apart() -> None:
         scene.time_s += 1.0
         last = scene.way()
     assert last is Way.HERE
+
+
+# --- what a request says of its workers
+
+
+def test_who_is_to_answer_is_not_answered_by_a_prefill_worker() -> None:
+    scene = Scene(Seer(BUSY, BUSY), Seer(IDLE))
+    assert scene.way() is Way.THERE
+    pinned = replace(REQUEST.routing, pins={Role.DECODE: InstanceId("d7")})
+    assert scene.way(replace(REQUEST, routing=pinned)) is not Way.THERE
+    assert scene.way(replace(REQUEST, routing=replace(REQUEST.routing, pinned_dp_rank=1))) is not Way.THERE
+
+
+def test_what_is_only_asked_about_is_not_counted() -> None:
+    scene = Scene(Seer(BUSY, BUSY), Seer(IDLE))
+    query = replace(REQUEST, routing=replace(REQUEST.routing, query_only=True))
+    assert scene.way(query) is Way.SPLIT
+    assert not any(scene.chooser.counts.values())
+
+
+def test_of_guesses_nothing_is_worked_out() -> None:
+    guessed = replace(IDLE, is_told=False)
+    assert Scene(Seer(BUSY, BUSY), Seer(guessed)).way() is Way.SPLIT

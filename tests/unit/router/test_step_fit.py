@@ -45,11 +45,12 @@ def test_a_few_prompts_are_not_believed_at_once() -> None:
     assert factor(fit, 0, now) < 1.5
 
 
-def test_prompts_that_are_computed_together_count_as_one() -> None:
+@pytest.mark.parametrize("together", [4, 24])
+def test_prompts_that_are_computed_together_count_as_one(together: int) -> None:
     fit, now = StepFit(), 0.0
     for _ in range(20):
-        sent_at, now = now, now + 4 * TOLD_S
-        for _ in range(4):
+        sent_at, now = now, now + together * TOLD_S
+        for _ in range(together):
             fit.begun(0, sent_at, TOLD_S, now)
     assert factor(fit, 0, now) == pytest.approx(1.0, rel=0.05)
 
