@@ -20,7 +20,8 @@ from kvolt.testing.engine_handoff_cases import prefill_of, prefilled
 from kvolt.testing.engine_harness import Case, Harness, NotRun, Run, deadline_of, engine_run
 from kvolt.testing.engine_placed_cases import computed, contents, placed, released
 
-_TRIES = 5
+_TRIES = 20
+"""What is to be seen between two steps is not always seen on a busy machine."""
 
 Part = tuple[KvHeld, list[bytes]]
 """What was told, and what lay there at that moment."""
