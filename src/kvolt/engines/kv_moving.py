@@ -168,11 +168,7 @@ class AgentMover:
         return self._agent.post(room, note, timeout_s)
 
     async def meet(self, where: str, room: int, timeout_s: float) -> bytes:
-        meeting = self._agent.meet(where, room, timeout_s)
-        try:
-            return await meeting
-        finally:
-            meeting.cancel()
+        return await self._agent.meet(where, room, timeout_s)
 
 
 class _RankOffers:

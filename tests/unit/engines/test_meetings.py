@@ -42,7 +42,6 @@ async def test_either_side_may_come_first(first: str, near: bool) -> None:
     expected = await whole(wanted)
     async with side(CHUNKED) as prefill, side(near=near) as decode:
         meeting = met_at(prefill)
-        receiving = asyncio.ensure_future(asyncio.sleep(0))
         if first == "decode":
             receiving = asyncio.ensure_future(decode.handoffs.receive(wanted, meeting))
             await asyncio.sleep(0.05)
