@@ -307,13 +307,17 @@ def _read_toml(path: Path, shown: str, named_by: str) -> dict[str, Any]:
         ) from None
 
 
+_CONVERTED = (msgspec.inspect.IntType, msgspec.inspect.FloatType, msgspec.inspect.BoolType)
+
+
 def _from_text(leaf: Leaf, text: str) -> Any:
     """What the text of a variable or flag stands for; text that fits nothing is left to the check."""
     if isinstance(leaf.info, msgspec.inspect.ListType):
         return [item.strip() for item in text.split(",") if item.strip()]
     if leaf.optional and not text:
         return None
-    if isinstance(leaf.info, msgspec.inspect.IntType | msgspec.inspect.FloatType | msgspec.inspect.BoolType):
+    kinds = leaf.info.types if isinstance(leaf.info, msgspec.inspect.UnionType) else (leaf.info,)
+    if any(isinstance(kind, _CONVERTED) for kind in kinds):
         try:
             return msgspec.convert(text.strip(), leaf.type, strict=False)
         except msgspec.ValidationError:

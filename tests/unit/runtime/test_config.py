@@ -117,6 +117,17 @@ def test_environment_text_becomes_the_right_type(
     assert getattr(getattr(settings, leaf.section or ""), leaf.name) == expected
 
 
+@pytest.mark.parametrize(
+    "key", [key for key, leaf in leaves().items() if leaf.optional and "FloatType" in str(leaf.info)]
+)
+def test_numbers_that_need_not_be_set_can_be_set_by_text(tmp_path: Path, key: str) -> None:
+    leaf = leaves()[key]
+    for given in ({"env": {leaf.env: "0.25"}}, {"flags": [Override(key, "0.25", "--x")]}):
+        settings = load_with(tmp_path, **given).settings  # type: ignore[arg-type]
+        section = settings if leaf.section is None else getattr(settings, leaf.section)
+        assert getattr(section, leaf.name) == 0.25
+
+
 def test_names_of_other_programs_and_the_allowed_ones_pass(tmp_path: Path) -> None:
     env = {"PATH": "/bin", "KVOLT_TRACES": "x", "KVOLT_PEER": "y", "KVOLT_CONFIG": ""}
     assert load_with(tmp_path, env=env).settings == load_with(tmp_path).settings
