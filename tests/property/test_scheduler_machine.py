@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from itertools import combinations
+from math import inf
 from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.unit.engines.scheduler_lab import Lab, alone, digest, limits, request, root, scheduler
+from tests.unit.engines.scheduler_lab import Lab, alone, limits, names_of, request, scheduler, states_of
 from tests.unit.kv.names import Mirror, seen
 
 from kvolt.core.errors import InvalidRequest, Overloaded
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, StopConditions
-from kvolt.engines.sequence import Phase, Sequence, TokenNaming
+from kvolt.engines.sequence import Phase, Sequence
 from kvolt.engines.step_plan import Scheduling
-from kvolt.kv import BlockId, Names
+from kvolt.kv import BlockId
 
 LONGEST = (1, 2, 1, 1, 2, 2, 1)
 PROMPTS = [LONGEST[start:end] for start in range(3) for end in range(start + 1, len(LONGEST) + 1)]
@@ -71,6 +72,9 @@ class Schedulers(RuleBasedStateMachine):
         self.lent: dict[RequestId, tuple[Request, list[BlockId]]] = {}
         """Blocks of prompts that a peer was told of and may read."""
         self.adopted: list[tuple[Request, list[tuple[int, BlockId]]]] = []
+        self.expected: dict[RequestId, Request] = {}
+        """For which blocks came; they may come as well, or not."""
+        self.now = 0.0
         self.mirror = Mirror()
         self.num_added = 0
 
@@ -84,7 +88,9 @@ class Schedulers(RuleBasedStateMachine):
     @rule(template=requests, keep_blocks=st.booleans())
     def add(self, template: Request, keep_blocks: bool) -> None:
         self.num_added += 1
-        request = replaced(template, RequestId(f"r{self.num_added}"))
+        self.submit(replaced(template, RequestId(f"r{self.num_added}")), keep_blocks)
+
+    def submit(self, request: Request, keep_blocks: bool) -> None:
         is_full = self.scheduler.num_waiting >= self.scheduler.limits.max_waiting
         try:
             self.scheduler.add(request, keep_blocks=keep_blocks)
@@ -241,15 +247,60 @@ class Schedulers(RuleBasedStateMachine):
             self.adopted.append((template, adopted))
 
     @precondition(lambda self: self.adopted)
-    @rule(number=picks, num_missing=st.sampled_from((0, 0, 1)))
-    def seal(self, number: int, num_missing: int) -> None:
+    @rule(number=picks, num_missing=st.sampled_from((0, 0, 1)), keep_for=st.sampled_from(("", "new", "here")))
+    def seal(self, number: int, num_missing: int, keep_for: str) -> None:
         request, adopted = self.adopted.pop(number % len(self.adopted))
         num_filled = len(adopted) - num_missing
         block_size = self.scheduler.limits.block_size
         states = states_of(request, list(request.token_ids))
         for position, block in adopted[:num_filled]:
             self.lab.fill(block, states[position * block_size :][:block_size])
-        self.scheduler.seal_adopted(adopted, num_filled if num_missing else None)
+        kept_for = self.pick(keep_for, number)
+        if kept_for is not None and kept_for not in self.open:
+            self.expected[kept_for] = request
+        expires_at = self.now + 1 + number % 3
+        self.scheduler.seal_adopted(adopted, num_filled if num_missing else None, kept_for, expires_at)
+
+    def pick(self, keep_for: str, number: int) -> RequestId | None:
+        """Whom blocks are kept for: nobody, one that is to come, or one that runs or waits."""
+        if keep_for == "new":
+            self.num_added += 1
+            return RequestId(f"r{self.num_added}")
+        return list(self.open)[number % len(self.open)] if keep_for and self.open else None
+
+    @precondition(lambda self: not self.adopted)
+    @rule(templates=st.lists(requests, min_size=1, max_size=3))
+    def send(self, templates: list[Request]) -> None:
+        """Prompts that others have computed, ahead of their requests."""
+        for template in templates:
+            self.adopt(template)
+            if self.adopted:
+                self.seal(0, 0, "new")
+
+    @precondition(lambda self: self.expected)
+    @rule(number=picks, is_another=st.booleans(), template=requests)
+    def come(self, number: int, is_another: bool, template: Request) -> None:
+        """A request that blocks came for, perhaps with another prompt than theirs."""
+        request_id = list(self.expected)[number % len(self.expected)]
+        known = self.expected.pop(request_id)
+        self.submit(replaced(template if is_another else known, request_id), False)
+
+    @precondition(lambda self: self.expected)
+    @rule(number=picks, is_aborted=st.booleans())
+    def never_come(self, number: int, is_aborted: bool) -> None:
+        request_id = list(self.expected)[number % len(self.expected)]
+        del self.expected[request_id]
+        if is_aborted:
+            assert not self.scheduler.abort(request_id)
+        else:
+            self.scheduler.cancel_arrivals(request_id)
+
+    @rule()
+    def expire(self) -> None:
+        self.now += 1
+        self.scheduler.expire_arrivals(self.now)
+        next_expiry = self.scheduler.next_expiry
+        assert next_expiry is None or next_expiry > self.now
 
     # ---
 
@@ -282,7 +333,7 @@ class Schedulers(RuleBasedStateMachine):
         if self.lab.plan is not None:
             self.finish()
         while self.adopted:
-            self.seal(0, 0)
+            self.seal(0, 0, "new")
         while self.lent.keys() - self.open.keys() - self.keeping.keys():
             self.let_go()
         self.lent.clear()
@@ -300,6 +351,8 @@ class Schedulers(RuleBasedStateMachine):
             num_steps += 1
             assert num_steps < 3000
         assert not self.open
+        # Only now: what was kept for those who did not come must not have kept anybody waiting.
+        self.scheduler.expire_arrivals(inf)
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         assert self.scheduler.num_used_blocks == 0
         self.everything_agrees()
@@ -322,18 +375,6 @@ def running(one: object) -> list[Sequence]:
     sequences: list[Sequence] = one._planner.running  # type: ignore[attr-defined]
     assert all(sequence.phase is Phase.RUNNING for sequence in sequences)
     return sequences
-
-
-def names_of(request: Request, tokens: list[int], block_size: int) -> Names:
-    context = scheduler(1, limits(block_size=block_size))._keys(request)
-    naming = TokenNaming(request, context)
-    naming.reach(tokens, len(tokens) // block_size)
-    return naming.names
-
-
-def states_of(request: Request, tokens: list[int]) -> list[int]:
-    state = root(request)
-    return [state := digest(state, token) for token in tokens]
 
 
 class PromptsFirst(Schedulers):

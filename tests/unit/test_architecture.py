@@ -103,6 +103,7 @@ PURE = [
         for name in (
             "sequence",
             "step_plan",
+            "arrivals",
             "holds",
             "scheduler",
             "scheduler_check",

@@ -26,7 +26,7 @@ _TRIES = 3
 _PATHS: Mapping[str, TransferOptions] = {
     "shm": TransferOptions(self_test=True),
     "tcp": TransferOptions(self_test=True, shared_memory=False),
-    "nixl": TransferOptions(self_test=True, nixl=True),
+    "nixl": TransferOptions(self_test=True, nixl=True, shared_memory=False),
 }
 """How two agents are to be made that use the path."""
 

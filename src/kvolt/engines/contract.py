@@ -35,7 +35,7 @@ client everything twice.
 The same request with the same seed has the same tokens, wherever and with whatever else it runs.
 
 Load. While there is work every step tells it; `kv_used_blocks` counts blocks that requests (and handoffs not yet
-taken) hold, so an engine at rest has 0, however much it keeps cached.
+taken, and KV that came for requests not yet admitted) hold, so an engine at rest has 0, however much it keeps cached.
 
 What an engine may offer besides is in the capability protocols below, each with a tier of the conformance suite
 (`kvolt.testing.engine_tiers`). A worker asks with `features_of`.
@@ -217,8 +217,14 @@ class KvPlaced(Protocol):
         cancelled leaves nothing."""
         ...
 
-    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
-        """So many of the room's blocks hold what they should, and are found from now on; the rest is let go."""
+    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+        """So many of the room's blocks hold what they should, and are found from now on; the rest is let go.
+
+        `keep_for`: they, and those that were here already, stay for this request until it is admitted, so that it need
+        not compute its prompt. They do so until it is aborted, or is not submitted: `release_prefill` of its id, or
+        the time of a handoff after this call; `clear_kv` forgets them as well. They are kept from what is merely
+        cached, not from who computes: where a running request, or one that comes before this one, is in need of
+        blocks, they may go."""
         ...
 
 
@@ -241,7 +247,8 @@ class Prefill(Protocol):
 
     async def release_prefill(self, request_id: RequestId) -> None:
         """The blocks were taken, or nobody wants them: let go. A prompt that is still computed is so no more, and its
-        `prefill` is Cancelled. Unknown ids are no error."""
+        `prefill` is Cancelled. Also those that `KvPlaced.settle_kv` keeps for a request that was not submitted, and
+        will not be. Unknown ids are no error."""
         ...
 
 

@@ -168,9 +168,10 @@ class Handoffs:
             computing.cancel()
             await self._engine.release_prefill(request_id)
 
-    async def receive(self, request: Request, meeting: Rendezvous) -> Pulled:
-        """Bring the blocks of a prompt here as they are computed, those that are not here; what came. Never an error
-        but a cancellation."""
+    async def receive(
+        self, request: Request, meeting: Rendezvous, keep_for: RequestId | None = None
+    ) -> Pulled:
+        """As `take`, of a prompt that is being computed: its blocks come one part after the other."""
         limit_s = min(WAIT_S if request.deadline_s is None else request.deadline_s, WAIT_S)
         try:
             keys = self._engine.kv_keys(request)
@@ -185,18 +186,23 @@ class Handoffs:
                 self.stats.failures["no_room"] += 1
             self._crew.start(receiving.turn_down(limit_s), "turn down")
             return _NOTHING
+        kept_for: RequestId | None = None  # nobody, where this is cancelled
+        try:
+            await self._bring_parts(receiving, limit_s)
+            kept_for = keep_for
+        finally:
+            num_blocks = receiving.by_path.total()
+            await self._settle(room, num_blocks, kept_for)
+        self.stats.pull_s += receiving.moving_s
+        num_bytes = num_blocks * self._mover.block_bytes
+        return Pulled(num_blocks, num_bytes, "+".join(sorted(receiving.by_path)), receiving.moving_s)
+
+    async def _bring_parts(self, receiving: Receiving, limit_s: float) -> None:
         try:
             await receiving.run(limit_s, self._count)
         except KvoltError as error:
             self._missed(error)
             self._crew.start(receiving.turn_down(limit_s), "turn down")
-        finally:
-            num_blocks = receiving.by_path.total()
-            settled = self._crew.start(self._engine.settle_kv(room, num_blocks), "settle")
-            await asyncio.shield(settled)
-        self.stats.pull_s += receiving.moving_s
-        num_bytes = num_blocks * self._mover.block_bytes
-        return Pulled(num_blocks, num_bytes, "+".join(sorted(receiving.by_path)), receiving.moving_s)
 
     # ---
 
@@ -220,8 +226,11 @@ class Handoffs:
                 del self._offers[request_id]
             await self._engine.release_prefill(request_id)
 
-    async def take(self, handoff: Handoff) -> Pulled:
-        """Bring the blocks of a handoff here, those that are not; what came. Never an error but a cancellation."""
+    async def take(self, handoff: Handoff, keep_for: RequestId | None = None) -> Pulled:
+        """Bring the blocks of a handoff here, those that are not; what came. Never an error but a cancellation.
+
+        With `keep_for` they stay for a request that goes on with them: it is to be submitted at once, or `let_go`.
+        Cancelled, this leaves nothing."""
         if not handoff.ticket:
             return _NOTHING
         try:
@@ -241,27 +250,52 @@ class Handoffs:
                 self.stats.failures["no_room"] += 1
             self._decline(ticket)
             return _NOTHING
-        return await self._pull(ticket, room)
+        pulled = _NOTHING
+        kept_for: RequestId | None = None  # nobody, where this is cancelled
+        try:
+            pulled = await self._pull(ticket, room)
+            kept_for = keep_for
+        finally:
+            await self._settle(room, pulled.num_blocks, kept_for)
+        return pulled
 
     async def _pull(self, ticket: HandoffTicket, room: KvRoom) -> Pulled:
         began_at = self._now()
-        pulled = _NOTHING
         try:
             path = await self._mover.pull(
                 ticket.transfer, room.num_present, ticket.keys, room.blocks, self._pull_s
             )
-            num_blocks = len(room.blocks)
-            pulled = Pulled(num_blocks, num_blocks * self._mover.block_bytes, path, self._now() - began_at)
-            self._count(num_blocks, path)
-            self.stats.pull_s += pulled.took_s
         except KvoltError as error:
             self._missed(error)
             self._decline(ticket)
-        finally:
-            # Whoever asked may have gone: the room is given back all the same.
-            settled = self._crew.start(self._engine.settle_kv(room, pulled.num_blocks), "settle")
-            await asyncio.shield(settled)
+            return _NOTHING
+        num_blocks = len(room.blocks)
+        pulled = Pulled(num_blocks, num_blocks * self._mover.block_bytes, path, self._now() - began_at)
+        self._count(num_blocks, path)
+        self.stats.pull_s += pulled.took_s
         return pulled
+
+    async def _settle(self, room: KvRoom, num_filled: int, keep_for: RequestId | None) -> None:
+        """Whoever asked may have gone, or go meanwhile: the room is given back all the same, and nothing is kept."""
+        settling = self._crew.start(self._engine.settle_kv(room, num_filled, keep_for), "settle")
+        try:
+            await asyncio.shield(settling)
+        except asyncio.CancelledError:
+            if keep_for is not None:
+                self.let_go(keep_for, settling)
+            raise
+
+    def let_go(self, request_id: RequestId, after: asyncio.Task[None] | None = None) -> None:
+        """The request that blocks were kept for is not submitted after all; `after` what is being done for it."""
+        # Of one that this worker itself gives away the blocks are read: those that came for it go by their time.
+        if not self._crew.closed and request_id not in self._offers:
+            self._crew.start(self._let_go(request_id, after), "let go")
+
+    async def _let_go(self, request_id: RequestId, after: asyncio.Task[None] | None) -> None:
+        if after is not None:
+            await asyncio.wait([after])
+        with contextlib.suppress(KvoltError):  # of an engine that is gone, and keeps nothing
+            await self._engine.release_prefill(request_id)
 
     def _decline(self, ticket: HandoffTicket) -> None:
         with contextlib.suppress(KvoltError):  # of what is no ticket nobody waits to hear

@@ -1,8 +1,9 @@
 """Holds: blocks that are held for others than running sequences, at both ends of a handoff.
 
 Owns the blocks *kept* of a finished request until a peer has fetched them, those *left* of one that failed while a
-peer may be reading them, and those *adopted*: allocated for KV that comes from elsewhere, until it is here. Knows no
-deadlines and moves no bytes; who keeps blocks must also release them, or the engine has that much less room.
+peer may be reading them, and those *adopted*: allocated for KV that comes from elsewhere, until it is here (then they
+may be `arrivals`). Knows no deadlines and moves no bytes; who keeps blocks must also release them, or the engine has
+that much less room.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from kvolt.core.ids import RequestId
+from kvolt.core.ids import BlockKey, RequestId
 from kvolt.kv import BlockId, BlockPool, Names
 
 
@@ -83,11 +84,16 @@ class Holds:
         self._adopted[fresh[0]] = _Chain(present + fresh, names, len(present))
         return list(enumerate(fresh, len(present)))
 
-    def seal_adopted(self, adopted: Sequence[tuple[int, BlockId]], num_filled: int | None = None) -> None:
-        """The first `num_filled` of an `adopt` (None: all) are filled, and found from now on; the rest is freed."""
+    def seal_adopted(
+        self, adopted: Sequence[tuple[int, BlockId]], num_filled: int | None = None
+    ) -> list[BlockKey]:
+        """The first `num_filled` of an `adopt` (None: all) are filled, and found from now on; the rest is freed.
+
+        The keys of its sequence up to the last that is filled: those that were here already come first."""
         if not adopted:
-            return
+            return []
         held = self._adopted.pop(adopted[0][1])
         end = len(held.blocks) if num_filled is None else held.num_present + num_filled
         self._pool.register_run(held.blocks, held.names, held.num_present, end)
         self._pool.release(reversed(held.blocks))
+        return held.names.keys[:end]

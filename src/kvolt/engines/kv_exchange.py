@@ -7,6 +7,7 @@ memory reads and writes whole blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Protocol
 
 from kvolt.core.block_key import BlockKeyContext
@@ -100,9 +101,11 @@ class KvExchange:
         adopted = self._scheduler.adopt(names)
         return KvRoom(num_present, tuple(block for _, block in adopted))
 
-    def settle(self, room: KvRoom, num_filled: int) -> None:
+    def settle(
+        self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None, expires_at: float = inf
+    ) -> None:
         adopted = [(index, BlockId(block)) for index, block in enumerate(room.blocks, room.num_present)]
-        self._scheduler.seal_adopted(adopted, num_filled)
+        self._scheduler.seal_adopted(adopted, num_filled, keep_for, expires_at)
 
     def import_kv(self, blocks: Sequence[KvBlock]) -> int:
         count = 0

@@ -125,7 +125,7 @@ def fit_latency(steps: Sequence[StepStats]) -> Fit:
     length = ceil(len(rows) / _STRETCHES)
     fitted = [row for at, row in enumerate(rows) if at // length % _HELD_OUT != _HELD_OUT - 1]
     held_out = [row for at, row in enumerate(rows) if at // length % _HELD_OUT == _HELD_OUT - 1]
-    model, doubts = _fit([row.step for row in fitted])
+    model, doubts = fit_all([row.step for row in fitted])
     return Fit(
         latency=model,
         num_steps=len(rows),
@@ -139,7 +139,8 @@ def fit_latency(steps: Sequence[StepStats]) -> Fit:
 # --- the model
 
 
-def _fit(steps: Sequence[StepStats]) -> tuple[LatencyModel, list[Doubt]]:
+def fit_all(steps: Sequence[StepStats]) -> tuple[LatencyModel, list[Doubt]]:
+    """From all of these, which have work and a time: nothing is held out to judge it by."""
     names = LatencyModel.__struct_fields__
     columns = [list(column) for column in zip(*map(features, steps), strict=True)]
     if len({step.batch for step in steps if step.batch}) == 1:

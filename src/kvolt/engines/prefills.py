@@ -2,14 +2,16 @@
 
 Owns the rules of the Prefill protocol for engines with our scheduler: such a prompt is a request of one token whose
 blocks are kept, and what that token is goes into the handoff. Its blocks are told as they come to who watches it
-(`KvPlaced.computed_kv`). Knows no loop: whoever has one calls `expire` when `next_expiry` has come, and `tell` when a
-step was planned and when it was computed, if something `is_watched`.
+(`KvPlaced.computed_kv`). Blocks of prompts that others have computed, which came ahead of their requests, wait as long
+as those for others do (`expires_at`). Knows no loop: whoever has one calls `expire` when `next_expiry` has come, and
+`tell` when a step was planned and when it was computed, if something `is_watched`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 
@@ -66,6 +68,11 @@ class Prefills:
         self._watches: dict[RequestId, _Watch] = {}
 
     @property
+    def expires_at(self) -> float:
+        """When that is let go which is kept from now on."""
+        return self._now() + self._hold_s
+
+    @property
     def num_open(self) -> int:
         """Prompts that are being computed."""
         return len(self._open)
@@ -96,7 +103,7 @@ class Prefills:
             prefill.can_tell = False
         if len(prefill.tokens) == request.sampling.num_choices:
             del self._open[request.request_id]
-            self._expiry[request.request_id] = self._now() + self._hold_s
+            self._expiry[request.request_id] = self.expires_at
             prefill.done(self._handoff(prefill))
         return True
 
@@ -107,7 +114,7 @@ class Prefills:
             return False
         if prefill.is_read:
             self._scheduler.forsake_kept(request_id)
-            self._expiry[request_id] = self._now() + self._hold_s
+            self._expiry[request_id] = self.expires_at
         else:
             self._scheduler.release_kept(request_id)  # its first choice may have ended
         self._unwatch(request_id)
@@ -115,13 +122,15 @@ class Prefills:
         return True
 
     def release(self, request_id: RequestId) -> None:
-        """Blocks that were taken, or a prompt that nobody wants any more: whoever still waits for it hears that."""
+        """Blocks that were taken, or a prompt that nobody wants any more: whoever still waits for it hears that. Also
+        blocks that came for a request which does not."""
         prefill = self._open.pop(request_id, None)
         if prefill is not None:
             self._abort(request_id)
             prefill.done(to_info(Cancelled("the prompt was let go")))
         self._expiry.pop(request_id, None)
         self._scheduler.release_kept(request_id)
+        self._scheduler.cancel_arrivals(request_id)
         self._unwatch(request_id)
 
     # --- blocks as they come
@@ -159,14 +168,16 @@ class Prefills:
     # ---
 
     def expire(self) -> None:
-        """Let go of what nobody has fetched in time."""
+        """Let go of what nobody has fetched, or gone on with, in time."""
         now = self._now()
+        self._scheduler.expire_arrivals(now)
         for request_id in [each for each, at in self._expiry.items() if at <= now]:
             self.release(request_id)
 
     @property
     def next_expiry(self) -> float | None:
-        return min(self._expiry.values(), default=None)
+        kept, arrived = min(self._expiry.values(), default=None), self._scheduler.next_expiry
+        return arrived if kept is None else kept if arrived is None else min(kept, arrived)
 
     def close(self, error: ErrorInfo) -> None:
         """Nothing is computed any more: all that is open fails, all that is kept is let go."""
@@ -174,6 +185,7 @@ class Prefills:
             self.fail(request_id, error)
         for request_id in list(self._expiry):
             self.release(request_id)
+        self._scheduler.expire_arrivals(inf)
 
     def _handoff(self, prefill: _Prefill) -> Handoff:
         request = prefill.request

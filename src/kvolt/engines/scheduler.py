@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from math import inf
 
 from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.delta import FinishReason
@@ -19,6 +20,7 @@ from kvolt.core.ending import End
 from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
+from kvolt.engines.arrivals import Arrivals
 from kvolt.engines.holds import Holds
 from kvolt.engines.scheduler_check import check_books
 from kvolt.engines.sequence import Naming, Phase, Sequence, TokenNaming
@@ -77,7 +79,8 @@ class Scheduler:
         self._naming = naming or self._by_tokens
         self.is_on_paper = naming is not None
         """Whether prompts have a length and no tokens."""
-        self._planner = StepPlanner(pool, limits, scheduling)
+        self._arrivals = Arrivals(pool)
+        self._planner = StepPlanner(pool, self._arrivals, limits, scheduling)
         self._holds = Holds(pool)
         self._groups: dict[RequestId, _Group] = {}
         self._num_live = 0
@@ -111,8 +114,16 @@ class Scheduler:
     def add(self, request: Request, *, keep_blocks: bool = False) -> None:
         """Take a request. InvalidRequest when it can never run here, Overloaded when too many wait.
 
-        With `keep_blocks` those of its first choice stay held when that ends, until `release_kept`.
+        With `keep_blocks` those of its first choice stay held when that ends, until `release_kept`. What was kept for
+        it (see `seal_adopted`) stays until it is admitted, or is let go where it is refused.
         """
+        try:
+            self._add(request, keep_blocks)
+        except BaseException:
+            self._arrivals.cancel(request.request_id)
+            raise
+
+    def _add(self, request: Request, keep_blocks: bool) -> None:
         self._check(request)
         naming = self._naming(request)
         first, *others = request.open_choices
@@ -124,9 +135,12 @@ class Scheduler:
         self._groups[request.request_id] = _Group(sequences, sequences[1:], keep_blocks, sequences[0])
         self._num_live += len(sequences)
         self._planner.wait(sequences[0])
+        self._queue_arrivals(sequences[0])
 
     def abort(self, request_id: RequestId) -> bool:
-        """Forget a request wherever it is; whether it was here. What it lends is held until `release_kept`."""
+        """Forget a request wherever it is; whether it was here. What it lends is held until `release_kept`; what was
+        kept for it is let go, also where it has not come."""
+        self._arrivals.let_go(request_id)
         group = self._groups.pop(request_id, None)
         if group is None:
             return False
@@ -259,7 +273,9 @@ class Scheduler:
     # --- blocks
 
     def clear(self) -> int:
-        """Forget what is cached; running sequences keep their blocks. How many names were forgotten."""
+        """Forget what is cached, or kept for who waits; running sequences keep their blocks. How many names were
+        forgotten."""
+        self._arrivals.clear()
         return self.pool.clear()
 
     def take_changes(self) -> tuple[Change, ...]:
@@ -297,8 +313,41 @@ class Scheduler:
     def adopt(self, names: Names) -> list[tuple[int, BlockId]]:
         return self._holds.adopt(names)
 
-    def seal_adopted(self, adopted: Items[tuple[int, BlockId]], num_filled: int | None = None) -> None:
-        self._holds.seal_adopted(adopted, num_filled)
+    def seal_adopted(
+        self,
+        adopted: Items[tuple[int, BlockId]],
+        num_filled: int | None = None,
+        keep_for: RequestId | None = None,
+        expires_at: float = inf,
+    ) -> None:
+        """As `Holds.seal_adopted`. With `keep_for` the blocks up to the last that is filled, those that were here
+        already among them, stay for a request: until it is admitted or aborted, `cancel_arrivals`, or `expire_arrivals`
+        where it is not here at `expires_at`. Others in need of blocks may have them before."""
+        keys = self._holds.seal_adopted(adopted, num_filled)
+        if keep_for is None:
+            return
+        group = self._groups.get(keep_for)
+        if group is None:
+            self._arrivals.expect(keep_for, keys, expires_at)
+        elif not group.has_started:
+            self._arrivals.expect(keep_for, keys, expires_at)
+            self._queue_arrivals(group.first)
+
+    def cancel_arrivals(self, request_id: RequestId) -> None:
+        """A request will not come: what is kept for it is let go. Not what is kept for one that is here."""
+        self._arrivals.cancel(request_id)
+
+    def expire_arrivals(self, now: float) -> None:
+        self._arrivals.expire(now)
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When the next of the requests for which something is kept should have come."""
+        return self._arrivals.next_expiry
+
+    def allocate(self, count: int) -> list[BlockId] | None:
+        """Blocks for something else than a request, the caller's to release; None where there are not so many."""
+        return self._planner.allocate(count)
 
     # ---
 
@@ -316,6 +365,12 @@ class Scheduler:
 
     def _by_tokens(self, request: Request) -> Naming:
         return TokenNaming(request, self._keys(request))
+
+    def _queue_arrivals(self, first: Sequence) -> None:
+        """What was kept for a request, if anything was, stays for as long as its first choice waits."""
+        request_id = first.request.request_id
+        if self._arrivals.expects(request_id):
+            self._arrivals.queue(request_id, self._planner.reusable_keys(first), first.order)
 
     def _land(self, plan: StepPlan) -> None:
         if plan is not self._in_flight:

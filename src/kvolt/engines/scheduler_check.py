@@ -20,7 +20,12 @@ def check_books(one: Scheduler) -> None:
     """AssertionError, with the story, where sequences and pool do not agree."""
     one.pool.check_integrity()
     holders = Counter(
-        chain(*(sequence.blocks for sequence in one._planner.running), *one._deferred, one._holds)
+        chain(
+            *(sequence.blocks for sequence in one._planner.running),
+            *one._deferred,
+            one._holds,
+            one._arrivals,
+        )
     )
     for block in range(one.pool.num_blocks):
         found, counted = holders[BlockId(block)], one.pool.num_holders(BlockId(block))
@@ -37,8 +42,21 @@ def check_books(one: Scheduler) -> None:
     )
     for sequence in chain(one._planner.waiting, held_back):
         assert not sequence.blocks, f"{sequence} waits with blocks"
+    _check_arrivals(one)
     for sequence in one._planner.running:
         _check_running(one, sequence)
+
+
+def _check_arrivals(one: Scheduler) -> None:
+    arrivals = one._arrivals
+    assert arrivals.num_blocks == sum(1 for _ in arrivals), "blocks kept for who waits are counted wrongly"
+    assert not arrivals._expected.keys() & one._groups.keys(), "a request is expected that is here"
+    for request_id, queued in arrivals._queued.items():
+        group = one._groups.get(request_id)
+        assert group is not None, f"blocks are kept for {request_id}, which is gone"
+        assert not group.has_started, f"blocks are kept for {request_id}, which has its own"
+        found = [one.pool.block_of(key) for key in one._planner.reusable_keys(group.first)]
+        assert found[: len(queued.blocks)] == queued.blocks, f"{request_id} will not find what is kept for it"
 
 
 def _check_running(one: Scheduler, sequence: Sequence) -> None:

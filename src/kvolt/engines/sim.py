@@ -160,12 +160,14 @@ class SimEngine:
         except BaseException:
             self._scheduler.abort(request.request_id)
             raise
+        if request.handoff is not None or request.rendezvous is not None:
+            self._watch_expiry()  # what came for it stays for as long as it waits
         self._work.ring()
 
     def abort(self, request_id: RequestId) -> None:
         self._forget(request_id)
-        if self._prefills.fail(request_id, to_info(Cancelled("the prompt was aborted"))):
-            self._watch_expiry()
+        self._prefills.fail(request_id, to_info(Cancelled("the prompt was aborted")))
+        self._watch_expiry()
         self._work.ring()
 
     def _forget(self, request_id: RequestId) -> None:
@@ -228,12 +230,13 @@ class SimEngine:
 
     def _time_of(self, stats: StepStats, count: int = 1) -> float:
         """Of so many steps, each of which reads a token more of each sequence than the one before."""
+        slow_by = self._arguments.slow_by
         first = self._step_model.step_s(stats)
         if count == 1:
-            return first / self._arguments.speed
+            return first * slow_by
         more = stats.context_tokens + stats.batch * (count - 1)
         last = self._step_model.step_s(msgspec.structs.replace(stats, context_tokens=more))
-        return count * (first + last) / 2 / self._arguments.speed
+        return count * (first + last) / 2 * slow_by
 
     async def _one_step(self, time_s: float) -> None:
         """The time of a step, from when the one before was to end: what timers and our own work took since then is a
@@ -348,10 +351,13 @@ class SimEngine:
     async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
         return self._exchange.make_room(keys, hashes)
 
-    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
+    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
         if not await self._transfers.move(self._size(num_filled), NETWORK_IN):
             num_filled = 0
-        self._exchange.settle(room, num_filled)
+        if self._closed:
+            keep_for = None
+        self._exchange.settle(room, num_filled, keep_for, self._prefills.expires_at)
+        self._watch_expiry()
         self._work.ring()
 
     def _size(self, num_blocks: int) -> int:
@@ -390,7 +396,7 @@ class SimEngine:
         return True
 
     def _watch_expiry(self) -> None:
-        """Be woken when the next of the kept prompts expires."""
+        """Be woken when the next of the kept prompts expires, here or that came from elsewhere."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None

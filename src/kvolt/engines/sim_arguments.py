@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel
+from kvolt.core.latency import LatencyModel, OccupancyModel, at_speed
 from kvolt.engines.prefills import HOLD_S
 from kvolt.engines.sim_links import Link
 from kvolt.engines.sim_model import SimModel, foreign_model, generated_model, read_template, sim_card
@@ -22,7 +22,9 @@ class SimArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Arguments of `engine = "sim"`."""
 
     speed: Annotated[float, Meta(gt=0)] = 1.0
-    """Times faster than the step model says."""
+    """Times faster than the step model says; others are told the time that it then takes."""
+    slow_by: Annotated[float, Meta(gt=0)] = 1.0
+    """Steps take so many times as long as others are told: a worker in trouble."""
     block_size: _AtLeastOne = 16
     kv_blocks: _AtLeastOne = 16_384
     context_length: _AtLeastOne = 32_768
@@ -105,12 +107,13 @@ def model_of(name: str, arguments: SimArguments) -> SimModel:
     return foreign_model(card, arguments.model_tokenizer, arguments.eos_token, arguments.bos_token)
 
 
-def step_model_of(arguments: SimArguments) -> StepModel:
-    """How long this engine's steps take, before `speed`."""
-    model: StepModel = find_model(arguments.preset) if arguments.latency is None else arguments.latency
-    if isinstance(model, OccupancyModel):
-        model = msgspec.structs.replace(model, kv_tokens=arguments.kv_blocks * arguments.block_size)
-    return model
+def step_model_of(arguments: SimArguments) -> LatencyModel | OccupancyModel:
+    """How long this engine's steps take."""
+    model = find_model(arguments.preset) if arguments.latency is None else arguments.latency
+    if isinstance(model, LatencyModel):
+        return at_speed(model, arguments.speed)
+    sized = msgspec.structs.replace(model, kv_tokens=arguments.kv_blocks * arguments.block_size)
+    return at_speed(sized, arguments.speed)
 
 
 def links_of(arguments: SimArguments) -> list[Link]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel
+from kvolt.core.latency import LatencyModel, OccupancyModel
 
 DEFAULT = "mid-gpu-8b"
 
@@ -19,7 +19,7 @@ DEFAULT = "mid-gpu-8b"
 class Preset(msgspec.Struct, frozen=True, kw_only=True):
     about: str
     source: str
-    model: StepModel
+    model: LatencyModel | OccupancyModel
 
 
 class PresetFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def find_model(preset: str) -> StepModel:
+def find_model(preset: str) -> LatencyModel | OccupancyModel:
     """The step model of a preset by name or file; ValueError with the nearest name, or what is wrong in the file."""
     if preset in PRESETS:
         return PRESETS[preset].model

@@ -16,6 +16,8 @@ step: that is `scheduler`'s, whose rules these are.
   its old place; later all its tokens are prefilled again, behind what the pool still holds of them. The first
   one never has to yield, and one alone fits the pool (who adds it sees to that), so everything ends, unless others
   hold the blocks (see `holds`): then there is nothing to plan until they are released.
+- What is kept for those that wait (see `arrivals`) stays for as long as nobody is in need of it: before one is
+  preempted, and before the first that waits goes on waiting, it is given up, that of the last in the queue first.
 - Who lends blocks is not preempted: somebody reads them. That is a prompt which is computed for others and says one
   token. It got all its blocks when it was admitted and needs no more, so it ends, even if all others have to yield.
 """
@@ -27,10 +29,12 @@ from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
 
+from kvolt.core.ids import BlockKey
 from kvolt.core.load import StepStats
+from kvolt.engines.arrivals import Arrivals
 from kvolt.engines.sequence import Phase, Sequence
 from kvolt.engines.step_plan import Limits, Scheduling, StepPlan, Work
-from kvolt.kv import BlockPool
+from kvolt.kv import BlockId, BlockPool
 
 _order = attrgetter("order")
 
@@ -38,11 +42,12 @@ _order = attrgetter("order")
 class StepPlanner:
     """See the module."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, scheduling: Scheduling) -> None:
+    def __init__(self, pool: BlockPool, arrivals: Arrivals, limits: Limits, scheduling: Scheduling) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._pool = pool
+        self._arrivals = arrivals
         self._limits = limits
         self._prompts_first = scheduling is Scheduling.SGLANG
 
@@ -61,13 +66,30 @@ class StepPlanner:
 
     def grow(self, sequence: Sequence, num_more: int = 1) -> bool:
         """Blocks more, at the cost of others if need be; False when it had to yield itself. Not for one that lends."""
-        while (blocks := self._pool.allocate(num_more)) is None:
+        while (blocks := self.allocate(num_more)) is None:
             victim = next(one for one in reversed(self.running) if not one.num_lent)
             self._preempt(victim)
             if victim is sequence:
                 return False
         sequence.blocks += blocks
         return True
+
+    def allocate(self, count: int) -> list[BlockId] | None:
+        """Blocks to write to, or none at all: also those that are kept for who waits."""
+        if count > self._pool.num_free + self._arrivals.num_blocks:
+            return None
+        while (blocks := self._pool.allocate(count)) is None:
+            if not self._arrivals.give_up():
+                return None
+        return blocks
+
+    def reusable_keys(self, sequence: Sequence) -> list[BlockKey]:
+        """Of the blocks that it need not compute where they are found: its last token is always computed."""
+        if sequence.needs_prompt_logits:
+            return []
+        num_blocks = (len(sequence.tokens) - 1) // self._limits.block_size
+        sequence.naming.reach(sequence.tokens, num_blocks)
+        return sequence.naming.names.keys[:num_blocks]
 
     def _plan_mixed(self) -> StepPlan:
         decodes, prefilling, context_tokens = self._plan_decodes()
@@ -143,31 +165,25 @@ class StepPlanner:
             if not self._find_blocks(sequence):
                 return
             del self.waiting[0]
+            self._arrivals.let_go(sequence.request.request_id)
             insort(self.running, sequence, key=_order)
             sequence.phase = Phase.RUNNING
             yield sequence
 
     def _find_blocks(self, sequence: Sequence) -> bool:
-        """Cached and fresh blocks for all tokens of a sequence, or none."""
+        """Cached and fresh blocks for all tokens of the first that waits, or none."""
         block_size = self._limits.block_size
         length = len(sequence.tokens)
         num_blocks = -(-length // block_size)
-        num_wanted = num_blocks + len(self.running)
-        keys = []
-        if not sequence.needs_prompt_logits:
-            num_reusable = (length - 1) // block_size
-            sequence.naming.reach(sequence.tokens, num_reusable)
-            keys = sequence.naming.names.keys[:num_reusable]
-        if num_wanted - self._pool.match(keys) > self._pool.num_free:
+        request_id = sequence.request.request_id
+        keys = self.reusable_keys(sequence)
+        num_missing = num_blocks + len(self.running) - self._pool.match(keys)
+        if num_missing > self._pool.num_free + self._arrivals.num_spare(request_id):
             return False  # at a long queue's head this is the usual end: nothing was touched for it
-        found = self._pool.acquire(keys)
-        fresh = None
-        # Again, since fewer are free than before: some of those found were inactive.
-        if num_wanted - len(found) <= self._pool.num_free:
-            fresh = self._pool.allocate(num_blocks - len(found))
-        if fresh is None:
-            self._pool.release(reversed(found))
-            return False
+        while num_missing > self._pool.num_free or (taken := self._take(keys, num_blocks)) is None:
+            if not self._arrivals.give_up(spared=request_id):
+                return False
+        found, fresh = taken
         sequence.blocks = found + fresh
         sequence.num_computed = len(found) * block_size
         sequence.num_sealed = len(found)
@@ -175,3 +191,16 @@ class StepPlanner:
         if sequence.num_cached is None:
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
         return True
+
+    def _take(self, keys: list[BlockKey], num_blocks: int) -> tuple[list[BlockId], list[BlockId]] | None:
+        """What is found of a sequence of so many blocks, and fresh ones for the rest; None where that would leave less
+        than a block for each that runs: some of those found may have been among the free."""
+        found = self._pool.acquire(keys)
+        num_missing = num_blocks - len(found)
+        fresh = None
+        if num_missing + len(self.running) <= self._pool.num_free:
+            fresh = self._pool.allocate(num_missing)
+        if fresh is None:
+            self._pool.release(reversed(found))
+            return None
+        return found, fresh

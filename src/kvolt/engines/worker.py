@@ -36,6 +36,7 @@ from kvolt.core.withdrawal import Withdraw, Withdrawn, withdrawn_error
 from kvolt.engines.contract import Engine, KvPlaced, features_of
 from kvolt.engines.handoffs import Handoffs, HandoffStats
 from kvolt.engines.kv_moving import KvMover
+from kvolt.engines.kv_peers import check_peers, with_slabs
 from kvolt.engines.worker_control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
 from kvolt.engines.worker_handover import as_expanded, hand_over, new_handoffs, without_moved
 from kvolt.engines.worker_kv import HISTORY_BYTES, KvJournal
@@ -126,7 +127,9 @@ class Worker:
         self.features = info.features or features_of(self._engine)
         loras = info.loras or loras_of(self._engine, self.features)
         taints = tuple(dict.fromkeys((*info.taints, *self._options.taints)))
-        self.info = info = msgspec.structs.replace(info, features=self.features, loras=loras, taints=taints)
+        info = msgspec.structs.replace(info, features=self.features, loras=loras, taints=taints)
+        self.info = info = with_slabs(info, self._engine)
+        await check_peers(self._runtime, self._namespace, info)
         component = component_name(info.model, info.role, info.card)
         self.handoffs = new_handoffs(self._engine, info, self._new_mover, self._clock.monotonic)
         knows_blocks_before = "KvMovable" in self.features

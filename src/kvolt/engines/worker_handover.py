@@ -83,23 +83,27 @@ async def hand_over(
                 entry.stream.end()
             return
         if meeting is not None:
-            pulled = await handoffs.receive(request, meeting)
+            pulled = await handoffs.receive(request, meeting, keep_for=request_id)
             if (entry := requests.get(request_id)) is not None:
                 entry.moved_blocks = pulled.num_blocks
         else:
             assert request.handoff is not None
-            pulled = await handoffs.take(request.handoff)
+            pulled = await handoffs.take(request.handoff, keep_for=request_id)
         entry = requests.get(request_id)
         if entry is not None:  # its caller has not gone meanwhile
             entry.pulled = pulled
             requests.enter(entry)
             submit(request)
+        else:
+            handoffs.let_go(request_id)
         return
     except KvoltError as error:
         failure = error
     except Exception as error:  # one request's, whatever it was
         log.exception("the handoff of %s failed", request_id)
         failure = EngineFailed(f"the handoff failed ({type(error).__name__})")
+    if not request.prefill_only:
+        handoffs.let_go(request_id)  # the engine would not have it
     entry = requests.close(request_id, FAILED)
     if entry is not None:
         entry.stream.end(failure)

@@ -22,7 +22,7 @@ from kvolt.testing.engine_replica import block_hashes
 from kvolt.transfer import block_bytes
 from kvolt.transfer.memory import Slab
 
-_MOST_TO_FILL = 24
+MOST_TO_FILL = 24
 """Prompts, or rooms, that a case may need to fill a pool."""
 
 
@@ -84,13 +84,15 @@ def contents(run: Run, blocks: Sequence[int]) -> list[bytes]:
     ]
 
 
-async def move(source: Run, target: Run, request: Request) -> Request:
-    """Compute its prompt at the source and carry its blocks over; the request as the target gets it."""
+async def move(source: Run, target: Run, request: Request, *, keep: bool = False) -> Request:
+    """Compute its prompt at the source and carry its blocks over, there to be kept for it or not; the request as the
+    target gets it."""
     handoff, held = await computed(source, request)
     room = await placed(target).make_room(held.keys, held.hashes)
     if room.blocks:
         copy_blocks(source, held, target, room)
-        await placed(target).settle_kv(room, len(room.blocks))
+        keep_for = request.request_id if keep else None
+        await placed(target).settle_kv(room, len(room.blocks), keep_for)
     await prefill_of(source).release_prefill(request.request_id)
     return replace(request, handoff=handoff)
 
@@ -174,10 +176,10 @@ async def room_is_nobody_elses(harness: Harness) -> None:
 async def no_two_rooms_share_a_block(harness: Harness) -> None:
     """However many there are: in the end there is less for who asks, or nothing."""
     async with engine_run(harness) as run:
-        total, num_blocks, num_rooms = _to_fill(run)
-        if num_rooms > _MOST_TO_FILL:
+        total, num_blocks, num_rooms = to_fill(run)
+        if num_rooms > MOST_TO_FILL:
             raise NotRun(f"a pool of {total} blocks is too large to be filled by a test")
-        rooms = [await placed(run).make_room(*_strangers(index, num_blocks)) for index in range(num_rooms)]
+        rooms = [await placed(run).make_room(*strangers(index, num_blocks)) for index in range(num_rooms)]
         given = [block for room in rooms for block in room.blocks]
         assert given, "an engine at rest has no room"
         assert len(given) == len(set(given)), "a block was given to two"
@@ -236,8 +238,8 @@ async def what_is_held_stays(harness: Harness) -> None:
         request = blocks_request(source, "r", blocks_that_fit(source, 3), tokens=5)
         _, held = await computed(source, request)
         before = contents(source, held.blocks)
-        _, num_blocks, num_others = _to_fill(source)
-        for index in range(min(num_others, _MOST_TO_FILL, num_blocks * source.info.block_size)):
+        _, num_blocks, num_others = to_fill(source)
+        for index in range(min(num_others, MOST_TO_FILL, num_blocks * source.info.block_size)):
             await source.answer(
                 blocks_request(source, f"other{index}", num_blocks, tokens=2, variant=1 + index)
             )
@@ -273,14 +275,14 @@ def _several_blocks(run: Run) -> int:
     return num_blocks
 
 
-def _to_fill(run: Run) -> tuple[int, int, int]:
+def to_fill(run: Run) -> tuple[int, int, int]:
     """Blocks of the pool; full blocks of a prompt; how many such prompts are more than the pool holds."""
     total = run.info.capacity.kv_total_blocks
     num_blocks = blocks_that_fit(run, max(total // 4, 1))
     return total, num_blocks, total // num_blocks + 1
 
 
-def _strangers(index: int, num_blocks: int) -> tuple[list[BlockKey], list[SequenceHash]]:
+def strangers(index: int, num_blocks: int) -> tuple[list[BlockKey], list[SequenceHash]]:
     """Names of blocks that nobody has."""
     numbers = range(1 + index * num_blocks, 1 + (index + 1) * num_blocks)
     keys = [BlockKey(number.to_bytes(BLOCK_KEY_BYTES, "little")) for number in numbers]

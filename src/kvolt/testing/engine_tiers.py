@@ -15,6 +15,7 @@ from kvolt.engines.contract import features_of
 from kvolt.testing import (
     engine_event_cases,
     engine_handoff_cases,
+    engine_kept_cases,
     engine_movable_cases,
     engine_parts_cases,
     engine_placed_cases,
@@ -43,7 +44,11 @@ TIERS = (
     Tier("kv-visible", ("KvEvents", "KvVisible"), engine_visible_cases.CASES),
     Tier("kv-movable", ("KvMovable",), engine_movable_cases.CASES),
     Tier("handoff", ("Prefill",), engine_handoff_cases.CASES),
-    Tier("kv-placed", ("Prefill", "KvPlaced"), engine_placed_cases.CASES + engine_parts_cases.CASES),
+    Tier(
+        "kv-placed",
+        ("Prefill", "KvPlaced"),
+        engine_placed_cases.CASES + engine_parts_cases.CASES + engine_kept_cases.CASES,
+    ),
 )
 
 

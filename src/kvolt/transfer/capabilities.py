@@ -22,6 +22,7 @@ UNTESTED: dict[str, str] = {
 """What no test of ours has run, for want of the machines."""
 
 _ALWAYS = ("copy", "file", "tcp")
+_CUDA = ("cuda-copy", "cuda-ipc")
 _RDMA_TRANSPORTS = ("rc", "ud", "dc")
 """In UCX_TLS, as they are or with a variant behind (rc_x, dc_mlx5); together `ib`."""
 
@@ -42,6 +43,9 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     shared_memory_fault: str = ""
     """Why memory cannot be shared with other processes; empty where it can."""
+    num_gpus: int = 0
+    has_torch: bool = False
+    """And Triton."""
     nixl_package: str | None = None
     rdma_devices: tuple[str, ...] = ()
     """With a port that is up."""
@@ -69,18 +73,19 @@ def capabilities_of(facts: MachineFacts, shared_memory: bool = True, nixl: bool 
     missing = missing_paths(facts)
     if not shared_memory:
         missing["shm"] = Missing("shared memory is turned off", "turn it on (transfer.shared_memory)")
+        missing.setdefault("cuda-ipc", missing["shm"])  # it goes by the same socket
     if not nixl:
         missing.setdefault("nixl", Missing("NIXL is turned off", "turn it on (transfer.nixl)"))
-    paths = frozenset((*_ALWAYS, "shm", "nixl", "rdma")) - missing.keys()
+    paths = frozenset((*_ALWAYS, *_CUDA, "shm", "nixl", "rdma")) - missing.keys()
     return Capabilities(paths=paths, missing={name: str(why) for name, why in missing.items()})
 
 
 def missing_paths(facts: MachineFacts) -> dict[str, Missing]:
     """By path, of those that a machine has not."""
-    missing = {
-        "cuda-copy": Missing("workers move blocks of host memory only", "there is no remedy yet"),
-        "cuda-ipc": Missing("workers move blocks of host memory only", "there is no remedy yet"),
-    }
+    missing: dict[str, Missing] = {}
+    against_cuda = next(_against_cuda(facts), None)
+    if against_cuda is not None:
+        missing |= dict.fromkeys(_CUDA, against_cuda)
     if facts.shared_memory_fault:
         remedy = "use Linux 3.17 or newer with /proc mounted; peers of this host use TCP until then"
         missing["shm"] = Missing(facts.shared_memory_fault, remedy)
@@ -89,6 +94,13 @@ def missing_paths(facts: MachineFacts) -> dict[str, Missing]:
         if reason is not None:
             missing[name] = reason
     return missing
+
+
+def _against_cuda(facts: MachineFacts) -> Iterator[Missing]:
+    if not facts.num_gpus:
+        yield Missing("no NVIDIA GPU is to be seen (/dev/nvidia0)", "in a container pass the GPUs in")
+    if not facts.has_torch:
+        yield Missing("torch and Triton, which move a GPU's blocks, are not installed", "pip install torch")
 
 
 def _against_nixl(facts: MachineFacts) -> Iterator[Missing]:

@@ -87,14 +87,17 @@ class Moved:
     """Work that a device has been given. What it reads and writes must stay until it is done."""
 
     def __init__(self, sums: Tensor, length: int, seeds: Numbers | None) -> None:
+        """Before anything is launched: what it needs is there then, or nothing moves."""
         self._length = length
         self._seeds = seeds
-        self._event: torch.cuda.Event | None = None
-        self._sums = sums
-        if sums.is_cuda:
-            self._sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-            self._sums.copy_(sums, non_blocking=True)
-            self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event() if sums.is_cuda else None
+        self._on_device = sums
+        self._sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True) if sums.is_cuda else sums
+
+    def launched(self) -> None:
+        """All of it."""
+        if self._event is not None:
+            self._sums.copy_(self._on_device, non_blocking=True)
             self._event.record()
 
     def is_done(self) -> bool:
@@ -190,13 +193,25 @@ class DeviceBlocks:
         words = [_words(memory) for memory, _ in sides]
         with self._on_device():
             sums = torch.zeros(num_blocks, dtype=torch.int64, device=self._device)
-            # Part by part: while the device moves one the host prepares the next.
-            num_blocks_at_once = max(_PIECES_AT_ONCE // pieces_per_block, 1)
-            for first in range(0, num_blocks, num_blocks_at_once):
-                part = slice(first * pieces_per_block, (first + num_blocks_at_once) * pieces_per_block)
-                offsets = np.stack([each[part] for _, each in sides])
-                self._move(words, offsets, sums[first:], piece_bytes, pieces_per_block, unit_bytes)
-            return Moved(sums, piece_bytes * pieces_per_block, own_seeds)
+            moved = Moved(sums, piece_bytes * pieces_per_block, own_seeds)
+            try:
+                # Part by part: while the device moves one the host prepares the next.
+                num_blocks_at_once = max(_PIECES_AT_ONCE // pieces_per_block, 1)
+                for first in range(0, num_blocks, num_blocks_at_once):
+                    part = slice(first * pieces_per_block, (first + num_blocks_at_once) * pieces_per_block)
+                    offsets = np.stack([each[part] for _, each in sides])
+                    self._move(words, offsets, sums[first:], piece_bytes, pieces_per_block, unit_bytes)
+                moved.launched()
+            except BaseException:
+                # Whoever is told that nothing comes of it may give the blocks to others.
+                self._settle()
+                raise
+            return moved
+
+    def _settle(self) -> None:
+        """Nothing that was launched is under way any more."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _move(
         self,

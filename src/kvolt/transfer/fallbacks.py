@@ -9,7 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from kvolt.transfer.capabilities import Capabilities
-from kvolt.transfer.lanes import Lane, MemoryKind, Place, lanes
+from kvolt.transfer.choosing import bytes_per_s, name_taken
+from kvolt.transfer.lanes import MemoryKind, Place
 from kvolt.transfer.link_speeds import LinkSpeeds
 from kvolt.transfer.routes import Lack, NoRoute, Route, plan
 
@@ -42,15 +43,6 @@ class Fallback(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def lane_taken(
-    source: Place, destination: Place, path: str, mine: Capabilities, theirs: Capabilities
-) -> Lane | None:
-    """The lane that a path is between these two; None for one that the table has not."""
-    can = mine.paths & theirs.paths
-    found = (lane for lane in lanes(source, destination) if lane.path == path)
-    return next((lane for lane in found if can.issuperset(lane.needs)), None)
-
-
 def find_fallback(
     source: Place, destination: Place, path: str, mine: Capabilities, theirs: Capabilities, speeds: LinkSpeeds
 ) -> Fallback | None:
@@ -58,26 +50,31 @@ def find_fallback(
 
     What was measured here is not held against guesses of elsewhere alone: by the guesses, too, it must be slower.
     """
-    lane = lane_taken(source, destination, path, mine, theirs)
-    if lane is None:
+    name = name_taken(source, destination, path, mine, theirs)
+    if name is None:
         return None
     try:
         route = plan(source, destination, mine, theirs, LinkSpeeds())
     except NoRoute:  # by what the sides told; blocks have come all the same
         return None
-    measured = speeds.expected(source.host, lane.name)
-    took = lane.cost.bytes_per_s if measured is None else measured.bytes_per_s
+    guessed = bytes_per_s(source, destination, path, mine, theirs, LinkSpeeds())
+    measured = speeds.expected(source.host, name)
+    took = guessed if measured is None else measured.bytes_per_s
     ruled_out = next(iter(route.instead_of), None)
     if ruled_out is not None and ruled_out.bytes_per_s > WORTH_TELLING * took:
         words, could_be, lacks = ruled_out.route, ruled_out.bytes_per_s, ruled_out.lacks
     else:
-        words, could_be, lacks = str(route), _speed(route, speeds), (_not_taken(source, path, route),)
-        is_taken = len(route.hops) == 1 and route.hops[0].path == path
-        if is_taken or route.bytes_per_s <= WORTH_TELLING * lane.cost.bytes_per_s:
+        words, could_be, lacks = str(route), _speed(route, speeds), (_not_taken(source, route),)
+        if _crossing(route) == path or route.bytes_per_s <= WORTH_TELLING * guessed:
             return None
         if could_be <= WORTH_TELLING * took:
             return None
     return Fallback(path=path, bytes_per_s=took, instead_of=words, could_be_bytes_per_s=could_be, lacks=lacks)
+
+
+def _crossing(route: Route) -> str:
+    """The path of the hop that leaves the source's process."""
+    return next((hop.path for hop in route.hops if hop.source.home != hop.destination.home), "")
 
 
 def _speed(route: Route, speeds: LinkSpeeds) -> float:
@@ -87,17 +84,15 @@ def _speed(route: Route, speeds: LinkSpeeds) -> float:
     return route.bytes_per_s if len(measured) < len(found) else 1 / sum(1 / each for each in measured)
 
 
-def _not_taken(source: Place, taken: str, route: Route) -> Lack:
+def _not_taken(source: Place, route: Route) -> Lack:
     """Why agents that both have what it takes do not go this way."""
-    if taken == "nixl":
-        return Lack(
-            "destination", "option", "NIXL is on, and taken before all else; turn it off (transfer.nixl)"
-        )
     if source.kind is MemoryKind.HOST:
         return Lack("source", "shared memory", "its blocks lie in private memory; make them with Slab.shared")
     if route.hops[0].path == "shm":
         told = "its socket cannot be reached from here; run both in one network namespace, as one user"
         return Lack("source", "socket", told)
+    if route.hops[0].path == "cuda-ipc":
+        return Lack("source", "cuda-ipc", "its memory cannot be opened from here; the log says why")
     return Lack("destination", route.hops[0].path, "NIXL does not work between the two; the log says why")
 
 

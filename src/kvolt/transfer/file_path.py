@@ -29,10 +29,10 @@ _MOST_RANGES = 1024
 
 def move(progress: Progress, reading: Reading, source: Slab, numbers: Numbers) -> None:
     """The source's blocks with these numbers, turn by turn. It or the destination is a file."""
-    if source.kind is reading.wanted.slab.kind:
-        reading.stop(
-            Unsupported("blocks do not go from file to file: read them into memory first", feature=FILE)
-        )
+    other = source.kind if reading.wanted.slab.kind is MemoryKind.FILE else reading.wanted.slab.kind
+    if other in (MemoryKind.FILE, MemoryKind.DEVICE):
+        told = f"blocks do not go between a file and a {other}: read them into memory of the host first"
+        reading.stop(Unsupported(told, feature=FILE))
         return
     there = reading.pieces_there(numbers, source.block_bytes)
     if there is not None:
@@ -74,23 +74,6 @@ class FileMove:
         self._first += count
         self._reading.landed(count)
         return self._first < self._there.num_blocks
-
-
-class Staging:
-    """Memory in which blocks of a file wait to be sent: of one part at a time."""
-
-    def __init__(self) -> None:
-        self._memory = bytearray()
-
-    def fill(self, slab: Slab, pieces: Pieces) -> tuple[memoryview, Pieces]:
-        """Blocks of a file slab, side by side. Void when it is filled again. TransferFailed where there are none."""
-        num_bytes = pieces.num_blocks * pieces.bytes_per_block
-        if len(self._memory) < num_bytes:
-            self._memory = bytearray(num_bytes)
-        memory = memoryview(self._memory)
-        offsets = np.arange(len(pieces.offsets), dtype=np.int64) * pieces.piece_bytes
-        read_file(slab, pieces, memory, offsets)
-        return memory, Pieces(offsets, pieces.piece_bytes, pieces.per_block)
 
 
 def read_file(slab: Slab, pieces: Pieces, memory: memoryview, offsets: Numbers) -> None:

@@ -10,7 +10,7 @@ import logging
 import math
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from itertools import count
 from weakref import WeakKeyDictionary
@@ -40,12 +40,12 @@ from kvolt.transfer.nixl_path import NIXL, Nixl
 from kvolt.transfer.offered import Offered, Offers, chosen
 from kvolt.transfer.path_watch import PathOptions, PathWatch
 from kvolt.transfer.progress import Progress
-from kvolt.transfer.reading import OWN, TCP, OnOver, Reading
+from kvolt.transfer.reading import OWN, SHM, TCP, OnOver, Reading
 from kvolt.transfer.rooms import Guest, Rooms
 from kvolt.transfer.serving import Served
 from kvolt.transfer.sockets import Listener, listen_tcp, listen_unix, resolve
 from kvolt.transfer.wanted import ALL, Wanted, new_wanted
-from kvolt.transfer.wire import Address, Offer
+from kvolt.transfer.wire import CUDA_IPC, Address, Offer
 
 log = logging.getLogger(__name__)
 
@@ -244,13 +244,19 @@ class Hub:
                 self._links[address] = link
         return link
 
-    def path_to(self, wanted: Wanted, is_near: bool, also_serves: tuple[str, ...] = ()) -> str:
-        """How bytes come here from a peer."""
-        theirs, ours = wanted.ticket.slab.kind, wanted.slab.kind
-        can_nixl = self.nixl is not None and self.nixl.is_usable and NIXL in also_serves
-        if can_nixl and theirs in RAM and ours in RAM:
-            return NIXL
-        return "shm" if is_near and theirs is MemoryKind.SHARED else TCP
+    def paths_from(
+        self, source: MemoryKind, destination: MemoryKind, is_near: bool, serves: Container[str]
+    ) -> list[str]:
+        """All by which bytes could come from a peer that serves these, the most likely one first."""
+        paths = []
+        if is_near and source is MemoryKind.SHARED:
+            paths.append(SHM)
+        if is_near and source is destination is MemoryKind.DEVICE and CUDA_IPC in serves:
+            paths.append(CUDA_IPC)
+        can_nixl = self.nixl is not None and self.nixl.is_usable and NIXL in serves
+        if can_nixl and source in RAM and destination in RAM:
+            paths.append(NIXL)
+        return [*paths, TCP]
 
     def _read_own(self, reading: Reading) -> None:
         """Of what this very agent offers: no connection, and the same rules."""
@@ -275,7 +281,7 @@ class Hub:
             return
         if is_file:
             file_path.move(self.progress, reading, offered.slab, blocks)
-        elif reading.copy_from(offered.slab.memory, blocks, offered.slab.block_bytes):
+        elif reading.copy_from(offered.slab.contents, blocks, offered.slab.block_bytes):
             self.progress.work(reading)
 
     # --- rooms

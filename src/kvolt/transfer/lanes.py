@@ -31,8 +31,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host: str
     process: str
     """Told apart from all others of the host: a bare pid is not, where there are containers."""
-    device: int | None = None
-    """As the host counts its devices, and not as one process sees them."""
+    device: str | None = None
+    """By a name that is the same for all processes of the host."""
     file_system: str | None = None
     """By a name that is the same for everybody who sees it."""
 

@@ -20,6 +20,7 @@ import numpy as np
 from kvolt.core.errors import ConnectFailed, KvoltError, ProtocolError, Unsupported, WorkerLost, from_info
 from kvolt.transfer.chunks import ChunkReceiver
 from kvolt.transfer.connection import FrameConnection
+from kvolt.transfer.device_memory import DeviceMemory
 from kvolt.transfer.lanes import MemoryKind
 from kvolt.transfer.memory import SlabInfo, map_for_reading
 from kvolt.transfer.nixl_path import NIXL
@@ -29,10 +30,12 @@ from kvolt.transfer.reading import TCP, OnOver, Reading
 from kvolt.transfer.rooms import Guest
 from kvolt.transfer.sockets import connect, name_of
 from kvolt.transfer.wire import (
+    CUDA_IPC,
     MAX_GREETING_BYTES,
     Address,
     Declined,
     Described,
+    DeviceSlab,
     Ended,
     Failed,
     Hello,
@@ -86,7 +89,13 @@ class Link:
         self._guests: dict[int, Guest] = {}
         self._slabs: dict[int, tuple[SlabInfo, mmap.mmap]] = {}
         self._nixl_slabs: dict[int, NixlSlab] = {}
-        self._also_serves: tuple[str, ...] = ()
+        self._device_slabs: dict[int, DeviceSlab] = {}
+        self._opened: dict[tuple[int, DeviceMemory], DeviceMemory] = {}
+        """Those of them that a device of ours has mapped."""
+        self._unopened: set[int] = set()
+        """Those that none could."""
+        self._serves: frozenset[str] = frozenset()
+        """Paths beside those that everybody has, as long as they were not found to be of no use."""
         self._num_ops = 0
         self._closed_with: KvoltError | None = None
         self._paths = PeerPaths(hub.paths, hub.progress, self, to, hub.tests_paths)
@@ -177,6 +186,9 @@ class Link:
                 _, fail = waiting.popleft()
                 fail(error)
         self._slabs.clear()  # the last who reads from one of them unmaps it
+        self._device_slabs.clear()
+        while self._opened:
+            self._opened.popitem()[1].close()
         if self._hub.nixl is not None:
             self._hub.nixl.forget(self._to)
 
@@ -261,8 +273,15 @@ class Link:
         if self._closed_with is not None:
             reading.stop(self._closed_with)
             return
-        is_near = self._frames is not None and self._frames.is_unix
-        path = reading.only_path or self._hub.path_to(reading.wanted, is_near, self._also_serves)
+        wanted = reading.wanted
+        slab = wanted.ticket.slab
+        paths = self.paths_between(slab.kind, wanted.slab.kind)
+        if slab.number in self._unopened:
+            paths = [each for each in paths if each != CUDA_IPC]
+        path = reading.only_path or self._paths.choose(wanted, paths)
+        if path == NIXL and self._hub.nixl is not None and not self._hub.nixl.is_usable:
+            reading.stop(Unsupported("NIXL is of no use here", feature=NIXL))  # a test, which asked for it
+            return
         if path == NIXL and self._hub.nixl is not None and not self._hub.nixl.is_ready:
             self._hub.nixl.when_ready(lambda: self.read(reading))
             return
@@ -276,6 +295,11 @@ class Link:
         reading.began_at = self._hub.progress.now()
         self.send(reading.begin(self, self._num_ops, path))
 
+    def paths_between(self, source: MemoryKind, destination: MemoryKind) -> list[str]:
+        """By which blocks could come from the peer."""
+        is_near = self._frames is not None and self._frames.is_unix
+        return self._hub.paths_from(source, destination, is_near, self._serves)
+
     # --- what the peer says
 
     def _on_message(self, message: Message) -> None:
@@ -283,7 +307,8 @@ class Link:
             case Welcome(agent) if not self._is_welcome:
                 if agent != self._to.agent:
                     raise WorkerLost("another agent has its address now", reason="replaced")
-                self._also_serves, self._key = message.also_serves, message.key
+                can = frozenset() if message.can is None else message.can.paths & {CUDA_IPC}
+                self._serves, self._key = can.union(message.also_serves), message.key
                 self._is_welcome = True
                 self._timer.cancel()
                 self._paths.welcomed(message.can, self._frames is not None and self._frames.is_unix)
@@ -295,6 +320,9 @@ class Link:
             case NixlSlab(slab):
                 self._nixl_slabs[slab.number] = message
                 _check_number(len(self._nixl_slabs))
+            case DeviceSlab(slab):
+                self._device_slabs[slab.number] = message
+                _check_number(len(self._device_slabs))
             case Ready(op):
                 reading = self._readings.get(op)
                 if reading is not None:
@@ -340,10 +368,15 @@ class Link:
         _check_number(len(self._slabs))
 
     def _failed(self, reading: Reading, message: Failed) -> None:
-        if reading.path == NIXL and message.error.code == Unsupported.code:
-            reading.expect_ready()  # what NIXL may write to is not begun anew
-            log.warning("a peer has no NIXL for us: %s", message.error.message)
-            self._without_nixl(reading)
+        if reading.path in (NIXL, CUDA_IPC) and message.error.code == Unsupported.code:
+            reading.expect_ready()  # what somebody may write to is not begun anew
+            log.warning("a peer has no %s for us: %s", reading.path, message.error.message)
+            if reading.path == NIXL:
+                self._without(NIXL, reading)
+            else:
+                self._unopened.add(reading.wanted.ticket.slab.number)
+                _check_number(len(self._unopened))
+                self._again(reading)
         else:
             reading.on_failed(message)
 
@@ -354,17 +387,47 @@ class Link:
         numbers = np.frombuffer(message.blocks, dtype="<i8")
         if not self._hub.nixl.read(self._to, known, numbers, reading):
             self.send(Ended(reading.op, is_whole=False))
-            self._without_nixl(reading)
+            self._without(NIXL, reading)
 
-    def _without_nixl(self, reading: Reading) -> None:
+    def _read_over_ipc(self, reading: Reading, message: Ready) -> None:
+        known, device = self._device_slabs.get(message.slab), reading.wanted.slab.device
+        if known is None or device is None:
+            raise ProtocolError("blocks of a memory that was not described", rule="ready")
+        memory = self._opened.get((message.slab, device))
+        try:
+            memory = memory or self._opened.setdefault((message.slab, device), device.open(known.handle))
+        except Unsupported as error:
+            log.warning("blocks of a peer's device do not come by %s: %s", CUDA_IPC, error)
+            self.send(Ended(reading.op, is_whole=False))
+            self._unopened.add(message.slab)
+            self._again(reading)
+            return
+        except KvoltError as error:
+            reading.stop(error)
+            return
+        numbers = np.frombuffer(message.blocks, dtype="<i8")
+        if reading.copy_from(memory, numbers, known.slab.block_bytes):
+            self._hub.progress.work(reading)
+
+    def _without(self, path: str, reading: Reading) -> None:
         """From this peer from now on: over another path."""
-        self._also_serves = tuple(each for each in self._also_serves if each != NIXL)
+        self._serves -= {path}
+        self._again(reading)
+
+    def _again(self, reading: Reading) -> None:
+        """Over what is left; a test of one path is over with it."""
         self.forget(reading.op)
+        if reading.only_path:
+            reading.stop(Unsupported(f"a peer has no {reading.only_path} for us", feature=reading.only_path))
+            return
         self._begin(reading)
 
     def _copy(self, reading: Reading, message: Ready) -> None:
         if reading.path == NIXL:
             self._read_over_nixl(reading, message)
+            return
+        if reading.path == CUDA_IPC:
+            self._read_over_ipc(reading, message)
             return
         known = self._slabs.get(message.slab)
         if known is None:

@@ -69,6 +69,17 @@ class LinkSpeeds:
             return None
         return Link(path, measured.num_bytes / measured.seconds, measured.latency_s or 0.0)
 
+    def num_large(self, peer: str, path: str) -> int:
+        """Transfers that told its speed."""
+        measured = self._links.get((peer, path))
+        return 0 if measured is None else measured.num_large
+
+    def proven(self, least: int) -> LinkSpeeds:
+        """Only of links that so many large transfers went over: one that met a bad moment tells little."""
+        found = LinkSpeeds(self._max_links)
+        found._links = {name: each for name, each in self._links.items() if each.num_large >= least}
+        return found
+
     def forget(self, peer: str) -> None:
         """The peer has gone, or has come back as another machine."""
         for name in [name for name in self._links if name[0] == peer]:

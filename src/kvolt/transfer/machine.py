@@ -5,22 +5,31 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvolt.transfer import nixl_library
 from kvolt.transfer.capabilities import MachineFacts
 
+_DEV = Path("/dev")
 _INFINIBAND = Path("/sys/class/infiniband")
 _STATUS = Path("/proc/self/status")
 _CAP_IPC_LOCK = 14
 """Who has it may lock any amount, whatever the limit."""
 
 
-def look(environ: Mapping[str, str], infiniband: Path = _INFINIBAND, status: Path = _STATUS) -> MachineFacts:
+def look(
+    environ: Mapping[str, str],
+    infiniband: Path = _INFINIBAND,
+    status: Path = _STATUS,
+    devices_in: Path = _DEV,
+) -> MachineFacts:
     """`environ`: where UCX will find its settings."""
     devices = rdma_devices(infiniband)
     return MachineFacts(
         shared_memory_fault=shared_memory_fault(),
+        num_gpus=num_gpus(devices_in),
+        has_torch=all(map(find_spec, ("torch", "triton"))),
         nixl_package=nixl_library.find(),
         rdma_devices=tuple(name for name, is_up in devices.items() if is_up),
         idle_rdma_devices=tuple(name for name, is_up in devices.items() if not is_up),
@@ -28,6 +37,11 @@ def look(environ: Mapping[str, str], infiniband: Path = _INFINIBAND, status: Pat
         ucx_tls=environ.get("UCX_TLS", ""),
         ucx_net_devices=environ.get("UCX_NET_DEVICES", ""),
     )
+
+
+def num_gpus(folder: Path) -> int:
+    """Of NVIDIA's, by the files by which processes use them."""
+    return sum(each.name[len("nvidia") :].isdigit() for each in folder.glob("nvidia*"))
 
 
 def shared_memory_fault() -> str:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvolt.core.errors import ConfigError, InvalidRequest
+from kvolt.transfer.device_memory import DeviceMemory, Memory
 from kvolt.transfer.lanes import MemoryKind
 from kvolt.transfer.layout import SlabLayout
 
@@ -27,6 +28,9 @@ _NO_MORE_WRITERS = 0x0010
 """F_SEAL_FUTURE_WRITE: who has mapped it writes to it, and nobody else ever will. Since Linux 5.1."""
 _MADV_POPULATE_WRITE = 23
 """Since Linux 5.14."""
+
+_MOST_NAME_CHARS = 128
+_WORD_BYTES = 8
 
 Numbers = npt.NDArray[np.int64]
 """Of blocks, or offsets in bytes."""
@@ -41,6 +45,16 @@ class SlabInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_blocks: int
     layout: SlabLayout | None = None
     """Where blocks are KV; None for bytes of any other meaning."""
+    device: str | None = None
+    """The name of the device whose memory it is."""
+
+    def __post_init__(self) -> None:
+        if (self.device is not None) != (self.kind is MemoryKind.DEVICE):
+            raise ValueError(
+                f"{self.kind} memory of device {self.device}: a device's, and no other, has a name"
+            )
+        if self.device is not None and len(self.device) > _MOST_NAME_CHARS:
+            raise ValueError(f"a device's name has {_MOST_NAME_CHARS} characters at most")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,11 @@ class Pieces:
     @property
     def bytes_per_block(self) -> int:
         return self.piece_bytes * self.per_block
+
+    def in_row(self) -> Pieces:
+        """The same ones side by side, from the start of a memory on."""
+        offsets = np.arange(len(self.offsets), dtype=np.int64) * self.piece_bytes
+        return Pieces(offsets, self.piece_bytes, self.per_block)
 
     def part(self, first: int, count: int) -> Pieces:
         """Of so many blocks."""
@@ -108,7 +127,8 @@ class Slab:
         layout: SlabLayout | None,
     ) -> None:
         self.memory = memory
-        """Empty for a file."""
+        """Empty for a file, and for a device's."""
+        self.device: DeviceMemory | None = None
         self.block_bytes = block_bytes
         self.num_blocks = num_blocks
         self.kind = kind
@@ -171,6 +191,29 @@ class Slab:
         slab._set(memoryview(b""), num_blocks, block_bytes, MemoryKind.FILE, descriptor, layout)
         return slab
 
+    @classmethod
+    def on_device(cls, memory: DeviceMemory, block_bytes: int, layout: SlabLayout | None = None) -> Self:
+        """Of a device's memory. `close` closes that, too."""
+        if not 0 < block_bytes <= memory.num_bytes:
+            raise InvalidRequest(
+                f"{memory.num_bytes} bytes of memory hold no block of {block_bytes}", param="block_bytes"
+            )
+        if block_bytes % _WORD_BYTES:
+            raise InvalidRequest(
+                f"blocks of {block_bytes} bytes: a device moves multiples of {_WORD_BYTES}",
+                param="block_bytes",
+            )
+        slab = cls.__new__(cls)
+        num_blocks = memory.num_bytes // block_bytes
+        slab._set(memoryview(b""), num_blocks, block_bytes, MemoryKind.DEVICE, None, layout)
+        slab.device = memory
+        return slab
+
+    @property
+    def contents(self) -> Memory:
+        """Where blocks lie, whatever memory that is but a file."""
+        return self.memory if self.device is None else self.device
+
     def _populate(self) -> None:
         """Now and not when blocks first come, which would take them several times as long."""
         if self._map is not None:
@@ -185,7 +228,9 @@ class Slab:
         return self._read_only
 
     def close(self) -> None:
-        """Give back what `shared`, `mapped` or `of_file` has taken. Nothing may be under way."""
+        """Give back what `shared`, `mapped`, `of_file` or `on_device` has taken. Nothing may be under way."""
+        if self.device is not None:
+            self.device.close()
         if self._map is None and self.kind is not MemoryKind.FILE:
             return
         self.memory.release()
@@ -224,4 +269,5 @@ class Slab:
             block_bytes=self.block_bytes,
             num_blocks=self.num_blocks,
             layout=self.layout,
+            device=None if self.device is None else self.device.name,
         )

@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from kvolt.core.card import Link
 from kvolt.transfer.capabilities import Capabilities
-from kvolt.transfer.fallbacks import find_fallback, lane_taken
+from kvolt.transfer.choosing import PROVEN, fastest, name_taken
+from kvolt.transfer.fallbacks import find_fallback
 from kvolt.transfer.lanes import MemoryKind, Place
 from kvolt.transfer.link_speeds import LinkSpeeds
 
@@ -25,7 +27,10 @@ NEWS = 1.5
 """A link that is so many times as fast or as slow as it was when others were told of it is news."""
 _MAX_TOLD = 1024
 """Slow paths that were told; those after them are counted only."""
-_WATCHED = frozenset((MemoryKind.HOST, MemoryKind.SHARED, MemoryKind.PINNED))
+_MAX_CHOSEN = 1024
+"""Paths that are remembered, by peer and memories."""
+_PROBE_EVERY = 256
+"""One read of so many goes as if nothing were known: a path that was left for its speed may have become fast again."""
 
 
 class PathOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,8 +41,9 @@ class PathOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether paths are tested when a peer is first read from, and may be by others."""
 
 
-class Peer(msgspec.Struct, frozen=True):
-    """Whoever is read from."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Peer:
+    """Whoever is read from, on one connection."""
 
     host: str
     """Ours, where it is on this one."""
@@ -45,16 +51,24 @@ class Peer(msgspec.Struct, frozen=True):
     can: Capabilities
 
 
-class Way(msgspec.Struct, frozen=True):
-    """From which kind of memory to which, and over which path."""
+class Ends(msgspec.Struct, frozen=True):
+    """From which memory to which: the kinds, and of devices which."""
 
     source: MemoryKind
     destination: MemoryKind
+    source_device: str | None = None
+    destination_device: str | None = None
+
+
+class Way(msgspec.Struct, frozen=True):
+    """From which memory to which, and over which path."""
+
+    ends: Ends
     path: str
 
     @property
     def is_watched(self) -> bool:
-        return {self.source, self.destination} <= _WATCHED
+        return MemoryKind.FILE not in (self.ends.source, self.ends.destination)
 
 
 class PathWatch:
@@ -74,6 +88,11 @@ class PathWatch:
         """By host and lane: the speed that was news last."""
         self._told: set[tuple[str, str, tuple[str, ...]]] = set()
         self._num_slow: Counter[tuple[str, str]] = Counter()
+        self._chosen: dict[tuple[Peer, Ends, tuple[str, ...]], str] = {}
+        """Until something new is known of a link."""
+        self._taken: dict[tuple[Peer, Ends, tuple[str, ...]], str] = {}
+        """What was chosen before that."""
+        self._num_asked = 0
 
     def peer(self, host: str, agent: str, is_near: bool, can: Capabilities) -> Peer:
         """`is_near`: known to be on our host. One that tells our own address is, too."""
@@ -83,13 +102,15 @@ class PathWatch:
         """A read has ended well."""
         if not way.is_watched:
             return
-        source, destination = self._places(peer, way)
-        lane = lane_taken(source, destination, way.path, self.can, peer.can)
-        if lane is None:
+        source, destination = self._places(peer, way.ends)
+        name = name_taken(source, destination, way.path, self.can, peer.can)
+        if name is None:
             return
         with self._lock:
-            self._speeds.observe(peer.host, lane.name, num_bytes, seconds)
-            is_news = self._is_news(peer.host, lane.name)
+            self._speeds.observe(peer.host, name, num_bytes, seconds)
+            is_news = self._is_news(peer.host, name)
+            if is_news or self._speeds.num_large(peer.host, name) == PROVEN:
+                self._chosen.clear()
         if is_news:
             self.on_news()
 
@@ -109,7 +130,7 @@ class PathWatch:
         """Blocks came this way: tell it, and count it, where that is a slow one."""
         if not way.is_watched:
             return
-        source, destination = self._places(peer, way)
+        source, destination = self._places(peer, way.ends)
         with self._lock:
             found = find_fallback(source, destination, way.path, self.can, peer.can, self._speeds)
             if found is None:
@@ -133,9 +154,34 @@ class PathWatch:
         with self._lock:
             return dict(self._num_slow)
 
-    def _places(self, peer: Peer, way: Way) -> tuple[Place, Place]:
-        source = Place(kind=way.source, host=peer.host, process=peer.agent)
-        return source, Place(kind=way.destination, host=self._host, process=self._agent)
+    def fastest(self, peer: Peer, ends: Ends, paths: Sequence[str]) -> str:
+        """Of these paths, each of which blocks can take between the two: the one that is expected to be."""
+        if len(paths) == 1:
+            return paths[0]
+        key = (peer, ends, tuple(paths))
+        with self._lock:
+            self._num_asked += 1
+            if self._num_asked % _PROBE_EVERY == 0:
+                return self._fastest(peer, ends, paths, LinkSpeeds())
+            chosen = self._chosen.get(key)
+            if chosen is None:
+                if len(self._taken) >= _MAX_CHOSEN:
+                    self._taken.clear()
+                    self._chosen.clear()
+                chosen = self._fastest(peer, ends, paths, self._speeds, self._taken.get(key, ""))
+                self._chosen[key] = self._taken[key] = chosen
+            return chosen
+
+    def _fastest(
+        self, peer: Peer, ends: Ends, paths: Sequence[str], speeds: LinkSpeeds, taken: str = ""
+    ) -> str:
+        return fastest(*self._places(peer, ends), paths, self.can, peer.can, speeds, taken=taken)
+
+    def _places(self, peer: Peer, ends: Ends) -> tuple[Place, Place]:
+        source = Place(kind=ends.source, host=peer.host, process=peer.agent, device=ends.source_device)
+        return source, Place(
+            kind=ends.destination, host=self._host, process=self._agent, device=ends.destination_device
+        )
 
 
 def _nothing() -> None: ...

@@ -6,17 +6,24 @@ which way blocks came is judged after it, by what was measured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvolt.transfer.capabilities import Capabilities
-from kvolt.transfer.path_watch import PathWatch, Peer, Way
+from kvolt.transfer.lanes import MemoryKind
+from kvolt.transfer.path_watch import Ends, PathWatch, Peer, Way
 from kvolt.transfer.progress import Progress
 from kvolt.transfer.reading import Reading
 from kvolt.transfer.self_test import SelfTest
+from kvolt.transfer.wanted import Wanted
 from kvolt.transfer.wire import Address
 
 if TYPE_CHECKING:
     from kvolt.transfer.link import Link
+
+
+_MAX_WAYS = 64
+"""From and to which blocks of one peer came: those after them are not judged."""
 
 
 class PeerPaths:
@@ -31,13 +38,11 @@ class PeerPaths:
         """A test is still to be made."""
         self._is_testing = False
         self._peer: Peer | None = None
-        self._is_near = False
         self._judged: dict[Way, bool] = {}
         """The ways that blocks came; those that were not judged yet with False. A few kinds of memory and paths."""
 
     def welcomed(self, can: Capabilities | None, is_near: bool) -> None:
         """`can`: None from a peer that does not say, nor can be tested."""
-        self._is_near = is_near
         if can is None:
             self._tests = False
             can = Capabilities(paths=frozenset(("copy", "tcp", "shm") if is_near else ("copy", "tcp")))
@@ -48,11 +53,12 @@ class PeerPaths:
         if self._peer is None or not reading.is_complete:
             return
         wanted = reading.wanted
-        way = Way(wanted.ticket.slab.kind, wanted.slab.kind, reading.path)
+        way = Way(ends_of(wanted), reading.path)
         self._watch.observe(self._peer, way, wanted.num_bytes, self._progress.now() - reading.began_at)
         if reading.is_test:
             return
-        self._judged.setdefault(way, False)
+        if len(self._judged) < _MAX_WAYS:
+            self._judged.setdefault(way, False)
         if not self._tests:
             self._judge()
         elif not self._is_testing and not self._link.is_busy:
@@ -60,9 +66,15 @@ class PeerPaths:
             # Later, that whoever has read is told first.
             self._progress.call(self._test)
 
+    def choose(self, wanted: Wanted, paths: Sequence[str]) -> str:
+        """Of these, by which blocks could come: the one that is expected to be the fastest."""
+        return paths[0] if self._peer is None else self._watch.fastest(self._peer, ends_of(wanted), paths)
+
     def _test(self) -> None:
-        path = "shm" if self._is_near else "tcp"
-        SelfTest(self._progress, self._link, self._to, path, self._tested).start()
+        *paths, tcp = self._link.paths_between(MemoryKind.SHARED, MemoryKind.HOST)
+        # TCP only where there is nothing else: it takes a connection more, and who is near may not be reached so.
+        paths = paths or [tcp]
+        SelfTest(self._progress, self._link, self._to, paths, self._tested).start()
 
     def _tested(self) -> None:
         self._tests = self._is_testing = False
@@ -74,3 +86,9 @@ class PeerPaths:
             self._judged[way] = True
             if self._peer is not None:
                 self._watch.judge(self._peer, way)
+
+
+def ends_of(wanted: Wanted) -> Ends:
+    theirs, ours = wanted.ticket.slab, wanted.slab
+    named = None if ours.device is None else ours.device.name
+    return Ends(theirs.kind, ours.kind, theirs.device, named)

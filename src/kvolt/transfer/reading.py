@@ -13,8 +13,9 @@ from typing import Protocol
 import numpy as np
 
 from kvolt.core.errors import KvoltError, ProtocolError, TransferFailed, from_info
-from kvolt.transfer import block_bytes
-from kvolt.transfer.chunks import Sums
+from kvolt.transfer import device_memory
+from kvolt.transfer.chunks import CHUNK_BYTES, Sums
+from kvolt.transfer.device_memory import Memory, blocks_at_once
 from kvolt.transfer.file_path import FILE
 from kvolt.transfer.layout import expand
 from kvolt.transfer.memory import Numbers, Pieces
@@ -26,6 +27,7 @@ _TURN_BYTES = 8 << 20
 """Copied before others have their turn: a millisecond or so."""
 OWN = "copy"
 """The path from one slab of a process to another: nothing leaves it, so nothing is checked."""
+SHM = "shm"
 TCP = "tcp"
 _WHOLE = np.zeros(1, dtype=np.int64)
 
@@ -78,13 +80,15 @@ class Reading:
         self._source: Source | None = None
         self._is_ready = False
         """The source has said where the blocks lie there."""
-        self._from: tuple[memoryview, Pieces] | None = None
+        self._from: tuple[Memory, Pieces] | None = None
         self._mover: Mover | None = None
         self._stopped_with: KvoltError | None = None
         """Why, while the mover has not let go."""
         self._then: Callable[[], None] = _nothing
         self._num_copied = 0
         self._num_checked = 0
+        self._staging: memoryview | None = None
+        """Where a chunk is received that goes to a device."""
         self._came = np.zeros(wanted.num_blocks, dtype=np.uint64)
         self._left = np.zeros(wanted.num_blocks, dtype=np.uint64)
 
@@ -137,14 +141,17 @@ class Reading:
         on_over, self._on_over = self._on_over, None
         self.is_complete = error is None
         source, self._source, self._from, self._mover = self._source, None, None, None
-        if source is not None:
-            source.ended(self.op, is_whole=error is None and self._is_last)
-        self._then()
-        on_over(error)
+        self._staging = None
+        try:
+            if source is not None:
+                source.ended(self.op, is_whole=error is None and self._is_last)
+        finally:  # whatever is wrong with what is learned from it: who waits is told
+            self._then()
+            on_over(error)
 
     # --- from memory that is mapped here
 
-    def copy_from(self, memory: memoryview, numbers: Numbers, block_bytes_there: int) -> bool:
+    def copy_from(self, memory: Memory, numbers: Numbers, block_bytes_there: int) -> bool:
         """The blocks lie there under these numbers: `turn` copies them. Whether they are as many as are wanted."""
         there = self.pieces_there(numbers, block_bytes_there)
         self._from = None if there is None else (memory, there)
@@ -167,12 +174,13 @@ class Reading:
             return False
         memory, source = self._from
         wanted, into, first = self.wanted, self.wanted.into, self._num_copied
-        count = min(max(_TURN_BYTES // into.bytes_per_block, 1), into.num_blocks - first)
+        most = blocks_at_once(wanted.slab.contents, memory, into, _TURN_BYTES)
+        count = min(most, into.num_blocks - first)
         here, there = into.part(first, count).offsets, source.part(first, count).offsets
         try:
             if self._is_checked:
-                block_bytes.copy_checked(
-                    wanted.slab.memory,
+                device_memory.copy_checked(
+                    wanted.slab.contents,
                     here,
                     memory,
                     there,
@@ -182,9 +190,12 @@ class Reading:
                     self._came[first : first + count],
                 )
             else:
-                block_bytes.copy(wanted.slab.memory, here, memory, there, into.piece_bytes)
+                device_memory.copy(wanted.slab.contents, here, memory, there, into.piece_bytes)
         except ValueError as error:  # the source named blocks that there are not
             self.stop(ProtocolError(str(error), rule="ready"))
+            return False
+        except KvoltError as error:  # of a device
+            self.stop(error)
             return False
         self._num_copied += count
         if self._num_copied < into.num_blocks:
@@ -242,25 +253,58 @@ class Reading:
             return None
         if self.path != TCP or first != self._num_copied or first + count > self.wanted.num_blocks:
             raise ProtocolError("a chunk of other blocks", rule="chunk")
-        return self.wanted.slab.memory, self.wanted.into.part(first, count)
+        into, device = self.wanted.into.part(first, count), self.wanted.slab.device
+        if device is None:
+            return self.wanted.slab.memory, into
+        if count > max(CHUNK_BYTES // into.bytes_per_block, 1):
+            raise ProtocolError(f"a chunk of {count} blocks, which is more than a chunk", rule="chunk")
+        num_bytes = count * into.bytes_per_block
+        if self._staging is None or len(self._staging) < num_bytes:
+            try:
+                self._staging = device.staging(num_bytes)
+            except KvoltError as error:
+                self.stop(error)
+                return None
+        return self._staging, into.in_row()
 
     def arrived(self, first: int, count: int, sums: Sums | None) -> None:
         if self.is_over:
             return
         wanted = self.wanted
         self._num_copied = first + count
-        if self._is_checked:
-            came = self._sum_up(first, count)
-            if sums is None or not np.array_equal(came, sums):
-                self._wrong(first if sums is None else first + int(np.flatnonzero(came != sums)[0]))
-                return
+        try:
+            came = self._settled(first, count)
+        except ValueError as error:  # of a device: pieces that it cannot move
+            self.stop(TransferFailed(f"blocks cannot be moved: {error}", path=TCP, reason="device"))
+            return
+        except KvoltError as error:
+            self.stop(error)
+            return
+        if self._is_checked and (sums is None or not np.array_equal(came, sums)):
+            self._wrong(first if sums is None else first + int(np.flatnonzero(came != sums)[0]))
+            return
         if self._num_copied == wanted.num_blocks:
             self._end(None)
+
+    def _settled(self, first: int, count: int) -> Sums:
+        """What has come is where it was to go; its checksums, where they are asked for."""
+        device, came = self.wanted.slab.device, self._came[first : first + count]
+        if device is None:
+            return self._sum_up(first, count) if self._is_checked else came
+        assert self._staging is not None
+        here = self.wanted.into.part(first, count)
+        in_row, seeds = here.in_row(), self.wanted.seeds_of(first, count)
+        came[:] = device.move(
+            device, here.offsets, self._staging, in_row.offsets, here.piece_bytes, here.per_block, seeds
+        )
+        return came
 
     def _sum_up(self, first: int, count: int) -> Sums:
         """The checksums of what has come."""
         wanted, came = self.wanted, self._came[first : first + count]
         here = wanted.into.part(first, count)
         seeds = wanted.seeds_of(first, count)
-        block_bytes.checksums(wanted.slab.memory, here.offsets, here.piece_bytes, here.per_block, seeds, came)
+        device_memory.checksums(
+            wanted.slab.contents, here.offsets, here.piece_bytes, here.per_block, seeds, came
+        )
         return came

@@ -24,21 +24,23 @@ from kvolt.core.errors import (
     Unsupported,
     to_info,
 )
+from kvolt.transfer import wire
 from kvolt.transfer.chunks import ChunkSender, Outgoing
 from kvolt.transfer.connection import FrameConnection
 from kvolt.transfer.fetched import MAX_PIECES, Fetched, fetched
-from kvolt.transfer.file_path import Staging
 from kvolt.transfer.lanes import MemoryKind
 from kvolt.transfer.memory import Numbers, Pieces, Slab
 from kvolt.transfer.nixl_path import NIXL
 from kvolt.transfer.offered import Offered
 from kvolt.transfer.rooms import Guest
+from kvolt.transfer.staging import Staging
 from kvolt.transfer.summing import Summing
 from kvolt.transfer.wire import (
     MAX_GREETING_BYTES,
     VERSION,
     Declined,
     Described,
+    DeviceSlab,
     Ended,
     Failed,
     Fetch,
@@ -213,9 +215,13 @@ class Served:
                     told = "there is no connection to send blocks over"
                     raise NotFound(told, kind="connection", name="tcp")
                 read.outgoing = Outgoing(op, slab.memory, found.pieces, found.seeds, asked.is_checked)
-                if slab.kind is MemoryKind.FILE:
+                if slab.kind in (MemoryKind.FILE, MemoryKind.DEVICE):
                     read.outgoing.stage = partial(self._stage, op, slab)
                 self._sender.send(read.outgoing)
+            case wire.CUDA_IPC:
+                self._show_device(op, slab, found.blocks)
+                if asked.is_checked:
+                    self._hub.progress.work(self._summing(op, read, found))
             case "nixl" if self._hub.nixl is not None:
                 self._over_nixl.add(op)
                 self._hub.nixl.serve()
@@ -235,6 +241,18 @@ class Served:
                 told = f"no descriptor is left for a peer: {error}"
                 raise Overloaded(told, queue="descriptors") from None
             self._described.add(number)
+        self._link.send(Ready(op, number, blocks.tobytes()))
+
+    def _show_device(self, op: int, slab: Slab, blocks: Numbers) -> None:
+        # Who has a handle may write, too: it is given to processes of this host and user only.
+        is_trusted = self._link.is_unix and wire.CUDA_IPC in self._hub.paths.can.paths
+        handle = slab.device.handle if slab.device is not None and is_trusted else None
+        if handle is None:
+            raise Unsupported("this memory cannot be opened by a peer", feature=wire.CUDA_IPC)
+        number = self._hub.number_of(slab)
+        if number not in self._described:
+            self._described.add(number)
+            self._link.send(DeviceSlab(slab.info(number), handle))
         self._link.send(Ready(op, number, blocks.tobytes()))
 
     def _show_nixl(self, asked: Fetch, read: _Read, found: Fetched) -> None:
@@ -265,7 +283,7 @@ class Served:
         )
 
     def _stage(self, op: int, slab: Slab, pieces: Pieces) -> tuple[memoryview, Pieces] | None:
-        """Blocks of a file, to be sent."""
+        """Blocks that are not in the host's memory, to be sent."""
         try:
             return self._staging.fill(slab, pieces)
         except KvoltError as error:

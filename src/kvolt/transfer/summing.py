@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from kvolt.core.errors import KvoltError, TransferFailed
-from kvolt.transfer import block_bytes
+from kvolt.transfer import device_memory
 from kvolt.transfer.chunks import Sums
+from kvolt.transfer.device_memory import Memory, blocks_at_once
 from kvolt.transfer.memory import Pieces, Slab
 
 TURN_BYTES = 4 << 20
@@ -42,20 +43,24 @@ class Summing:
         if not self._is_wanted():
             return False
         first, pieces = self._first, self._pieces
-        most = min(max(TURN_BYTES // pieces.bytes_per_block, 1), _MOST_SUMS)
+        memory = self._slab.contents
+        most = min(blocks_at_once(memory, memory, pieces, TURN_BYTES), _MOST_SUMS)
         count = min(most, pieces.num_blocks - first)
         seeds = None if self._seeds is None else self._seeds[8 * first : 8 * (first + count)]
         try:
-            sums = sums_of(self._slab.memory, pieces.part(first, count), seeds)
+            sums = sums_of(memory, pieces.part(first, count), seeds)
         except ValueError as error:  # pieces that cannot be summed, or a slab that was closed too early
             self._fail(TransferFailed(f"blocks that cannot be summed up: {error}", reason="checksum"))
+            return False
+        except KvoltError as error:  # of a device
+            self._fail(error)
             return False
         self._first += count
         self._tell(first, sums.tobytes())
         return self._first < pieces.num_blocks
 
 
-def sums_of(memory: memoryview, pieces: Pieces, seeds: bytes | None) -> Sums:
+def sums_of(memory: Memory, pieces: Pieces, seeds: bytes | None) -> Sums:
     found = np.empty(pieces.num_blocks, dtype=np.uint64)
-    block_bytes.checksums(memory, pieces.offsets, pieces.piece_bytes, pieces.per_block, seeds, found)
+    device_memory.checksums(memory, pieces.offsets, pieces.piece_bytes, pieces.per_block, seeds, found)
     return found

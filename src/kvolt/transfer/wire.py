@@ -20,6 +20,7 @@ import msgspec
 
 from kvolt.core.errors import ErrorInfo, ProtocolError
 from kvolt.transfer.capabilities import Capabilities
+from kvolt.transfer.device_memory import DeviceHandle
 from kvolt.transfer.memory import SlabInfo
 
 VERSION = 2
@@ -31,6 +32,8 @@ MAX_BLOCKS = 3_000_000
 """In one transfer: their numbers, and their checksums, fit into a frame."""
 MAX_NOTE_BYTES = 1 << 20
 """Of a room."""
+CUDA_IPC = "cuda-ipc"
+"""The path by which a device reads another process's memory itself."""
 CHUNK = struct.Struct("<QIIII")
 _LENGTH = struct.Struct("<I")
 
@@ -104,6 +107,13 @@ class NixlSlab(msgspec.Struct, frozen=True, tag=True):
     device: int
     metadata: bytes
     """Opaque: what NIXL must know of the memory, and of whose it is."""
+
+
+class DeviceSlab(msgspec.Struct, frozen=True, tag=True):
+    """Of a slab on a device, before anything of it by CUDA IPC."""
+
+    slab: SlabInfo
+    handle: DeviceHandle
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -180,6 +190,7 @@ Message = (
     | Fetch
     | Described
     | NixlSlab
+    | DeviceSlab
     | Ready
     | Sums
     | Ended

@@ -263,7 +263,7 @@ class TwinCluster:
             merge_steps=settings.merge_steps,
             paper=True,
             kv_events=settings.engine.kv_events and reads_kv_events(settings.router),
-            speed=settings.engine.speed / slow_by,
+            slow_by=settings.engine.slow_by * slow_by,
         )
         watch = self._watch.add_worker(name)
         engine = SimEngine(EngineSpec(model=MODEL, role=role), arguments, watch)

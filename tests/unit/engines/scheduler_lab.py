@@ -19,9 +19,9 @@ from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats
 from kvolt.core.request import Request, RoutingHints, Sampling, StopConditions
 from kvolt.engines.scheduler import Advanced, Limits, Scheduler, StepPlan, Work
-from kvolt.engines.sequence import Sequence
+from kvolt.engines.sequence import Sequence, TokenNaming
 from kvolt.engines.step_plan import Scheduling
-from kvolt.kv import BlockId, BlockPool
+from kvolt.kv import BlockId, BlockPool, Names
 
 EOS = 0
 NUM_TOKENS = 7
@@ -91,6 +91,18 @@ def digest(before: int, token: int) -> int:
 
 def root(request: Request) -> int:
     return xxhash.xxh3_64_intdigest((request.salt or "").encode())
+
+
+def states_of(request: Request, tokens: list[int]) -> list[int]:
+    """What lies at each place of the blocks of a sequence."""
+    state = root(request)
+    return [state := digest(state, token) for token in tokens]
+
+
+def names_of(request: Request, tokens: list[int], block_size: int) -> Names:
+    naming = TokenNaming(request, scheduler(1, limits(block_size=block_size))._keys(request))
+    naming.reach(tokens, len(tokens) // block_size)
+    return naming.names
 
 
 def next_token(state: int, index: int) -> int:

@@ -250,3 +250,83 @@ async def test_a_ticket_that_is_none_for_a_transfer_is_no_error() -> None:
         assert (await decode.handoffs.take(replace(handoff, ticket=nonsense))).num_blocks == 0
         assert sum(decode.handoffs.stats.failures.values()) == 1
         await at_rest(decode)
+
+
+# --- kept until they are asked for
+
+SCARCE = replace(ENGINE, kv_blocks=14)
+
+
+async def crowd(decode: Side) -> None:
+    """Others come and go, more than there is room for."""
+    for index in range(4):
+        asked = request(f"other{index}", 4 * BLOCK)
+        await decode.answer(
+            replace(asked, token_ids=tuple(token + 200 * (index + 1) for token in asked.token_ids))
+        )
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_what_was_pulled_stays_for_who_goes_on_with_it(is_kept: bool) -> None:
+    asked = request()
+    expected = await whole(asked)
+    async with side() as prefill, side(SCARCE) as decode:
+        handoff = await prefill.handoffs.give(asked, PREFILL)
+        await decode.handoffs.take(handoff, keep_for=asked.request_id if is_kept else None)
+        assert decode.num_used == (5 if is_kept else 0)
+        await crowd(decode)
+        tokens = await decode.answer(replace(asked, handoff=handoff))
+        assert after_first(handoff, tokens) == expected
+        assert (decode.cached("r") == 5 * BLOCK) is is_kept
+        await at_rest(prefill, decode)
+
+
+async def test_who_does_not_go_on_with_it_lets_it_go() -> None:
+    async with side() as prefill, side() as decode:
+        handoff = await prefill.handoffs.give(request(), PREFILL)
+        await decode.handoffs.take(handoff, keep_for=RequestId("r"))
+        assert decode.num_used == 5
+        decode.handoffs.let_go(RequestId("r"))
+        await at_rest(prefill, decode)
+
+
+async def test_what_is_given_away_is_not_let_go_by_its_name() -> None:
+    """Somebody may be reading it."""
+    async with side() as both:
+        await both.handoffs.give(request(), PREFILL)
+        both.handoffs.let_go(RequestId("r"))
+        await asyncio.sleep(0.01)
+        assert both.num_used == 6
+        both.handoffs.drop(RequestId("r"))
+        await at_rest(both)
+
+
+@pytest.mark.parametrize("when", ["before", "while", "after"])
+async def test_who_goes_while_it_settles_leaves_nothing(when: str) -> None:
+    async with side() as prefill, side() as decode:
+        handoff = await prefill.handoffs.give(request(), PREFILL)
+        settle_kv = decode.engine.settle_kv
+        going_on = asyncio.Event()
+
+        async def settle(room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+            if when == "before":
+                taking.cancel()
+            elif when == "while":
+                await going_on.wait()
+            await settle_kv(room, num_filled, keep_for)
+            if when == "after":  # it is done, and whoever waits for it has not run since
+                assert decode.num_used == 5
+                taking.cancel()
+
+        decode.engine.settle_kv = settle  # type: ignore[method-assign]
+        taking = asyncio.ensure_future(decode.handoffs.take(handoff, keep_for=RequestId("r")))
+        if when == "while":
+            async with asyncio.timeout(5):
+                while not decode.handoffs.stats.num_blocks:
+                    await asyncio.sleep(0.001)
+            taking.cancel()
+        await asyncio.wait([taking])
+        assert taking.cancelled()
+        going_on.set()
+        await at_rest(prefill, decode)
+        assert await decode.engine.match(request()) == 5 * BLOCK, "it is still cached"

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from tests.unit.engines.scheduler_lab import Lab, request, scheduler
 
 from kvolt.core.block_key import BlockKeyContext
+from kvolt.core.ids import RequestId
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.request import Request
 from kvolt.engines.kv_exchange import KvExchange
@@ -89,3 +90,20 @@ def test_a_block_comes_after_its_parent_and_at_its_place() -> None:
     assert target.exchange.import_kv((replace(blocks[1], position=2).seal(),)) == 0
     assert target.exchange.import_kv(blocks[1:]) == 2
     assert not target.scheduler.num_used_blocks
+
+
+@pytest.mark.parametrize("num_filled", [0, 1, 2])
+def test_what_is_settled_for_a_request_stays_with_what_it_follows(num_filled: int) -> None:
+    source, target = Engine(), Engine(num_blocks=4)
+    blocks = source.compute()
+    assert target.exchange.import_kv(blocks[:1]) == 1
+    room = target.exchange.make_room([one.key for one in blocks], [one.sequence_hash for one in blocks])
+    assert (room.num_present, len(room.blocks)) == (1, 2)
+    target.exchange.settle(room, num_filled, RequestId("a"), 5.0)
+    target.scheduler.check_integrity()
+    assert target.scheduler.num_used_blocks == 1 + num_filled
+    assert target.exchange.match(ASKED) == 2 * (1 + num_filled)
+    assert target.scheduler.next_expiry == 5.0
+    target.scheduler.expire_arrivals(5.0)
+    assert not target.scheduler.num_used_blocks
+    assert target.exchange.match(ASKED) == 2 * (1 + num_filled), "it is still cached"

@@ -6,7 +6,18 @@ import asyncio
 
 import pytest
 from msgspec.structs import replace
-from tests.unit.engines.test_handoffs import BLOCK, ENGINE, PREFILL, Side, at_rest, request, side, whole
+from tests.unit.engines.test_handoffs import (
+    BLOCK,
+    ENGINE,
+    PREFILL,
+    SCARCE,
+    Side,
+    at_rest,
+    crowd,
+    request,
+    side,
+    whole,
+)
 
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import SequenceHasher
@@ -172,4 +183,34 @@ async def test_only_the_way_of_kv_is_counted_as_its_time() -> None:
         )
         assert pulled.took_s < 0.15  # the prompt took three times as long
         assert decode.handoffs.stats.pull_s == pulled.took_s
+        await at_rest(prefill, decode)
+
+
+async def test_what_came_stays_for_who_goes_on_with_it() -> None:
+    wanted = asked()
+    async with side(CHUNKED) as prefill, side(SCARCE) as decode:
+        pulled, _ = await asyncio.gather(
+            decode.handoffs.receive(wanted, met_at(prefill), keep_for=wanted.request_id),
+            pushed(prefill, wanted, met_at(prefill)),
+        )
+        assert pulled.num_blocks == decode.num_used == 5
+        await crowd(decode)
+        await decode.answer(wanted)
+        assert decode.cached("r") == 5 * BLOCK
+        await at_rest(prefill, decode)
+
+
+async def test_parts_that_came_are_kept_for_nobody_who_has_gone() -> None:
+    async with side(SLOW) as prefill, side() as decode:
+        meeting = met_at(prefill)
+        receiving = asyncio.ensure_future(
+            decode.handoffs.receive(asked(), meeting, keep_for=asked().request_id)
+        )
+        pushing = asyncio.ensure_future(pushed(prefill, asked(), meeting))
+        async with asyncio.timeout(10):
+            while not decode.handoffs.stats.num_blocks:
+                await asyncio.sleep(0.002)
+        receiving.cancel()
+        await asyncio.wait([receiving, pushing])
+        prefill.handoffs.drop(asked().request_id)
         await at_rest(prefill, decode)

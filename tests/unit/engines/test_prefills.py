@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tests.unit.engines.scheduler_lab import EOS, Lab, alone, limits, request, scheduler
+from tests.unit.engines.scheduler_lab import EOS, Lab, alone, limits, names_of, request, scheduler
 
 from kvolt.core.errors import Cancelled, ErrorInfo, InvalidRequest, NotFound, to_info
 from kvolt.core.ids import RequestId
@@ -318,3 +318,35 @@ def test_a_prompt_that_others_read_is_not_preempted(num_others: int, num_blocks:
     source.lab.run()
     for other in others:
         source.lab.check_answer(other)
+
+
+@pytest.mark.parametrize("how", ["released", "expired", "closed", "submitted"])
+def test_blocks_that_came_wait_for_their_request_as_long_as_those_for_others(how: str) -> None:
+    source = Source()
+    scheduler_ = source.lab.scheduler
+    asked = request("b", (6,) * 5)
+    source.handoff(request("a", max_tokens=4))
+    source.now = 3.0
+    adopted = scheduler_.adopt(names_of(asked, list(asked.token_ids), 2))
+    scheduler_.seal_adopted(adopted, None, asked.request_id, source.prefills.expires_at)
+    assert (source.num_held, source.prefills.next_expiry) == (4, 10.0)
+    source.prefills.release(A)
+    assert (source.num_held, source.prefills.next_expiry) == (2, 13.0)
+    if how == "released":
+        source.prefills.release(asked.request_id)
+    elif how == "closed":
+        source.prefills.close(STOPPED)
+    elif how == "expired":
+        source.now = 12.9
+        source.prefills.expire()
+        assert source.num_held == 2
+        source.now = 13.0
+        source.prefills.expire()
+    else:
+        scheduler_.add(asked)
+        source.now = 100.0
+        source.prefills.expire()
+        source.prefills.release(asked.request_id)
+        assert source.num_held == 2, "it has come"
+        scheduler_.abort(asked.request_id)
+    assert (source.num_held, source.prefills.next_expiry) == (0, None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
 from kvolt.core.errors import InvalidRequest, Unsupported
-from kvolt.core.ids import RequestId, SequenceHash
+from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.request import Request, Role, StopConditions
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
@@ -81,6 +82,39 @@ def test_blocks_on_paper_have_numbers_that_are_told_as_they_come() -> None:
             told = [await engine.computed_kv(RequestId("a"), after) for after in (0, 2, 4)]
             assert [part.hashes for part in told] == [(5, 6), (5, 6, 7, 8), (5, 6, 7, 8)]
             assert told[-1] == await engine.hold_kv(RequestId("a"))
+            await engine.close()
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize("how", ["comes", "never comes"])
+def test_blocks_on_paper_are_kept_for_their_request(how: str) -> None:
+    async def scenario() -> None:
+        arguments = SimArguments(paper=True, block_size=4, kv_blocks=12, hold_s=2.0)
+        engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.DECODE), arguments)
+        await engine.start()
+        asked = request("a", 18, (5, 6, 7, 8))
+        room = await engine.make_room(
+            cast("tuple[BlockKey, ...]", asked.sequence_hashes), asked.sequence_hashes
+        )
+        await engine.settle_kv(room, len(room.blocks), asked.request_id)
+        async with Scope("engine") as scope:
+            reading = scope.start(_read(engine), "steps")
+            for start in range(10, 60, 10):
+                engine.submit(request(f"other{start}", 12, (start, start + 1, start + 2)))
+                while engine.load().running or engine.load().waiting:
+                    await asyncio.sleep(0.01)
+            if how == "comes":
+                engine.submit(asked)
+                reading.cancel()
+                async for step in engine.steps():
+                    if step.deltas:
+                        assert step.deltas[0][1].cached_tokens == 16
+                        break
+            else:
+                assert engine.load().kv_used_blocks == 4
+                await asyncio.sleep(2.0)
+                assert engine.load().kv_used_blocks == 0
             await engine.close()
 
     run_virtual(scenario)

@@ -157,3 +157,14 @@ def test_a_wrong_preset_hurts_nobody_who_does_not_use_it() -> None:
     checked = check_arguments("sim", {"preset": "gone.json", "latency": {"base_s": 1}})
     assert isinstance(checked, SimArguments)
     assert isinstance(sim(checked), SimEngine)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_others_are_told_the_time_that_steps_take_at_this_speed(name: str) -> None:
+    """A router that was told another one would plan by it."""
+    step = StepStats(batch=3, prefill_tokens=100, prefill_context=10_000, context_tokens=5_000)
+    usual, quick = (
+        next(model for model in info_of(SimArguments(preset=name, speed=speed)) if model is not None)
+        for speed in (1.0, 4.0)
+    )
+    assert quick.step_s(step) == pytest.approx(usual.step_s(step) / 4)

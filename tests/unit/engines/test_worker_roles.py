@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -35,9 +36,10 @@ from kvolt.core.errors import (
     Unavailable,
     Unsupported,
 )
-from kvolt.core.ids import BlockKey
+from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.request import Handoff, Request, Role
 from kvolt.core.withdrawal import was_withdrawn
+from kvolt.engines.contract import KvRoom
 from kvolt.engines.kv_moving import KvOffer
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
@@ -389,6 +391,80 @@ def test_a_cancel_while_blocks_come_leaves_nothing() -> None:
             again = replace(asked("again"), handoff=handoff)
             assert whole(handoff, await read(client, again)) == EXPECTED
             await at_rest(prefilled, running)
+            assert not lab.errors
+
+    run_virtual(scenario)
+
+
+def test_a_prompt_that_came_is_not_computed_again_however_busy_the_worker_is() -> None:
+    """A decode worker with few blocks has others to answer first, which need more than are free."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            air = Air()
+            prefilled, to_prefill = await start(lab, air, Role.PREFILL)
+            scarce = replace(ARGUMENTS, kv_blocks=12, max_num_seqs=1)
+            running, client = await start(lab, air, Role.DECODE, engine_of(Role.DECODE, scarce))
+            others = [
+                replace(asked(f"other{start}"), token_ids=tuple(range(start, start + PROMPT)))
+                for start in (100, 200, 300)
+            ]
+            async with AsyncExitStack() as stack:
+                streams = [await stack.enter_async_context(await start_stream(client, one)) for one in others]
+                await until(lambda: running.engine.load().waiting == 2)
+                request = replace(asked(), handoff=await prefill(to_prefill, asked()))
+                stream = await stack.enter_async_context(await start_stream(client, request))
+                await until(lambda: running.engine.load().waiting == 3)
+                assert running.engine.load().kv_used_blocks >= 3 + 4, "of the first, and what came"
+                for each in streams:
+                    assert len(tokens_of([delta async for delta in each])) == TOKENS
+                deltas = [delta async for delta in stream]
+            assert deltas[0].cached_tokens == 3 * BLOCK
+            assert running.engine.load().kv_used_blocks == 0
+            await at_rest(prefilled, running)
+
+    run_virtual(scenario)
+
+
+def test_what_came_for_a_request_that_the_engine_refuses_is_let_go() -> None:
+    class Refuses(SimEngine):
+        def submit(self, request: Request) -> None:
+            if request.handoff is not None:
+                assert self.load().kv_used_blocks == 3
+                raise Overloaded("no more", queue="engine", limit=0)
+            super().submit(request)
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            air = Air()
+            prefilled, to_prefill = await start(lab, air, Role.PREFILL)
+            running, client = await start(lab, air, Role.DECODE, engine_of(Role.DECODE, kind=Refuses))
+            handoff = await prefill(to_prefill, asked())
+            with pytest.raises(Overloaded):
+                await read(client, replace(asked(), handoff=handoff))
+            await at_rest(prefilled, running)
+
+    run_virtual(scenario)
+
+
+def test_a_cancel_while_blocks_settle_leaves_nothing() -> None:
+    class Slow(SimEngine):
+        async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+            assert keep_for == "r"
+            await asyncio.sleep(0.5)
+            await super().settle_kv(room, num_filled, keep_for)
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            air = Air()
+            prefilled, to_prefill = await start(lab, air, Role.PREFILL)
+            running, client = await start(lab, air, Role.DECODE, engine_of(Role.DECODE, kind=Slow))
+            handoff = await prefill(to_prefill, asked())
+            stream = await start_stream(client, replace(asked(), handoff=handoff))
+            await until(lambda: not air.offers)  # all of it has come
+            await stream.aclose()
+            await at_rest(prefilled, running, timeout_s=2.0)
+            assert outcomes(running) == {"cancelled": 1}
             assert not lab.errors
 
     run_virtual(scenario)

@@ -127,7 +127,7 @@ def test_what_waits_at_a_worker_that_is_slower_than_it_says_is_taken_back(moves:
     settings = RouterSettings(
         saturated_seqs=100.0, saturated_batches=1000.0, take_back_moves=moves, correct_times=False
     )
-    scene(body, [replace(ONE_BY_ONE, speed=0.05), ONE_BY_ONE], settings)
+    scene(body, [replace(ONE_BY_ONE, slow_by=20.0), ONE_BY_ONE], settings)
 
 
 def test_without_a_queue_requests_are_sent_all_the_same() -> None:

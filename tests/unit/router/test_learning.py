@@ -45,7 +45,7 @@ async def requests_by_worker(speeds: list[float], correct_times: bool) -> tuple[
     of the second half."""
     async with Lab() as lab:
         workers = [
-            await lab.worker(f"w{number}", sim(msgspec.structs.replace(TOLD, speed=speed)))
+            await lab.worker(f"w{number}", sim(msgspec.structs.replace(TOLD, slow_by=1 / speed)))
             for number, speed in enumerate(speeds)
         ]
         runtime = await lab.runtime("edge")

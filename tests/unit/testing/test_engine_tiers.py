@@ -17,12 +17,14 @@ from kvolt.core.errors import NotFound
 from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
+from kvolt.core.load import WorkerLoad
 from kvolt.core.packed_hashes import packed
 from kvolt.core.request import Handoff, Request, Role
 from kvolt.engines.contract import KvHeld, KvRoom
 from kvolt.engines.registry import EngineSpec
 from kvolt.testing import engine_event_cases as events
 from kvolt.testing import engine_handoff_cases as handoff
+from kvolt.testing import engine_kept_cases as kept
 from kvolt.testing import engine_movable_cases as movable
 from kvolt.testing import engine_parts_cases as parts
 from kvolt.testing import engine_placed_cases as placed
@@ -394,24 +396,24 @@ class _OneRoomForAPrompt(ToyEngine):
         room = self._latest[keys[-1]] = await super().make_room(keys, hashes)
         return room
 
-    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
+    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
         if room in self._latest.values():
-            await super().settle_kv(room, num_filled)
+            await super().settle_kv(room, num_filled, keep_for)
 
 
 class _SettlesUnfilled(ToyEngine):
-    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
-        await super().settle_kv(room, len(room.blocks))
+    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+        await super().settle_kv(room, len(room.blocks), keep_for)
 
 
 class _SettlesNothing(ToyEngine):
-    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
-        await super().settle_kv(room, 0)
+    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+        await super().settle_kv(room, 0, keep_for)
 
 
 class _NeverLetsGoOfRoom(ToyEngine):
-    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
-        await super().settle_kv(room, num_filled)
+    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+        await super().settle_kv(room, num_filled, keep_for)
         self.store.num_reserved += len(room.blocks)
 
 
@@ -495,6 +497,68 @@ class _KeepsItsFirstWatcher(ToyEngine):
             raise
 
 
+class _KeepsNothing(ToyEngine):
+    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+        await super().settle_kv(room, num_filled)
+
+
+class _KeepsWhatCameOnly(ToyEngine):
+    """Not what that follows."""
+
+    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+        await super().settle_kv(room, num_filled, keep_for)
+        if keep_for is not None:
+            entries, timer = self._kept[keep_for]
+            self.store.release(entries[: room.num_present])
+            self.store.num_reserved -= room.num_present
+            self._kept[keep_for] = (entries[room.num_present :], timer)
+
+
+class _KeepsUncounted(ToyEngine):
+    def _load(self, plan: list[tuple[Choice, int]]) -> WorkerLoad:
+        load = super()._load(plan)
+        num_kept = sum(len(entries) for entries, _ in self._kept.values())
+        return replace(load, kv_used_blocks=load.kv_used_blocks - num_kept)
+
+
+class _KeepsForEver(ToyEngine):
+    """What came, also when its request is admitted or gone."""
+
+    def _let_go_kept(self, request_id: RequestId) -> None:
+        pass
+
+    def _reserve(self, num_blocks: int) -> bool:
+        return self.store.reserve(num_blocks)
+
+
+class _ThrowsAway(ToyEngine):
+    """What it lets go of is not even cached."""
+
+    async def release_prefill(self, request_id: RequestId) -> None:
+        entries, _ = self._kept.get(request_id, ([], None))
+        await super().release_prefill(request_id)
+        for entry in reversed(entries):
+            self.store.idle.pop(entry.key)
+            self.store.evict(entry)
+            self.store.free.append(entry.block)
+
+
+class _KeepsFromWhoComputes(ToyEngine):
+    def __init__(self, spec: EngineSpec, arguments: ToyArguments) -> None:
+        super().__init__(spec, replace(arguments, expiry_s=3600.0))
+
+    def _reserve(self, num_blocks: int) -> bool:
+        return self.store.reserve(num_blocks)
+
+
+class _KeepsWhatIsCleared(ToyEngine):
+    async def clear_kv(self) -> int:
+        kept, self._kept = self._kept, {}
+        num_blocks = await super().clear_kv()
+        self._kept = kept
+        return num_blocks
+
+
 FAULTS = [
     (_TellsNothing, events.a_prompt_is_found_again),
     (_TellsTwice, events.a_prompt_is_found_again),
@@ -571,6 +635,17 @@ FAULTS = [
     (_NeverLetsGo, parts.a_prompt_that_is_let_go_has_no_parts),
     (_WaitsForPartsForEver, parts.a_prompt_that_is_let_go_has_no_parts),
     (_KeepsItsFirstWatcher, parts.parts_may_be_given_up_and_asked_for_again),
+    (_KeepsNothing, kept.what_came_stays_for_its_request),
+    (_KeepsUncounted, kept.what_came_stays_for_its_request),
+    (_KeepsForEver, kept.what_came_stays_for_its_request),
+    (_KeepsWhatCameOnly, kept.what_was_here_stays_with_what_came),
+    (_KeepsNothing, kept.what_was_here_stays_with_what_came),
+    (_KeepsForEver, kept.what_nobody_comes_for_is_let_go),
+    (_ThrowsAway, kept.what_nobody_comes_for_is_let_go),
+    (_KeepsForEver, kept.what_nobody_came_for_expires),
+    (_KeepsForEver, kept.an_abort_lets_go_of_what_came),
+    (_KeepsFromWhoComputes, kept.what_came_yields_to_who_computes),
+    (_KeepsWhatIsCleared, kept.a_clear_forgets_what_came),
 ]
 
 

@@ -77,6 +77,8 @@ class ToyEngine:
         self.store = Store(arguments.kv_blocks, self.kv_layout())
         self._jobs: dict[RequestId, Job] = {}
         self._held: dict[RequestId, tuple[list[Entry], int, asyncio.TimerHandle]] = {}
+        self._kept: dict[RequestId, tuple[list[Entry], asyncio.TimerHandle]] = {}
+        """What came for requests that are not admitted."""
         self._stepped = asyncio.Event()
         """Set at the end of each step and by whatever ends a prompt, for who waits for blocks."""
         self._work = asyncio.Event()
@@ -138,6 +140,7 @@ class ToyEngine:
         return BlockKeyChain(context), SequenceHasher(self._arguments.block_size, seed)
 
     def abort(self, request_id: RequestId) -> None:
+        self._let_go_kept(request_id)
         job = self._jobs.pop(request_id, None)
         self._stepped.set()
         if job is not None and job.is_admitted:
@@ -152,7 +155,7 @@ class ToyEngine:
         job = self._jobs.get(request_id)
         if job is None or job.is_admitted:
             return False
-        del self._jobs[request_id]
+        self.abort(request_id)
         return True
 
     async def steps(self) -> AsyncIterator[StepOutput]:
@@ -173,6 +176,8 @@ class ToyEngine:
         self._closed = True
         for _, _, timer in self._held.values():
             timer.cancel()
+        for _, timer in self._kept.values():
+            timer.cancel()
         self._work.set()
 
     # --- computing
@@ -187,18 +192,26 @@ class ToyEngine:
                 num_choices = len(job.choices)
                 if num_running and num_running + num_choices > self._arguments.max_num_seqs:
                     break
-                if not self.store.reserve(sum(choice.num_blocks for choice in job.choices)):
+                if not self._reserve(sum(choice.num_blocks for choice in job.choices)):
                     break
                 job.is_admitted = True
                 num_running += num_choices
             for choice in job.choices:
                 if not choice.started:
                     self._look_up(choice)
+                    self._let_go_kept(job.request.request_id)
                 count = min(len(choice.tokens) - choice.num_computed, budget)
                 budget -= count
                 if count:
                     plan.append((choice, count))
         return plan
+
+    def _reserve(self, num_blocks: int) -> bool:
+        while not self.store.reserve(num_blocks):
+            if not self._kept:
+                return False
+            self._let_go_kept(next(reversed(self._kept)))
+        return True
 
     def _look_up(self, choice: Choice) -> None:
         choice.started = True
@@ -294,6 +307,8 @@ class ToyEngine:
     # --- KvEvents, KvVisible, KvMovable
 
     async def clear_kv(self) -> int:
+        for request_id in list(self._kept):
+            self._let_go_kept(request_id)
         num_blocks = self.store.clear()
         self._work.set()
         return num_blocks
@@ -364,9 +379,21 @@ class ToyEngine:
         self._work.set()
         return room
 
-    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
-        self.store.settle(room.blocks[0], num_filled)
+    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+        kept = self.store.settle(room.blocks[0], num_filled, keep_for is not None)
+        if keep_for is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(self._arguments.expiry_s, self._let_go_kept, keep_for)
+            self._kept[keep_for] = (kept, timer)
         self._work.set()
+
+    def _let_go_kept(self, request_id: RequestId) -> None:
+        kept = self._kept.pop(request_id, None)
+        if kept is not None:
+            entries, timer = kept
+            timer.cancel()
+            self.store.num_reserved -= len(entries)
+            self.store.release(entries)
 
     # --- Prefill
 

@@ -156,14 +156,20 @@ class Store:
         self.rooms[room.fresh[0].block] = room
         return KvRoom(num_present, tuple(entry.block for entry in room.fresh))
 
-    def settle(self, first_block: int, num_filled: int) -> None:
+    def settle(self, first_block: int, num_filled: int, keep: bool = False) -> list[Entry]:
+        """What is to be kept, if it is: reserved and held."""
         room = self.rooms.pop(first_block)
         self.num_reserved -= room.num_blocks
         held = room.present
         for entry in room.fresh[:num_filled]:
             entry.parent = held[-1] if held else None  # it may have come by another way meanwhile
             held.append(self.name(entry))
-        self.release([*held, *room.fresh[num_filled:]])
+        self.release(room.fresh[num_filled:])
+        if keep:
+            self.num_reserved += len(held)
+            return held
+        self.release(held)
+        return []
 
     def take_in(self, block: KvBlock) -> bool:
         if block.key in self.named:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvolt.transfer.agent import TransferAgent, TransferOptions
+from kvolt.transfer.layout import SlabLayout
 from kvolt.transfer.memory import Slab
 from kvolt.transfer.nixl_path import Nixl
 
@@ -29,12 +30,17 @@ _NUM_OFFERS = 8
 _LONG_S = 60.0
 
 
+def private_slab(num_blocks: int, block_bytes: int, layout: SlabLayout | None = None) -> Slab:
+    """That no peer can map: what is read of it comes over NIXL, or else over TCP."""
+    return Slab(memoryview(bytearray(num_blocks * block_bytes)), block_bytes, layout=layout)
+
+
 class Side:
     """A process's agent with a slab."""
 
     def __init__(self, seed: int = 0, nixl: bool = True, shared_memory: bool = True) -> None:
         self.agent = TransferAgent(TransferOptions(nixl=nixl, shared_memory=shared_memory))
-        self.slab = Slab.shared(NUM, BLOCK)
+        self.slab = private_slab(NUM, BLOCK)
         self.rows = np.frombuffer(self.slab.memory, dtype=np.uint8).reshape(NUM, BLOCK)
         if seed:
             self.rows[:] = np.random.default_rng(seed).integers(0, 256, self.rows.shape)

@@ -207,10 +207,31 @@ def test_checksums_of_a_device_are_waited_for(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", lambda shape, dtype, pin_memory: stream)
         moved = cuda_blocks.Moved(stream, 40, None)
+    moved.launched()
     assert not moved.is_done()
     expected = finish(np.array([2**64 - 5, 7], dtype=np.uint64), 40)
     assert moved.checksums().tolist() == expected.tolist()
     assert moved.is_done()
+
+
+def test_what_was_launched_is_waited_for_when_the_rest_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else blocks were written to after somebody was told that nothing comes of it."""
+    monkeypatch.setattr(cuda_blocks, "_PIECES_AT_ONCE", 1)
+    blocks, told = DeviceBlocks(torch.device("cpu"), max_programs=1), []
+    move = blocks._move
+
+    def once(*arguments: Any) -> None:
+        if told:
+            told.append("refused")
+            raise RuntimeError("out of memory")
+        move(*arguments)
+        told.append("launched")
+
+    monkeypatch.setattr(blocks, "_move", once)
+    monkeypatch.setattr(blocks, "_settle", lambda: told.append("settled"))
+    with pytest.raises(RuntimeError):
+        blocks.checksums(memory(64), numbers(0, 8, 16), 8)
+    assert told == ["launched", "refused", "settled"]
 
 
 def test_a_transfer_takes_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

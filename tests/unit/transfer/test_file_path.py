@@ -115,8 +115,8 @@ async def test_a_file_of_another_agent_is_sent(
         assert await reader.read(offer.ticket, into, range(NUM), SOON_S) == "tcp"
         await offer
         assert (rows(into) == rows(memory)[order]).all()
-        (served,) = (each for each in agent._hub._served if each._staging._memory)
-        assert len(served._staging._memory) == 3 * BLOCK
+        (served,) = (each for each in agent._hub._served if each._staging._plain)
+        assert len(served._staging._plain) == 3 * BLOCK
     finally:
         reader.close()
 
@@ -140,7 +140,7 @@ async def test_a_file_that_fails_while_it_is_sent(agent: TransferAgent, file: Sl
 async def test_what_cannot_be(agent: TransferAgent, file: Slab, memory: Slab, tmp_path: Path) -> None:
     second = Slab.of_file(tmp_path / "second", NUM, BLOCK)
     offer = agent.offer(file, [1], SOON_S)
-    with pytest.raises(Unsupported, match="file to file"):
+    with pytest.raises(Unsupported, match="between a file and a file"):
         await agent.read(offer.ticket, second, [1], SOON_S)
     with pytest.raises(InvalidRequest, match="1 blocks are offered"):
         await agent.read(offer.ticket, memory, [1], SOON_S, positions=[3])

@@ -15,6 +15,7 @@ from tests.unit.transfer.nixl_lab import (
     Side,
     mute,
     new_sides,
+    private_slab,
     under_way,
     until,
 )
@@ -109,10 +110,10 @@ async def test_ranks_that_share_heads_differently(source: Side, target: Side) ->
         block_bytes=2 * 2 * 4 * 4 * 8 * 4,
     )
     whole = np.random.default_rng(2).random((3, 2, 2, 4, 4, 8), dtype=np.float32)
-    into = Slab.shared(3, model.block_bytes, SlabLayout.of_rank(model))
+    into = private_slab(3, model.block_bytes, SlabLayout.of_rank(model))
     for rank in range(2):
         layout = SlabLayout.of_rank(model, 2, rank)
-        slab = Slab.shared(3, layout.block.block_bytes, layout)
+        slab = private_slab(3, layout.block.block_bytes, layout)
         slab.memory[:] = np.ascontiguousarray(whole[:, :, :, 2 * rank : 2 * rank + 2]).tobytes()
         offer = source.agent.offer(slab, [0, 1, 2], SOON_S)
         assert await target.agent.read(offer.ticket, into, [2, 1, 0], SOON_S) == "nixl"
@@ -216,18 +217,22 @@ async def test_nothing_spins(source: Side, target: Side, monkeypatch: pytest.Mon
     assert not turns
 
 
-async def test_memory_is_registered_once_and_forgotten_when_it_is_closed(source: Side, target: Side) -> None:
+async def test_memory_is_registered_once_and_forgotten_when_it_is_closed(
+    source: Side, sides: Callable[..., Side]
+) -> None:
+    target, first = sides(shared_memory=False), Slab.shared(NUM, BLOCK)
+    first.memory[:BLOCK] = bytes([1]) * BLOCK
     for _ in range(2):
-        offer = source.agent.offer(source.slab, [1], SOON_S)
+        offer = source.agent.offer(first, [0], SOON_S)
         await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
         assert source.nixl._ours is not None
         assert len(source.nixl._ours._known) == 1
-    del source.rows
+    assert target.rows[1].all()
     await until(lambda: not source.nixl._num_served)
-    source.slab.close()
+    first.close()
     second = Slab.shared(NUM, BLOCK)
     offer = source.agent.offer(second, [1], SOON_S)
-    await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
+    assert await target.agent.read(offer.ticket, target.slab, [1], SOON_S) == "nixl"
     assert len(source.nixl._ours._known) == 1
     assert not target.rows[1].any()
 

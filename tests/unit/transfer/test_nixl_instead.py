@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.unit.transfer.nixl_lab import BLOCK, NUM, SOON_S, Side, new_sides
+from tests.unit.transfer.nixl_lab import BLOCK, NUM, SOON_S, Side, new_sides, private_slab
 
 from kvolt.core.errors import ConfigError, Unsupported
 from kvolt.transfer import nixl_library
@@ -54,7 +54,7 @@ async def test_a_peer_without(source: Side, target: Side, sides: Callable[..., S
     plain = sides(seed=3, nixl=False)
     for one, other in ((source, plain), (plain, target)):
         offer = one.agent.offer(one.slab, [1], SOON_S)
-        assert await other.agent.read(offer.ticket, other.slab, [1], SOON_S) == "shm"
+        assert await other.agent.read(offer.ticket, other.slab, [1], SOON_S) == "tcp"
 
 
 @pytest.mark.parametrize("whose", ["source", "target"])
@@ -72,7 +72,7 @@ async def test_nixl_that_does_not_work(
     monkeypatch.setattr(nixl_library, "new_agent", maybe)
     for _ in range(2):
         offer = source.agent.offer(source.slab, range(NUM), SOON_S)
-        assert await target.agent.read(offer.ticket, target.slab, range(NUM), SOON_S) == "shm"
+        assert await target.agent.read(offer.ticket, target.slab, range(NUM), SOON_S) == "tcp"
         await offer
     assert "will not be moved over NIXL" in caplog.text
 
@@ -86,9 +86,9 @@ async def test_memory_that_cannot_be_registered(
     offer = source.agent.offer(source.slab, [1], SOON_S)
     await target.agent.read(offer.ticket, target.slab, [1], SOON_S)
     source.nixl._agent.register_memory = refuse
-    fresh = Slab.shared(NUM, BLOCK)
+    fresh = private_slab(NUM, BLOCK)
     offer = source.agent.offer(fresh, [1], SOON_S)
-    assert await target.agent.read(offer.ticket, target.slab, [1], SOON_S) == "shm"
+    assert await target.agent.read(offer.ticket, target.slab, [1], SOON_S) == "tcp"
     assert "locked memory" in caplog.text
 
 
@@ -103,7 +103,7 @@ async def test_a_peer_that_describes_its_memory_wrongly(
 
     monkeypatch.setattr(Nixl, "describe", wrong)
     offer = source.agent.offer(source.slab, [1], SOON_S)
-    assert await target.agent.read(offer.ticket, target.slab, [1], SOON_S) == "shm"
+    assert await target.agent.read(offer.ticket, target.slab, [1], SOON_S) == "tcp"
     assert "is not used with it" in caplog.text
 
 

@@ -31,7 +31,7 @@ NEAR = {"process": ("one", "p1"), "host": ("one", "p2"), "network": ("two", "p2"
 """Where the destination is; the source is always process p1 of host one."""
 
 
-def place(kind: str, host: str = "one", process: str = "p1", device: int = 0) -> Place:
+def place(kind: str, host: str = "one", process: str = "p1", device: str = "GPU-0") -> Place:
     return Place(
         kind=MemoryKind(kind),
         host=host,
@@ -243,11 +243,11 @@ def test_nobody_writes_to_what_another_process_owns() -> None:
 
 def test_two_devices_are_not_taken_for_one() -> None:
     side = can(*GPU, "cuda-ipc")
-    other = place("device", *NEAR["host"], device=1)
+    other = place("device", *NEAR["host"], device="GPU-1")
     assert plan(place("device"), other, side, side, LinkSpeeds()).hops[0].link == "cuda-ipc/device-peer"
     # Numbers of devices mean nothing on another host.
     side = can(*EVERYTHING)
-    other = place("device", *NEAR["network"], device=1)
+    other = place("device", *NEAR["network"], device="GPU-1")
     assert plan(place("device"), other, side, side, LinkSpeeds()).hops[0].link == "nixl/rdma"
 
 
@@ -338,7 +338,7 @@ def test_no_route_in_one_process_is_about_one_side() -> None:
     "fields",
     [
         {"kind": "device"},
-        {"kind": "host", "device": 0},
+        {"kind": "host", "device": "GPU-0"},
         {"kind": "file"},
         {"kind": "pinned", "file_system": "disk"},
     ],

@@ -76,7 +76,7 @@ async def test_the_first_read_brings_a_test_that_measures_the_path() -> None:
     async with pair() as both:
         assert await both.read() == "shm"
         assert await both.tested_links() == {"shm@127.0.0.1"}
-        (link,) = both.here.paths.links().values()
+        link = both.here.paths.links()["shm@127.0.0.1"]
         assert link.bytes_per_s > 0
         assert 0 < link.latency_s < SOON_S
         assert both.here.paths.slow_paths() == {}
@@ -155,12 +155,11 @@ async def test_what_tests_read_is_offered_again_when_somebody_takes_it_for_himse
 
 
 @pytest.mark.skipif(nixl_library.find() is None, reason="NIXL is not installed")
-async def test_with_nixl_the_path_without_it_is_measured_as_well() -> None:
+async def test_nixl_is_measured_where_it_is_on_though_it_is_not_taken() -> None:
     options = TransferOptions(self_test=True, nixl=True)
     async with pair(options, options) as both:
-        if await both.read() != "nixl":
-            pytest.skip("NIXL is not used between processes here")
-        assert await both.tested_links() == {"nixl@127.0.0.1", "shm@127.0.0.1"}
+        assert await both.read() == "shm"
+        assert await both.tested_links() == {"shm@127.0.0.1", "nixl@127.0.0.1"}
 
 
 def test_the_sizes_of_reads_tell_something() -> None:
@@ -183,7 +182,7 @@ def test_without_memory_to_share_a_test_reads_private_memory(monkeypatch: pytest
 class Bench:
     """A Progress whose time stands still, and a link that keeps what it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *paths: str) -> None:
         self.time = 0.0
         self.calls: deque[Callable[[], None]] = deque()
         self.timers: list[Timer] = []
@@ -191,7 +190,7 @@ class Bench:
         self.reading: Reading | None = None
         self.num_done = 0
         self.is_busy = False
-        self.test = SelfTest(cast("Progress", self), self, ADDRESS, "shm", self._done)
+        self.test = SelfTest(cast("Progress", self), self, ADDRESS, paths, self._done)
         self.test.start()
 
     def _done(self) -> None:
@@ -234,7 +233,7 @@ class Bench:
 
 
 def test_a_path_is_read_four_times() -> None:
-    bench = Bench()
+    bench = Bench("shm")
     while bench.reading is not None:
         bench.end("shm")
     assert bench.sizes == [2, 1, NUM_BLOCKS, NUM_BLOCKS]
@@ -242,16 +241,26 @@ def test_a_path_is_read_four_times() -> None:
     assert all(timer.call is None for timer in bench.timers)
 
 
-def test_after_nixl_the_path_without_it_is_read() -> None:
-    bench = Bench()
+def test_one_path_is_read_after_the_other() -> None:
+    bench = Bench("nixl", "shm")
     while bench.reading is not None:
-        bench.end("nixl" if not bench.reading.only_path else bench.reading.only_path)
-    assert [path for path, _ in bench.asked] == [""] * 4 + ["shm"] * 4
+        bench.end(bench.reading.only_path)
+    assert [path for path, _ in bench.asked] == ["nixl"] * 4 + ["shm"] * 4
+    assert bench.num_done == 1
+
+
+def test_a_path_that_fails_is_left_for_the_next() -> None:
+    bench = Bench("nixl", "shm")
+    bench.end("nixl", fails=True)
+    while bench.reading is not None:
+        bench.end("shm")
+    assert [path for path, _ in bench.asked] == ["nixl"] + ["shm"] * 4
+    assert bench.num_done == 1
 
 
 def test_a_slow_link_is_not_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "_SLOW_S", 0.02)
-    bench = Bench()
+    bench = Bench("tcp")
     for took_s in (0.001, 0.001, 0.5):
         bench.end("tcp", took_s)
     assert (bench.reading, bench.num_done) == (None, 1)
@@ -259,13 +268,13 @@ def test_a_slow_link_is_not_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_read_that_fails_ends_the_test() -> None:
-    bench = Bench()
+    bench = Bench("nixl")
     bench.end("nixl", fails=True)
     assert (bench.sizes, bench.num_done) == ([2], 1)
 
 
 def test_a_test_that_takes_too_long_is_over_and_moves_nothing_any_more() -> None:
-    bench = Bench()
+    bench = Bench("tcp")
     bench.end("tcp")
     reading = bench.reading
     assert reading is not None
@@ -279,7 +288,7 @@ def test_a_test_that_takes_too_long_is_over_and_moves_nothing_any_more() -> None
 
 
 def test_a_test_that_is_late_between_two_reads_begins_no_other() -> None:
-    bench = Bench()
+    bench = Bench("tcp")
     assert bench.reading is not None
     bench.reading.let_go(None)
     assert bench.timers[0].call is not None

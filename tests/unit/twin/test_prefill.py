@@ -9,6 +9,7 @@ from tests.unit.twin.test_replay import ENGINE, LINK_S, ONE, record, replay
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.traces import small_trace
 from kvolt.core.latency import LatencyModel
+from kvolt.core.request import Role
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.replay import TwinRun, new_tally
 
@@ -70,3 +71,21 @@ def test_answers_are_not_held_up_by_prompts() -> None:
 def test_a_run_is_a_function_of_its_arguments() -> None:
     settings = replace(APART, num_workers=2, num_prefill=2, router="latency", seed=3)
     assert replay(settings, list(small_trace()))[1] == replay(settings, list(small_trace()))[1]
+
+
+def test_a_prompt_whose_kv_came_is_not_computed_again_for_want_of_blocks() -> None:
+    """One answer at a time, and little room besides it for the KV of those that wait: what others need meanwhile is
+    taken from what nobody waits for."""
+    scarce = replace(ENGINE, kv_blocks=28, max_num_seqs=1)
+    settings = replace(APART, engine=scarce, prefill_choice="threshold")
+    run = TwinRun(settings, new_tally(settings))
+    computed: list[int] = []
+
+    def look(sample: Sample) -> None:
+        assert sample.error is None
+        assert run.cluster is not None
+        [decode] = [each for each in run.cluster._members if each.role is Role.DECODE]
+        computed.append(decode.watch.prompt_tokens)
+
+    run.run([record(200 * number, output=100, hash_ids=(number,)) for number in range(3)], look)
+    assert computed == [5, 10, 15], "the four tokens of no whole block, and the first token of each"

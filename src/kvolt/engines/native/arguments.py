@@ -39,6 +39,8 @@ class NativeArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     threads: _AtLeastOne | None = None
     """CPU threads of each process; None for what the environment says."""
     cuda_graphs: bool = True
+    measure_steps: bool = True
+    """Measure some steps at start, for a second or so, and register how long they take: routers reckon with it."""
     process: Literal["own", "thread"] = "own"
     """Where steps run: in a process of their own, or in a thread of the worker."""
     kv_events: bool = True

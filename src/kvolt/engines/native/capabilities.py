@@ -90,10 +90,12 @@ class Capabilities:
 
     def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
         self._need_blocks()
+        # Blocks of a request that was stopped are free while its last chunk may still be written on a device.
+        self._core.runner.wait()
         return self._exchange.make_room(keys, hashes)
 
-    def settle_kv(self, room: KvRoom, num_filled: int) -> None:
-        self._exchange.settle(room, num_filled)
+    def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+        self._exchange.settle(room, num_filled, keep_for, self._prefills.expires_at)
 
     def _need_blocks(self) -> None:
         if not self._has_blocks:
@@ -163,7 +165,7 @@ class Capabilities:
     def _embed(self, tokens: Sequence[int], pooling: Pooling) -> list[float]:
         scheduler, runner = self._core.scheduler, self._core.runner
         block_size = scheduler.limits.block_size
-        blocks = scheduler.pool.allocate(-(-len(tokens) // block_size))
+        blocks = scheduler.allocate(-(-len(tokens) // block_size))
         if blocks is None:
             raise Overloaded(
                 "no KV blocks are free for an embedding", queue="kv_blocks", limit=scheduler.pool.num_blocks

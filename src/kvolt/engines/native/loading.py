@@ -37,6 +37,7 @@ from kvolt.engines.native.runner import ModelRunner
 from kvolt.engines.native.setup import Setup, choose_setup, device_of
 from kvolt.engines.native.sizing import largest_step_bytes, memory_for_kv
 from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, RankSlabs, SlabShape
+from kvolt.engines.native.trial_runner import measured_latency
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.scheduler import Scheduler
 from kvolt.engines.step_plan import Limits
@@ -214,6 +215,10 @@ def build_core(
     if setup.device.type == "cuda" and arguments.cuda_graphs and group.degree == 1:
         hooks.progress("capturing decode steps")
         _capture(runner, setup, config)
+    if arguments.measure_steps:
+        hooks.progress("measuring steps")
+        latency = measured_latency(runner, limits, num_blocks, hooks.clock.monotonic)
+        core.info = msgspec.structs.replace(info, latency=latency)
     if arguments.step_log is not None:
         core.on_step = _step_log(Path(arguments.step_log), core, setup)
     hooks.progress(

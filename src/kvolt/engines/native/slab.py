@@ -24,6 +24,7 @@ import torch
 
 if TYPE_CHECKING:
     from kvolt.engines.models.config import ModelConfig
+    from kvolt.transfer.device_memory import DeviceHandle
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYOUT = "block-layer-kv-head-token"
@@ -94,6 +95,14 @@ class KvSlab:
             self.tensor = flat.view(shape.dims)
         else:
             self.tensor = torch.zeros(shape.dims, dtype=dtype, device=device)
+
+    def device_handle(self) -> DeviceHandle | None:
+        """By which another process opens this memory of a device; None on the host."""
+        if not self.tensor.is_cuda:
+            return None
+        from kvolt.transfer.cuda_memory import handle_of  # needs Triton, which only a device has for certain
+
+        return handle_of(self.tensor)
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer: [num_blocks, num_kv_heads, block_size, head_dim] each."""

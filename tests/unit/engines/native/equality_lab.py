@@ -53,13 +53,14 @@ class Watch:
 
 def core_of(model: Path | str, hooks: CoreHooks | None = None, **arguments: Any) -> EngineCore:
     """Exact and small, unless told otherwise. One thread: several that wait for each other on cores that other
-    processes use cost ten times what they bring."""
+    processes use cost ten times what they bring. Nobody asks how long the steps of so many engines take."""
     given: dict[str, Any] = {
         "dtype": "float32",
         "device": "cpu",
         "kv_blocks": 256,
         "context_length": 512,
         "threads": 1,
+        "measure_steps": False,
     } | arguments
     return load_core(EngineSpec(model=str(model), role=Role.AGGREGATED), NativeArguments(**given), hooks)
 

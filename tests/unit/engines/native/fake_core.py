@@ -29,7 +29,7 @@ from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.load import WorkerLoad
-from kvolt.core.request import Request
+from kvolt.core.request import Request, Role
 from kvolt.engines.contract import KvHeld, KvRoom
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.native.arguments import NativeArguments
@@ -38,6 +38,7 @@ from kvolt.engines.registry import EngineSpec
 from kvolt.engines.scheduler import Advanced, Limits, Scheduler, Work
 from kvolt.engines.sim_model import sim_card
 from kvolt.kv import BlockId, BlockPool
+from kvolt.transfer.device_memory import DeviceHandle
 
 VOCABULARY = 1000
 NUM_SAID = 48
@@ -75,7 +76,11 @@ class FakeCore:
             kv_layout="fake",
         )
         self.scheduler = Scheduler(BlockPool(num_blocks), limits, self.card.eos_token_ids, self.keys_of)
-        self.runner = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY)))
+        self.runner = SimpleNamespace(
+            model=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY)),
+            slab=SimpleNamespace(device_handle=lambda: None),
+            device="cpu",
+        )
         self.block_bytes = block_size * _STATE.size
         descriptor = hooks.memory(0, num_blocks * self.block_bytes)
         self.memory = mmap.mmap(descriptor, num_blocks * self.block_bytes)
@@ -276,8 +281,8 @@ class FakeCapabilities:
     def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
         return self._exchange.make_room(keys, hashes)
 
-    def settle_kv(self, room: KvRoom, num_filled: int) -> None:
-        self._exchange.settle(room, num_filled)
+    def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None) -> None:
+        self._exchange.settle(room, num_filled, keep_for, self._prefills.expires_at)
 
     # --- prompts for others
 
@@ -354,6 +359,23 @@ def load_two_ranks(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> 
     os.pwrite(descriptor, b"rank 1", 0)
     os.close(descriptor)
     return core
+
+
+def _load_on_device(spec: EngineSpec, arguments: NativeArguments, hooks: Any, role: Role) -> FakeCore:
+    """As if its blocks lay in a device's memory, which a worker of this role opens."""
+    core = FakeCore(spec, arguments, hooks)
+    core.info = replace(core.info, role=role)
+    core.runner.slab.device_handle = lambda: DeviceHandle(b"handle", 8, len(core.memory))
+    core.runner.device = "cuda:1"
+    return core
+
+
+def load_decode_on_device(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+    return _load_on_device(spec, arguments, hooks, Role.DECODE)
+
+
+def load_aggregated_on_device(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+    return _load_on_device(spec, arguments, hooks, Role.AGGREGATED)
 
 
 def load_unknown(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from tests.unit.engines.native.shell_lab import Reader, make_engine, pid_of, request, running, until_gone
+from tests.unit.transfer.device_lab import FakeDevice
 
 from kvolt.core.errors import (
     ConfigError,
@@ -33,6 +34,9 @@ from kvolt.engines.native.shell import link as link_module
 from kvolt.engines.native.shell import messages
 from kvolt.engines.native.shell.progress_lines import ProgressLines
 from kvolt.runtime.tasks import Scope
+from kvolt.transfer.device_memory import DeviceHandle
+from kvolt.transfer.layout import SlabLayout
+from kvolt.transfer.memory import Slab
 
 MODES = pytest.mark.parametrize("process", ["thread", "own"])
 
@@ -467,8 +471,57 @@ async def test_each_rank_has_a_slab_in_memory_of_the_shell(process: str) -> None
 @MODES
 async def test_a_rank_that_has_its_blocks_elsewhere_leaves_no_slabs(process: str) -> None:
     async with running("load", process=process, tensor_parallel=2) as (engine, _):
-        with pytest.raises(Unsupported, match="no memory of the host"):
+        with pytest.raises(Unsupported, match="no memory that others reach"):
             engine.kv_slabs()
+
+
+# --- blocks of a device
+
+
+async def test_a_decode_worker_opens_its_engine_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, opened = FakeDevice(4096), []
+
+    def open_slab(handle: DeviceHandle, name: str, layout: SlabLayout) -> Slab:
+        opened.append((handle.allocation, handle.offset, name))
+        return Slab.on_device(device, layout.block.block_bytes, layout)
+
+    monkeypatch.setattr(engine_module, "_open_slab", open_slab)
+    async with running("load_decode_on_device", process="own") as (engine, _):
+        (slab,) = engine.kv_slabs()
+        assert slab.device is device
+        assert opened == [(b"handle", 8, "cuda:1")]
+    assert device.num_closed == 1
+
+
+@pytest.mark.parametrize(
+    ("load", "arguments"),
+    [
+        ("load_aggregated_on_device", {"process": "own"}),  # nobody reads from it
+        ("load_decode_on_device", {"process": "thread"}),  # a process does not open its own memory
+    ],
+)
+async def test_a_device_is_not_opened_where_that_is_of_no_use(
+    load: str, arguments: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_open_slab", lambda *given: pytest.fail("was opened"))
+    async with running(load, **arguments) as (engine, reader):
+        engine.submit(request("r"))
+        await reader.finish("r")
+
+
+@pytest.mark.parametrize("error", [Unsupported("not from here", feature="x"), RuntimeError("out of memory")])
+async def test_a_device_that_cannot_be_opened_keeps_its_blocks(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*given: object) -> Slab:
+        raise error
+
+    monkeypatch.setattr(engine_module, "_open_slab", refuse)
+    async with running("load_decode_on_device", process="own") as (engine, reader):
+        engine.submit(request("r"))
+        await reader.finish("r")
+        assert all(slab.device is None for slab in engine.kv_slabs())
+    assert "stay on this device" in caplog.text
 
 
 # --- end

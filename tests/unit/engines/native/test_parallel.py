@@ -103,7 +103,8 @@ def memories() -> Iterator[Memories]:
 @pytest.fixture(scope="module")
 def core(folder: Path, adapter: Path, memories: Memories) -> Iterator[EngineCore]:
     hooks = CoreHooks(memory=memories.give)
-    with closing(core_of(folder, hooks, loras={"early": str(adapter)}, **SMALL, **TIGHT)) as core:
+    loras = {"early": str(adapter)}
+    with closing(core_of(folder, hooks, loras=loras, measure_steps=True, **SMALL, **TIGHT)) as core:
         yield core
 
 
@@ -135,6 +136,10 @@ def test_a_rank_that_dies_ends_the_step_and_the_next_start_works(folder: Path, r
         finally:
             core.close()
         assert not rank.is_alive()
+
+
+def test_steps_are_measured_with_all_ranks(core: EngineCore) -> None:
+    assert core.info.latency is not None
 
 
 @pytest.mark.parametrize("run", [chunked, preempted, after_aborts])

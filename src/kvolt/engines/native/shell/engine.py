@@ -1,8 +1,8 @@
 """NativeEngine: the Engine of the contract, in the worker's process. What computes is elsewhere (`host`).
 
 Owns the engine's life as the worker sees it, the checks that `submit` makes at once, and the steps that wait to
-be read: nothing of an aborted request is in them, however much of it was on its way. Imports no torch and never
-waits for a step. All else is the core's, behind `link`.
+be read: nothing of an aborted request is in them, however much of it was on its way. Never waits for a step, and
+imports torch only where blocks of a device are to be moved (ADR 12). All else is the core's, behind `link`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvolt.core.errors import (
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
-from kvolt.core.request import Handoff, Request
+from kvolt.core.request import Handoff, Request, Role
 from kvolt.engines.contract import KvHeld, KvRoom, Pooling, features_of
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell import messages
@@ -57,6 +57,7 @@ from kvolt.engines.native.shell.progress_lines import ProgressLines
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.step_plan import check_request
 from kvolt.runtime.tasks import Crew
+from kvolt.transfer.device_memory import DeviceHandle
 from kvolt.transfer.layout import SlabLayout
 from kvolt.transfer.memory import Slab
 
@@ -121,6 +122,7 @@ class NativeEngine:
         try:
             await self._launch()
             loaded = await self._loading
+            await self._open_device(loaded)
         except BaseException:
             await self.close()
             raise
@@ -150,6 +152,31 @@ class NativeEngine:
         self._crew.start(self._watch(self._host), "watch")
         level = logging.getLogger().getEffectiveLevel()
         self._link.start(Start(self._spec, self._arguments, self._core, level))
+
+    async def _open_device(self, loaded: Loaded) -> None:
+        """The blocks of a device, where its one rank is another process: in a thread, since CUDA takes seconds."""
+        facts, arguments = loaded.facts, self._arguments
+        handle = facts.device_memory
+        if handle is None or arguments.tensor_parallel > 1 or arguments.process == "thread":
+            return
+        if loaded.info.role not in (
+            Role.PREFILL,
+            Role.DECODE,
+        ):  # nobody reads its blocks, and a context costs memory
+            return
+        try:
+            slab = await asyncio.to_thread(_open_slab, handle, facts.device, SlabLayout.of_rank(facts.layout))
+        except (
+            KvoltError,
+            ImportError,
+            RuntimeError,
+        ) as error:  # it still computes, and prompts are computed again
+            log.warning("KV blocks stay on this device, and are computed again elsewhere: %s", error)
+            return
+        if self._is_over:
+            slab.close()
+        else:
+            self._slabs = (slab,)
 
     async def steps(self) -> AsyncIterator[StepOutput]:
         while True:
@@ -356,7 +383,7 @@ class NativeEngine:
         if not self._slabs:
             memories, model = self.kv_memories, self.kv_layout()
             if not memories:
-                raise Unsupported("the KV blocks lie in no memory of the host", feature="kv_slabs")
+                raise Unsupported("the KV blocks lie in no memory that others reach", feature="kv_slabs")
             self._slabs = tuple(
                 _map_slab(memory, SlabLayout.of_rank(model, len(memories), rank))
                 for rank, memory in enumerate(memories)
@@ -374,7 +401,7 @@ class NativeEngine:
 
         def settle(room: KvRoom) -> None:
             if not is_wanted and room.blocks:  # whoever asked has gone: nobody else would give it back
-                self._link.post(messages.SETTLE_KV, room, 0)
+                self._link.post(messages.SETTLE_KV, room, 0, None)
 
         try:
             return await self._link.call(messages.MAKE_ROOM, list(keys), list(hashes), on_value=settle)
@@ -382,8 +409,8 @@ class NativeEngine:
             is_wanted = False
             raise
 
-    async def settle_kv(self, room: KvRoom, num_filled: int) -> None:
-        await self._link.call(messages.SETTLE_KV, room, num_filled)
+    async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
+        await self._link.call(messages.SETTLE_KV, room, num_filled, keep_for)
 
     # --- Prefill
 
@@ -424,6 +451,17 @@ class NativeEngine:
 
 def _map_slab(memory: int, layout: SlabLayout) -> Slab:
     return Slab.mapped(os.dup(memory), os.fstat(memory).st_size, layout.block.block_bytes, layout)
+
+
+def _open_slab(handle: DeviceHandle, device: str, layout: SlabLayout) -> Slab:
+    """Of the engine's device, as this process sees it."""
+    import torch
+
+    from kvolt.transfer.cuda_memory import open_memory
+
+    memory = open_memory(handle, torch.device(device))
+    memory.warm_up()
+    return Slab.on_device(memory, layout.block.block_bytes, layout)
 
 
 async def _bury(host: Host) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
-from kvolt.core.errors import EngineFailed, ErrorInfo, KvoltError, to_info
+from kvolt.core.errors import EngineFailed, ErrorInfo, KvoltError, Unsupported, to_info
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, StopConditions
@@ -47,6 +47,7 @@ from kvolt.engines.native.shell.messages import (
 )
 from kvolt.engines.scheduler import Scheduler
 from kvolt.runtime.clock import Clock
+from kvolt.transfer.device_memory import DeviceHandle
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,19 @@ def facts_of(core: Core) -> Facts:
         layout=core.capabilities.kv_layout(),
         loras=core.capabilities.loras(),
         vocab_size=core.runner.model.config.vocab_size,
+        device_memory=_device_memory(core),
+        device=str(core.runner.device),
     )
+
+
+def _device_memory(core: Core) -> DeviceHandle | None:
+    """Of the first rank."""
+    try:
+        handle: DeviceHandle | None = core.runner.slab.device_handle()
+    except Unsupported as error:
+        log.warning("KV blocks cannot go to other workers: %s", error)
+        return None
+    return handle
 
 
 class ShellGone(Exception):

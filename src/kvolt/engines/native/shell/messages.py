@@ -28,6 +28,7 @@ from kvolt.engines.contract import KvHeld, KvRoom, Pooling
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.step_plan import Limits
+from kvolt.transfer.device_memory import DeviceHandle
 
 MAX_FRAME_BYTES = 1 << 30
 """More than any message; a longer one is a peer that has lost its place."""
@@ -85,6 +86,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     loras: dict[str, str]
     """Digests of the loaded adapters by name, in order of loading."""
     vocab_size: int
+    device_memory: DeviceHandle | None = None
+    """By which the KV blocks are reached that lie in a device's memory; None where that cannot be."""
+    device: str = "cpu"
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
@@ -192,7 +196,7 @@ IMPORT_KV: Method[int] = Method("import_kv", tuple[list[KvBlock]], int)
 HOLD_KV: Method[KvHeld] = Method("hold_kv", tuple[RequestId], KvHeld)
 COMPUTED_KV: Method[KvHeld] = Method("computed_kv", tuple[RequestId, int], KvHeld, None)  # as long as PREFILL
 MAKE_ROOM: Method[KvRoom] = Method("make_room", tuple[list[BlockKey], list[SequenceHash]], KvRoom)
-SETTLE_KV: Method[None] = Method("settle_kv", tuple[KvRoom, int], None)
+SETTLE_KV: Method[None] = Method("settle_kv", tuple[KvRoom, int, RequestId | None], None)
 PREFILL: Method[Handoff] = Method(
     "prefill", tuple[Request], Handoff, None
 )  # its caller's to bound, as a request is

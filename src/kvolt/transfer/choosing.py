@@ -1,0 +1,74 @@
+"""Choosing: of the paths that two agents can take between them, the one that is planned to be the fastest. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvolt.transfer.capabilities import Capabilities
+from kvolt.transfer.lanes import Lane, MemoryKind, Place, lanes
+from kvolt.transfer.link_speeds import LinkSpeeds
+from kvolt.transfer.routes import TYPICAL_PIECE_BYTES, NoRoute, plan
+
+WORTH_CHANGING = 1.25
+"""So many times as fast as the path that is taken: speeds that change by the hour shall not move blocks to and fro."""
+PROVEN = 8
+"""Large transfers until a path's speed is believed more than the table of lanes."""
+_EVERYBODY = ("copy", "cuda-copy")
+"""What staging takes on either side: who has a device's memory can copy from and to it."""
+
+
+def fastest(
+    source: Place,
+    destination: Place,
+    paths: Sequence[str],
+    mine: Capabilities,
+    theirs: Capabilities,
+    speeds: LinkSpeeds,
+    *,
+    taken: str = "",
+) -> str:
+    """Of `paths`, which both sides can take; the first of equally fast ones. `taken`: what was chosen before."""
+    proven = speeds.proven(PROVEN)
+    expected = {path: bytes_per_s(source, destination, path, mine, theirs, proven) for path in paths}
+    best = max(expected, key=lambda path: expected[path])
+    if taken in expected and expected[best] < WORTH_CHANGING * expected[taken]:
+        return taken
+    return best
+
+
+def lane_taken(
+    source: Place, destination: Place, path: str, mine: Capabilities, theirs: Capabilities
+) -> Lane | None:
+    """The lane that a path is between these two; None for one that the table has not."""
+    can = mine.paths & theirs.paths
+    found = (lane for lane in lanes(source, destination) if lane.path == path)
+    return next((lane for lane in found if can.issuperset(lane.needs)), None)
+
+
+def name_taken(
+    source: Place, destination: Place, path: str, mine: Capabilities, theirs: Capabilities
+) -> str | None:
+    """Under which its speed is kept; None where nobody would ask. What goes through a host for want of a lane from or
+    to a device is one name, whatever it goes through."""
+    lane = lane_taken(source, destination, path, mine, theirs)
+    if lane is not None:
+        return lane.name
+    return f"{path}/staged" if MemoryKind.DEVICE in (source.kind, destination.kind) else None
+
+
+def bytes_per_s(
+    source: Place, destination: Place, path: str, mine: Capabilities, theirs: Capabilities, speeds: LinkSpeeds
+) -> float:
+    """As measured; else by the table of lanes, staged where there is no lane. 0 for a path that leads nowhere."""
+    name = name_taken(source, destination, path, mine, theirs)
+    measured = None if name is None else speeds.expected(source.host, name)
+    if measured is not None:
+        return measured.bytes_per_s
+    lane = lane_taken(source, destination, path, mine, theirs)
+    if lane is not None:
+        return 1 / (1 / lane.cost.bytes_per_s + lane.cost.block_s / TYPICAL_PIECE_BYTES)
+    only = Capabilities(paths=frozenset((path, *_EVERYBODY)))
+    try:
+        return plan(source, destination, only, only, LinkSpeeds()).bytes_per_s
+    except NoRoute:
+        return 0.0

@@ -1,0 +1,151 @@
+"""An engine that has measured itself: it says how long its steps take, and is otherwise as if it had not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.engines.native.equality_lab import answer, ask, assert_at_rest, core_of, make_prompts
+
+from kvolt.core.latency import LatencyModel
+from kvolt.core.load import StepStats, decode_step_log
+from kvolt.core.request import Role
+from kvolt.engines.native.arguments import NativeArguments
+from kvolt.engines.native.batch import Batch
+from kvolt.engines.native.core import EngineCore
+from kvolt.engines.native.loading import load_core
+from kvolt.engines.native.step_trials import Trial, Trials
+from kvolt.engines.native.trial_runner import TrialRunner, told
+from kvolt.engines.registry import EngineSpec
+from kvolt.testing.tiny_models import tiny_checkpoint
+
+PROMPTS = make_prompts(seed=2, vocabulary=900)
+TRIALS = [
+    Trial(batch=1, context=16),
+    Trial(batch=5, context=33),
+    Trial(prompts=1, chunk=20),
+    Trial(prompts=3, chunk=7, before=50),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("trials") / "model", seed=5)
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
+    log = tmp_path_factory.mktemp("log") / "steps.jsonl"
+    random = torch.get_rng_state()
+    with closing(core_of(folder, measure_steps=True, step_log=str(log))) as core:
+        assert torch.equal(torch.get_rng_state(), random)
+        assert decode_step_log(log.read_bytes().splitlines())[1] == []
+        yield core
+
+
+@pytest.fixture
+def plain(folder: Path) -> Iterator[EngineCore]:
+    with closing(core_of(folder)) as core:
+        yield core
+
+
+def test_it_tells_what_its_steps_take(measured: EngineCore, plain: EngineCore) -> None:
+    latency = measured.info.latency
+    assert latency is not None
+    assert measured.info.step_model is latency
+    assert 0 < latency.decode_s(1, 100) < 10 * latency.prefill_s(400) < 100
+    assert plain.info.step_model is None
+
+
+@pytest.mark.parametrize("role", [Role.AGGREGATED, Role.PREFILL, Role.DECODE])
+def test_in_every_role_and_unless_told_otherwise(folder: Path, role: Role) -> None:
+    arguments = NativeArguments(device="cpu", dtype="float32", threads=1, kv_blocks=64, context_length=256)
+    with closing(load_core(EngineSpec(model=str(folder), role=role), arguments)) as core:
+        assert (core.info.role, core.info.latency is not None) == (role, True)
+
+
+def test_nothing_is_left_behind(measured: EngineCore, plain: EngineCore) -> None:
+    pool = measured.scheduler.pool
+    assert_at_rest(measured)
+    assert (pool.num_registered, pool.num_free) == (0, measured.info.capacity.kv_total_blocks)
+    assert measured.capabilities.kv_contents() == ()
+    assert measured.scheduler.take_changes() == ()
+    assert measured.step() is None
+    for number, (name, prompt) in enumerate(PROMPTS.items()):
+        asked = ask(name, prompt, 8, seed=number, temperature=0.8, top_p=0.9)
+        mine, others = answer(measured, asked), answer(plain, asked)
+        assert (mine.tokens, mine.cached) == (others.tokens, others.cached)
+    zeros = ask("zeros", (0,) * 64, 4)  # what trials compute
+    assert answer(measured, zeros).cached == answer(plain, zeros).cached == 0
+
+
+def test_it_says_so_in_one_line(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="kvolt.engines.native"):
+        core_of(folder, measure_steps=True).close()
+        core_of(folder).close()
+    (line,) = [record.message for record in caplog.records if "step" in record.message]
+    assert line.startswith("steps measured: ")
+    assert line.endswith(" on prompts")
+    assert line.count(" % on ") == 2
+
+
+def test_too_little_is_said_too() -> None:
+    one = (StepStats(1, 0, 0, 16, 2.5),)
+    few = Trials(steps=one, num_runs=1, took_s=2.5, latency=None)
+    assert told(few) == "1 steps measured in 2.5 s are too few: no step model is registered"
+    exact = LatencyModel(base_s=2.5)
+    unjudged = Trials(steps=one, num_runs=1, took_s=2.5, latency=exact)
+    assert told(unjudged).endswith("median error ? on decodes, ? on prompts")
+    more = (StepStats(2, 0, 0, 32, 2.0), StepStats(3, 0, 0, 48, 2.0))
+    judged = Trials(steps=one + more, num_runs=3, took_s=6.5, latency=exact)
+    assert told(judged).endswith("median error 25 % on decodes, ? on prompts")
+
+
+def test_trials_write_to_blocks_of_their_own_and_other_ranks_hear_of_them(plain: EngineCore) -> None:
+    seen: list[Batch] = []
+    plain.runner.on_batch = seen.append
+    runner = TrialRunner(plain.runner, 16)
+    for trial in TRIALS:
+        runner.prepare(trial)()
+    for trial, batch in zip(TRIALS, seen, strict=True):
+        stats = trial.stats()
+        assert batch.num_decodes == stats.batch
+        assert batch.num_tokens == stats.batch + stats.prefill_tokens
+        assert len(set(batch.slots.tolist())) == batch.num_tokens
+        assert sum(batch.context_lens[: batch.num_decodes]) == stats.context_tokens
+        width = trial.num_blocks(16) // batch.num_sequences
+        assert len({*batch.block_tables[:, :width].flatten().tolist()}) == trial.num_blocks(16)
+        assert batch.block_tables.max() < plain.info.capacity.kv_total_blocks
+    assert [batch.positions.tolist() for batch in seen] == [
+        [15],
+        [32] * 5,
+        list(range(20)),
+        [*range(50, 57)] * 3,
+    ]
+
+
+def test_decodes_are_replayed_where_those_of_requests_are(plain: EngineCore) -> None:
+    replay = Replay(plain.runner.model.config.vocab_size)
+    plain.runner.use_replay(replay)
+    runner = TrialRunner(plain.runner, 16)
+    for trial in TRIALS:
+        runner.prepare(trial)()
+    assert replay.sizes == [1, 5]
+
+
+class Replay:
+    def __init__(self, vocabulary: int) -> None:
+        self.sizes: list[int] = []
+        self._vocabulary = vocabulary
+
+    def covers(self, batch: Batch) -> bool:
+        return batch.num_decodes == batch.num_sequences
+
+    def replay(self, batch: Batch) -> Any:
+        self.sizes.append(batch.num_decodes)
+        return torch.zeros(batch.num_decodes, self._vocabulary)

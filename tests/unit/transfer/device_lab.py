@@ -1,0 +1,101 @@
+"""A device that is none: memory of this process behind the port that memory of an accelerator has."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import numpy as np
+
+from kvolt.core.errors import TransferFailed, Unsupported
+from kvolt.transfer import block_bytes
+from kvolt.transfer.capabilities import MachineFacts
+from kvolt.transfer.device_memory import DeviceHandle, Memory, Sums
+from kvolt.transfer.memory import Numbers, Slab
+
+WITH_GPU = MachineFacts(num_gpus=1, has_torch=True)
+
+
+class FakeDevice:
+    """One memory of it. Those that were made here can open each other by their handles."""
+
+    made: dict[bytes, FakeDevice] = {}  # noqa: RUF012
+
+    def __init__(self, num_bytes: int, seed: int = 0, *, is_shared: bool = True) -> None:
+        self.name = "GPU-0"
+        self.num_bytes = num_bytes
+        self.bytes = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+        self.handle: DeviceHandle | None = None
+        if is_shared:
+            self.handle = DeviceHandle(secrets.token_bytes(8), 0, num_bytes)
+            self.made[self.handle.allocation] = self
+        self.opens = True
+        self.breaks = False
+        """What is moved to it is not what was read."""
+        self.fails = False
+        self.open_fails = False
+        self.on_move: Callable[[], object] = lambda: None
+        self.num_opened = 0
+        self.num_closed = 0
+
+    def rows(self, block_bytes: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+        return self.bytes.reshape(-1, block_bytes)
+
+    def slab(self, block_bytes: int) -> Slab:
+        return Slab.on_device(self, block_bytes)
+
+    def open(self, handle: DeviceHandle) -> FakeDevice:
+        self.num_opened += 1
+        if self.open_fails:
+            raise TransferFailed("out of memory", reason="device")
+        if not self.opens:
+            raise Unsupported("not from here", feature="cuda-ipc")
+        return self.made[handle.allocation]
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+    def staging(self, num_bytes: int) -> memoryview:
+        return memoryview(bytearray(num_bytes))
+
+    def move(
+        self,
+        dst: Memory,
+        dst_offsets: Numbers,
+        src: Memory,
+        src_offsets: Numbers,
+        piece_bytes: int,
+        pieces_per_block: int,
+        seeds: bytes | None,
+    ) -> Sums:
+        assert self in (dst, src)
+        self._fail()
+        self.on_move()
+        sums = np.empty(len(dst_offsets) // pieces_per_block, dtype=np.uint64)
+        to, origin = _view(dst), _view(src)
+        block_bytes.copy_checked(
+            to, dst_offsets, origin, src_offsets, piece_bytes, pieces_per_block, seeds, sums
+        )
+        if self.breaks and dst is self:
+            self.bytes[dst_offsets[0]] ^= 1
+            return self.checksums(dst_offsets, piece_bytes, pieces_per_block, seeds)
+        return sums
+
+    def checksums(
+        self, offsets: Numbers, piece_bytes: int, pieces_per_block: int, seeds: bytes | None
+    ) -> Sums:
+        self._fail()
+        sums = np.empty(len(offsets) // pieces_per_block, dtype=np.uint64)
+        block_bytes.checksums(_view(self), offsets, piece_bytes, pieces_per_block, seeds, sums)
+        return sums
+
+    def _fail(self) -> None:
+        if self.fails:
+            raise TransferFailed("out of memory", reason="device")
+
+
+def _view(memory: Memory) -> memoryview:
+    if isinstance(memory, memoryview):
+        return memory
+    assert isinstance(memory, FakeDevice)
+    return memoryview(memory.bytes)  # type: ignore[arg-type]
