@@ -31,7 +31,6 @@ are 95 % ones of the mean over seeds (Student's t); ratios are taken seed by see
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -54,7 +53,8 @@ from benchmarks.disaggregation.study_runs import (
     solve,
 )
 from benchmarks.router.gains_runs import in_processes
-from benchmarks.router.kept_rows import KeptRows, default_folder
+from benchmarks.router.kept_rows import KeptRows
+from benchmarks.router.study_options import study_parser
 from benchmarks.runtime.report import keep_results, machine
 
 _RESULTS = Path(__file__).parent / "results" / "study"
@@ -140,17 +140,8 @@ def _tell(line: str) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.disaggregation.study",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="two seeds of a few cells; nothing is kept")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="runs at a time")
-    parser.add_argument(
-        "--folder", type=Path, default=default_folder(), help="rows of a study that is not over"
-    )
-    return parser.parse_args()
+    name = "benchmarks.disaggregation.study"
+    return study_parser(name, __doc__, "two seeds of a few cells").parse_args()
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ class Point(msgspec.Struct, frozen=True):
 class Figures(msgspec.Struct, frozen=True):
     """Of the requests that are measured."""
 
+    ttft_p50_ms: float
     ttft_p99_ms: float
     itl_p99_ms: float
     """Of the answers' mean times between two tokens."""
@@ -157,6 +158,7 @@ def _figures(point: Point, everyone: Sequence[Sample]) -> Figures:
     took_s = last_s - first_s
     num_kept = sum(wait <= limit_s and itl <= ITL_S for wait, itl in zip(ttft_s, itl_s, strict=True))
     return Figures(
+        ttft_p50_ms=1e3 * float(np.percentile(ttft_s, 50)),
         ttft_p99_ms=1e3 * float(np.percentile(ttft_s, 99)),
         itl_p99_ms=1e3 * float(np.percentile(itl_s, 99)),
         gap_p99_ms=1e3 * float(np.percentile([each.max_gap_s for each in whole], 99)),

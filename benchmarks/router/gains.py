@@ -61,7 +61,8 @@ from benchmarks.router.gains_runs import (
     seen_before,
     solve,
 )
-from benchmarks.router.kept_rows import KeptRows, default_folder
+from benchmarks.router.kept_rows import KeptRows
+from benchmarks.router.study_options import study_parser
 from benchmarks.runtime.pair import BrokenRun
 from benchmarks.runtime.report import keep_results, machine
 from benchmarks.twin.replays import peer_python, replay_dynamo
@@ -230,16 +231,7 @@ def _tell(line: str) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.router.gains",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="three seeds, short stretches; nothing is kept")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="runs at a time")
-    parser.add_argument(
-        "--folder", type=Path, default=default_folder(), help="rows of a study that is not over"
-    )
+    parser = study_parser("benchmarks.router.gains", __doc__, "three seeds, short stretches")
     parser.add_argument(
         "--peer-dir", type=Path, default=peer_folder(), help="where Dynamo is or will be installed"
     )

@@ -51,7 +51,9 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     workers: int = 1
-    arguments: Mapping[str, str | int] = {}
+    prefill: int = 0
+    """Of these, the ones that compute prompts for the others; none: every worker does both."""
+    arguments: Mapping[str, str | int | float] = {}
     answers: Sequence[int] = ()
     """Tokens that answers are made of; any where there are none."""
 
@@ -226,12 +228,18 @@ def served(system: System, folder: Path, flags: Sequence[str] = ()) -> Iterator[
             KVOLT_LOG_LEVEL="warning",
         )
         given = {
-            name: (folder / str(value)) if name in ("step_log", "preset") else value
+            name: (folder / str(value)) if value in (STEPS, PRESET) else value
             for name, value in system.arguments.items()
         }
         arguments = [part for name, value in given.items() for part in ("--arg", f"{name}={value}")]
         command = [sys.executable, "-m", "kvolt", "serve", system.model, "--port", str(port)]
-        command += ["--workers", str(system.workers), *flags, *arguments]
+        decode = str(system.workers - system.prefill)
+        roles = (
+            ["--prefill", str(system.prefill), "--decode", decode]
+            if system.prefill
+            else ["--workers", decode]
+        )
+        command += [*roles, *flags, *arguments]
         serving = processes.start("serve", command, environ)
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + _READY_S

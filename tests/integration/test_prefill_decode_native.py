@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -94,14 +95,19 @@ async def texts(url: str) -> list[str]:
 
 
 async def served(
-    bench: Bench, namespace: str, *roles: str, ranks: Sequence[int] = (), flow: Sequence[str] = ()
+    bench: Bench,
+    namespace: str,
+    *roles: str,
+    ranks: Sequence[int] = (),
+    flow: Sequence[str] = (),
+    # Whatever it costs: what a small model takes to compute is less than what it takes to move.
+    choice: str = "threshold",
 ) -> str:
     """`ranks`: of each role's tensor parallelism; 1 where it is not told."""
     for number, (role, degree) in enumerate(zip_longest(roles, ranks, fillvalue=1)):
         name = f"{namespace}-{role}-{number}"
         bench.worker(name, "--role", str(role), "--namespace", namespace, tensor_parallel=int(degree))
-    # Whatever it costs: what a small model takes to compute is less than what it takes to move.
-    edge = ("--namespace", namespace, "--prefill-choice", "threshold")
+    edge = ("--namespace", namespace, "--prefill-choice", choice)
     _, url = await bench.frontend(*edge, *flow, name=f"{namespace}-edge")
     names = [f"{namespace}-{role}-{number}" for number, role in enumerate(roles)]
     await bench.until_seen(f"{namespace}-edge", *names, timeout_s=START_S, KVOLT_NAMESPACE=namespace)
@@ -141,3 +147,15 @@ async def test_some_prompts_are_computed_apart_and_some_are_not(bench: Bench, ex
         told = (await client.get(f"http://{views['chosen-prefill-0'].admin}/metrics")).text
     (given,) = [line for line in told.splitlines() if line.startswith("kvolt_handoffs_given_total")]
     assert NUM_PROMPTS // 8 < float(given.rsplit(" ", 1)[1]) < NUM_PROMPTS * 7 // 8
+
+
+async def test_each_goes_the_way_that_costs_least(bench: Bench, expected: list[str]) -> None:
+    """By what the workers have measured of themselves: without it nothing would be answered by a prefill worker."""
+    url = await served(bench, "priced", "prefill", "decode", choice="predicted")
+    assert await texts(url) == expected
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S) as client:
+        told = (await client.get("/metrics")).text
+    ways = re.findall(r'^kvolt_journey_ways_total\{.*way="(\w+)".*\} (\S+)$', told, re.MULTILINE)
+    counts = {way: float(count) for way, count in ways}
+    assert counts["there"] > 0, counts
+    assert counts["here"] > 0, counts

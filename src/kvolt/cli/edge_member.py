@@ -9,6 +9,7 @@ import msgspec
 from kvolt.cli.process import Process
 from kvolt.frontend.admission import Admission
 from kvolt.frontend.models import Models
+from kvolt.frontend.roles import workers_of
 from kvolt.frontend.shared_count import SharedCounts, SharedSlot
 from kvolt.frontend.siblings import Group, Siblings, sibling_endpoint
 from kvolt.router.remote import RouterLink
@@ -61,7 +62,7 @@ class Membership:
             EDGE_DETAILS,
             lambda: {
                 "group": self._member.group,
-                "models": {model.card.name: len(model.reached()) for model in models.ready()},
+                "models": {model.card.name: sum(workers_of(model).values()) for model in models.ready()},
                 "router": self._link.present,
             },
         )

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvolt.core.ids import CardHash
+from kvolt.core.kv_block import KvLayout
 from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel
 from kvolt.core.request import Role
 
@@ -47,6 +48,16 @@ class Link(msgspec.Struct, frozen=True):
     latency_s: float
 
 
+class KvSlabs(msgspec.Struct, frozen=True, kw_only=True):
+    """How an instance's blocks of KV lie: what must fit before another can take them."""
+
+    block: KvLayout
+    """Of one rank's blocks; the ranks are alike."""
+    total_kv_heads: int
+    """Of the model, which the ranks share."""
+    tp_degree: int = 1
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one instance offers; published with its registration."""
 
@@ -61,6 +72,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dp_ranks: tuple[int, ...] = (0,)
     hash_scheme: str = HASH_SCHEME
     kv_layout: str | None = None
+    kv_slabs: KvSlabs | None = None
+    """Of an instance that gives blocks to others or takes theirs; None where that is nobody's affair."""
     transfer_addresses: dict[str, str] = {}
     links: dict[str, Link] = {}
     latency: LatencyModel | None = None

@@ -83,7 +83,9 @@ class RoutingHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     pinned_dp_rank: int | None = None
     """Of the caller before it is routed; of the decision when a worker has it."""
     allowed: tuple[InstanceId, ...] = ()
-    """No others; empty for anyone."""
+    """Of those who answer no others; empty for anyone."""
+    allowed_prefill: tuple[InstanceId, ...] = ()
+    """The same of those who compute prompts for others."""
     required_taints: tuple[str, ...] = ()
     """Only workers that have them all."""
     preferred_taints: dict[str, float] = {}

@@ -24,6 +24,7 @@ from kvolt.frontend.openai_api.requests import (
     parse_completion,
 )
 from kvolt.frontend.openai_api.templating import template_input
+from kvolt.frontend.roles import with_roles
 from kvolt.frontend.worker_request import build_request
 from kvolt.router.explanation import Explanation, explain_route
 from kvolt.router.remote import RemoteRouter
@@ -89,7 +90,7 @@ class RouteExplainer:
             prompts = await _completion_prompts(model, asked)
         if len(prompts) != 1:
             raise InvalidRequest("only one prompt can be explained at a time", param=param)
-        said = hints({}, asked.nvext, asked.cache_salt, asked.priority)
+        said = with_roles(model, hints({}, asked.nvext, asked.cache_salt, asked.priority))
         request_id = RequestId("explain")
         return model, build_request(request_id, model.card, prompts[0], options, said, param, lora=model.lora)
 

@@ -47,6 +47,7 @@ from kvolt.frontend.parsers.port import TextParser
 from kvolt.frontend.parsers.registry import tool_parser
 from kvolt.frontend.query import check_one, query_body
 from kvolt.frontend.record import RequestRecord
+from kvolt.frontend.roles import with_roles
 from kvolt.frontend.trace_recorder import TraceRecorder
 from kvolt.frontend.whole import WholeAnswer
 from kvolt.frontend.worker_request import build_request, check_prompt_logprobs, too_long
@@ -171,7 +172,7 @@ class Generation:
         record.streams = bool(body.stream)
         model = self._models.get(body.model)
         record.of_model(model.card.name)
-        said = hints(http.headers, body.nvext, body.cache_salt, body.priority)
+        said = with_roles(model, hints(http.headers, body.nvext, body.cache_salt, body.priority))
         headers: dict[str, str] = {}
         if unknown:
             names = ", ".join(unknown)

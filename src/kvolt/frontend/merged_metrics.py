@@ -53,6 +53,7 @@ GAUGES = {
     "kvolt_discovery_connected": Rule.MIN,
     "kvolt_router_present": Rule.MIN,
     "kvolt_model_workers": Rule.MAX,
+    "kvolt_model_unfit_prefill_workers": Rule.MAX,
     "kvolt_router_queue_tokens": Rule.SUM,
     "kvolt_router_unstarted_requests": Rule.SUM,
 }

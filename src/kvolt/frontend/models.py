@@ -18,6 +18,7 @@ from kvolt.core.endpoints import CARD, GENERATE
 from kvolt.core.errors import InvalidRequest, KvoltError, NotFound, Unavailable
 from kvolt.core.ids import CardHash
 from kvolt.core.request import Role, Sampling
+from kvolt.frontend.kv_pairs import paired
 from kvolt.frontend.openai_api.generation import sampling_defaults
 from kvolt.frontend.preprocess import CardProcessor, ParserNames, Processor
 from kvolt.journey.journey import Road
@@ -80,11 +81,6 @@ class Model:
         """All that are registered, whatever they do for it."""
         leg = self.prefill()
         return [*self.client.instances(), *(leg.client.instances() if leg is not None else ())]
-
-    def reached(self) -> list[Instance]:
-        """Those of them that can be reached now."""
-        leg = self.prefill()
-        return [*self.client.candidates(), *(leg.client.candidates() if leg is not None else ())]
 
     def with_adapter(self, name: str) -> Model:
         return replace(self, lora=name)
@@ -339,6 +335,19 @@ class Models:
         self._prefills[_kin(endpoint, info)] = Leg(self._new_router(context), client)
         log.info("prompts of %s are computed by prefill workers where that is faster", info.model)
 
+    def _leg_for(self, decode: EndpointClient, info: EngineInfo) -> Callable[[], Leg | None]:
+        """To those who compute prompts for these workers; None while there was nobody."""
+        kin = _kin(decode.endpoint, info)
+        found: Leg | None = None
+
+        def leg() -> Leg | None:
+            nonlocal found
+            if found is None and info.role is Role.DECODE and kin in self._prefills:
+                found = paired(self._prefills[kin], decode)
+            return found
+
+        return leg
+
     def _ways(self, router: Router, leg: Callable[[], Leg | None], info: EngineInfo) -> Ways:
         if info.role is not Role.DECODE:
             return OneWay()
@@ -353,11 +362,7 @@ class Models:
         )
         context = RouterContext(client, self._runtime, info.block_size, options.router, info.role)
         router = self._new_router(context)
-        kin, is_decode = _kin(client.endpoint, info), info.role is Role.DECODE
-
-        def leg() -> Leg | None:
-            return self._prefills.get(kin) if is_decode else None
-
+        leg = self._leg_for(client, info)
         road = Road(
             router,
             client,

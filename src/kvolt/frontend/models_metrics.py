@@ -96,6 +96,11 @@ class ModelsCollector:
             "Prompts that a prefill worker was asked for and has not computed, by why",
             labels=("model", "reason"),
         )
+        unfit = GaugeMetricFamily(
+            "kvolt_model_unfit_prefill_workers",
+            "Prefill workers that are asked for no prompts: they cannot exchange KV with the decode workers",
+            labels=("model",),
+        )
         ways = CounterMetricFamily(
             "kvolt_journey_ways",
             "Requests by where their prompt and their answer were to be computed",
@@ -107,13 +112,15 @@ class ModelsCollector:
                 workers.add_metric((name, role), number)
             if model.role is not Role.DECODE:
                 continue
+            leg = model.prefill()
+            unfit.add_metric((name,), 0 if leg is None else len(leg.unfit()))
             done.add_metric((name,), stats.num_prefills)
             for code, number in stats.prefill_failures.items():
                 failures.add_metric((name, code), number)
             if isinstance(model.road.ways, Chooser):
                 for way, number in model.road.ways.counts.items():
                     ways.add_metric((name, way.value), number)
-        yield from (workers, done, failures, ways)
+        yield from (workers, unfit, done, failures, ways)
 
     def _elsewhere(self, models: list[Model]) -> Iterator[Metric]:
         """Requests that another worker was asked for, from the beginning or amid the answer."""

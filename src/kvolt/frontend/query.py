@@ -58,7 +58,8 @@ async def _workers(road: Road, request: Request) -> tuple[dict[str, Any], Decisi
         return workers_told(decision), decision
     told: dict[str, Any] = {}
     with contextlib.suppress(KvoltError):  # then whoever answers computes the prompt
-        prompt = await _route(leg.router, msgspec.structs.replace(request, prefill_only=True))
+        prompt = await leg.place(msgspec.structs.replace(request, prefill_only=True))
+        leg.router.free(prompt, None)
         told = prefill_told(prompt)
         handoff = Handoff(ticket=b"", prefill_instance=prompt.instance.id)
         request = msgspec.structs.replace(request, handoff=handoff)

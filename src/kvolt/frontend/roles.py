@@ -5,8 +5,11 @@ Only who answers is needed: a decode worker computes prompts as well while nobod
 
 from __future__ import annotations
 
+import msgspec
+
 from kvolt.core.request import Role
 from kvolt.frontend.models import Model, Models
+from kvolt.frontend.openai_api.headers import RequestHints
 from kvolt.frontend.openai_api.responses import ModelReady, NamespaceReady
 from kvolt.journey.prefill import Leg
 
@@ -18,6 +21,23 @@ def workers_of(model: Model) -> dict[str, int]:
         leg = model.prefill()
         workers[Role.PREFILL.value] = 0 if leg is None else len(leg.client.candidates())
     return workers
+
+
+def with_roles(model: Model, said: RequestHints) -> RequestHints:
+    """With the workers that may take a request by what they do for the model: an id of one role says nothing of the
+    other. One that nobody has counts for both: whose it was is not known, and no others were allowed."""
+    routing = said.routing
+    leg = model.prefill() if routing.allowed else None
+    if leg is None:
+        return said
+    prefill = {each.id for each in leg.client.instances()}
+    answering = {each.id for each in model.client.instances()}
+    by_role = msgspec.structs.replace(
+        routing,
+        allowed=tuple(each for each in routing.allowed if each not in prefill),
+        allowed_prefill=tuple(each for each in routing.allowed if each not in answering),
+    )
+    return msgspec.structs.replace(said, routing=by_role)
 
 
 def missing_of(model: Model) -> list[str]:

@@ -7,6 +7,7 @@ machine's to decide.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.journey.decided import as_decided
 from kvolt.journey.take_back import let_go
 from kvolt.router.port import Decision, Router
+from kvolt.runtime.address import Instance
 from kvolt.runtime.call import Call, Deadlines
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.streams import StepSink
@@ -33,6 +35,17 @@ class Leg:
 
     router: Router
     client: EndpointClient
+    unfit: Callable[[], frozenset[InstanceId]] = frozenset
+    """Those whose KV would be of no use to who answers: no prompt is computed there for others."""
+
+    def candidates(self) -> list[Instance]:
+        """Those that could compute a prompt for others now."""
+        found, unfit = self.client.candidates(), self.unfit()
+        return [each for each in found if each.id not in unfit] if unfit else found
+
+    async def place(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
+        """Who is to compute its prompt for others. As `Router.route`."""
+        return await self.router.route(as_prompt(request), excluded | self.unfit())
 
 
 class PrefillCall:
@@ -44,7 +57,7 @@ class PrefillCall:
     def __init__(self, leg: Leg, request: Request, crew: Crew) -> None:
         """`crew`: for what nobody waits for."""
         self._leg = leg
-        self._request = _without_rank(request)
+        self._request = as_prompt(request)
         self._crew = crew
         self._done: asyncio.Future[Handoff] = asyncio.get_running_loop().create_future()
         self._call: Call | None = None
@@ -66,7 +79,7 @@ class PrefillCall:
         """Who is to compute it. Booked there until `compute` has ended, or `give_up` says that it will not be."""
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
-        decision = self.decision = await self._leg.router.route(self._request, excluded)
+        decision = self.decision = await self._leg.place(self._request, excluded)
         self.wait_s = loop.time() - asked_at
         return decision
 
@@ -131,9 +144,11 @@ class PrefillCall:
             self._done.set_result(self._handoff)
 
 
-def _without_rank(request: Request) -> Request:
-    """A rank that the caller has named is one of the worker that answers."""
-    if request.routing.pinned_dp_rank is None:
+def as_prompt(request: Request) -> Request:
+    """As those see it who compute its prompt for others. A rank that the caller has named is one of the worker that
+    answers; whom it allows to answer need not compute the prompt."""
+    routing = request.routing
+    if routing.pinned_dp_rank is None and routing.allowed == routing.allowed_prefill:
         return request
-    routing = msgspec.structs.replace(request.routing, pinned_dp_rank=None)
+    routing = msgspec.structs.replace(routing, pinned_dp_rank=None, allowed=routing.allowed_prefill)
     return msgspec.structs.replace(request, routing=routing)

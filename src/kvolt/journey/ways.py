@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvolt.core.delta import StageTimes
-from kvolt.core.errors import KvoltError
+from kvolt.core.errors import KvoltError, Unavailable
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Handoff, Request
-from kvolt.journey.prefill import Leg
+from kvolt.core.request import Handoff, Request, Role, RoutingHints
+from kvolt.journey.prefill import Leg, as_prompt
 from kvolt.router.forecast import Forecast, Forecasting
 from kvolt.router.port import Router
 
@@ -39,7 +39,9 @@ class Plan(NamedTuple):
 class Ways(Protocol):
     """Who chooses. `learn` is told how long KV was on its way."""
 
-    def plan(self, request: Request) -> Plan: ...
+    def plan(self, request: Request) -> Plan:
+        """Unavailable where its caller says who is to compute its prompt, and that one is not there."""
+        ...
 
     def learn(self, request: Request, stages: StageTimes) -> None: ...
 
@@ -48,6 +50,8 @@ class OneWay:
     """Where every worker computes its own prompts."""
 
     def plan(self, request: Request) -> Plan:
+        if (pinned := request.routing.pins.get(Role.PREFILL)) is not None:
+            raise _not_there(pinned, "nobody computes prompts for the workers of this model")
         return _HERE
 
     def learn(self, request: Request, stages: StageTimes) -> None:
@@ -262,10 +266,13 @@ class Chooser:
 
     def plan(self, request: Request) -> Plan:
         leg = self._leg()
-        if leg is None or not leg.client.candidates() or self._must_be_here(request):
+        pinned = request.routing.pins.get(Role.PREFILL)
+        if pinned is not None:
+            _check_pinned(pinned, leg)
+        if leg is None or not leg.candidates() or self._must_be_here(request):
             return _HERE
         try:
-            way = self._way(request, leg.router)
+            way = Way.SPLIT if pinned is not None else self._way(request, leg.router)
         except KvoltError:  # nobody can take it now: the way it is meant to go says why
             way = Way.SPLIT
         if not request.routing.query_only:
@@ -282,7 +289,7 @@ class Chooser:
         rule, answering = self._rule, self._answering
         if not isinstance(answering, Forecasting) or not isinstance(prefilling, Forecasting):
             return Way.SPLIT if request.num_prompt_tokens > rule.min_tokens else Way.HERE
-        here, there = answering.forecast(request), prefilling.forecast(request)
+        here, there = answering.forecast(request), prefilling.forecast(as_prompt(request))
         if here.lacking_tokens <= rule.min_tokens:
             return Way.HERE
         if rule.max_queue_s is not None and there.queue_s > rule.max_queue_s:
@@ -309,11 +316,31 @@ class Chooser:
         priced = costs(here, handed, _among(busy, there), transfer_s, self._weights)
         if meant is Way.HERE:  # there is nothing to move
             del priced[Way.SPLIT]
-        if request.routing.pins or request.routing.pinned_dp_rank is not None:  # who is to answer was said
+        if _says_who(request.routing):
             del priced[Way.THERE]
         best = min(priced, key=priced.__getitem__)
         saved_s = priced[meant] - priced[best]
         return best if saved_s > self._weights.margin * there.first_token_s else meant
+
+
+def _says_who(routing: RoutingHints) -> bool:
+    """Whether the caller has named who is to answer: nobody else does, whatever it would save."""
+    return (
+        bool(routing.pins or routing.allowed or routing.allowed_prefill) or routing.pinned_dp_rank is not None
+    )
+
+
+def _check_pinned(pinned: InstanceId, leg: Leg | None) -> None:
+    """Unavailable unless that worker could compute a prompt now."""
+    if leg is not None and any(each.id == pinned for each in leg.candidates()):
+        return
+    if leg is not None and pinned in leg.unfit():
+        raise _not_there(pinned, "its KV would be of no use to who answers")
+    raise _not_there(pinned, "it cannot be reached")
+
+
+def _not_there(pinned: InstanceId, why: str) -> Unavailable:
+    return Unavailable(f"the pinned prefill worker {pinned} computes no prompts here: {why}", reason="pin")
 
 
 def _among(busy: float, there: Forecast) -> Forecast:

@@ -30,7 +30,7 @@ class Eligible:
         return (
             not excluded
             and not request.lora
-            and not hints.pins
+            and self._role not in hints.pins
             and not hints.allowed
             and not hints.required_taints
             and hints.pinned_dp_rank is None

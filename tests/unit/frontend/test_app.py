@@ -256,7 +256,7 @@ def test_what_has_no_mechanism_is_a_501_with_its_name() -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         for fields, name in (
             ({"response_format": {"type": "json_object"}}, "grammar"),
-            ({"nvext": {"prefill_worker_id": 1}}, "prefill_worker_id"),
+            ({"nvext": {"prefill_dp_rank": 1}}, "prefill_dp_rank"),
             ({"tools": [TOOL], "tool_choice": "required"}, "grammar"),
         ):
             for stream in (False, True):

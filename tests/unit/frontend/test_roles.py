@@ -115,7 +115,7 @@ def test_a_query_finds_who_answers_where_nobody_takes_the_prompt(monkeypatch: py
         leg = edge.models.get(MODEL).prefill()
         assert leg is not None
 
-        async def refuse(request: Request) -> None:
+        async def refuse(request: Request, excluded: object) -> None:
             raise Unavailable("nobody", reason="none_left")
 
         monkeypatch.setattr(leg.router, "route", refuse)
@@ -125,6 +125,129 @@ def test_a_query_finds_who_answers_where_nobody_takes_the_prompt(monkeypatch: py
         }
 
     split(body)
+
+
+# --- who was named
+
+
+def named(*workers: RunningWorker) -> list[str]:
+    return [each.worker._instance for each in workers]
+
+
+async def workers_of(edge: Frontend, **nvext: Any) -> dict[str, str]:
+    """Who has computed the prompt of a request, and who has answered it."""
+    body = {"prompt": PROMPT, "max_tokens": 3, "nvext": {"extra_fields": ["worker_id"], **nvext}}
+    answer = await edge.complete(**body)
+    assert answer.status == 200, answer.body
+    told: dict[str, str] = answer.json["nvext"]["worker_id"]
+    return told
+
+
+def two_of_each(
+    body: Callable[[Frontend, list[RunningWorker], list[RunningWorker]], Coroutine[Any, Any, None]],
+    options: ModelOptions = SPLIT,
+) -> None:
+    """Prefill workers, decode workers, and a frontend that knows all four."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            air = Air()
+            prefill, decode = [
+                [
+                    await lab.worker(f"{role}-{number}", engine_of(role), new_mover=air.mover)
+                    for number in range(2)
+                ]
+                for role in (Role.PREFILL, Role.DECODE)
+            ]
+            edge = await lab.frontend(model_options=options)
+            await edge.ready()
+            model = edge.models.get(MODEL)
+            await until(lambda: bool(model.prefill()))
+            await until(lambda: len(model.workers()) == 4)
+            await body(edge, prefill, decode)
+            assert lab.errors == []
+
+    run_virtual(scenario)
+
+
+DECODE_FIRST = ModelOptions(prefill=SPLIT.prefill, decode_first=("*",))
+NOT_APART = ModelOptions(prefill=WayRule(is_predicted=False, min_tokens=500))
+"""By its length a prompt would be computed where it is answered."""
+
+
+@pytest.mark.parametrize(
+    "options", [SPLIT, DECODE_FIRST, NOT_APART], ids=["split", "decode-first", "not-apart"]
+)
+def test_a_prompt_is_computed_by_the_worker_that_it_is_pinned_to(options: ModelOptions) -> None:
+    async def body(edge: Frontend, prefill: list[RunningWorker], decode: list[RunningWorker]) -> None:
+        for wanted in (*named(*prefill), *named(*prefill)):
+            assert (await workers_of(edge, prefill_worker_id=wanted))["prefill_worker_id"] == wanted
+        both = {"prefill_worker_id": named(*prefill)[0], "decode_worker_id": named(*decode)[1]}
+        for _ in range(3):
+            assert await workers_of(edge, **both) == both
+
+    two_of_each(body, options)
+
+
+def test_a_prefill_worker_that_is_not_there_is_refused() -> None:
+    async def body(edge: Frontend, prefill: list[RunningWorker], decode: list[RunningWorker]) -> None:
+        for headers in ({}, QUERY):
+            for prompt in (PROMPT, "hi"):
+                for who in ("nobody", *named(*decode)):
+                    answer = await edge.complete(headers, prompt=prompt, nvext={"prefill_worker_id": who})
+                    assert answer.status == 503
+                    assert f"the pinned prefill worker {who}" in answer.json["error"]["message"]
+
+    two_of_each(body)
+
+
+def test_where_nobody_computes_prompts_for_others_none_can_be_pinned() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", engine_of(Role.AGGREGATED))
+            edge = await lab.frontend()
+            await edge.ready()
+            answer = await edge.complete(nvext={"prefill_worker_id": running.worker._instance})
+            assert answer.status == 503
+            assert "nobody computes prompts" in answer.json["error"]["message"]
+
+    run_virtual(scenario)
+
+
+def test_a_pinned_prefill_worker_that_fails_is_not_replaced_by_another() -> None:
+    async def body(edge: Frontend, prefill: list[RunningWorker], decode: list[RunningWorker]) -> None:
+        async def refuse(request: Request) -> None:
+            raise Unavailable("not now", reason="test")
+
+        prefill[0].engine.prefill = refuse
+        told = await workers_of(edge, prefill_worker_id=named(*prefill)[0])
+        assert "prefill_worker_id" not in told, "whoever answers has computed it"
+
+    two_of_each(body)
+
+
+def test_who_is_allowed_counts_for_the_role_that_it_has() -> None:
+    async def body(edge: Frontend, prefill: list[RunningWorker], decode: list[RunningWorker]) -> None:
+        async def seen(*allowed: str) -> tuple[set[str | None], set[str]]:
+            told = [await workers_of(edge, router={"allowed_worker_ids": allowed}) for _ in range(4)]
+            return (
+                {each.get("prefill_worker_id") for each in told},
+                {each["decode_worker_id"] for each in told},
+            )
+
+        (p0, p1), (d0, d1) = named(*prefill), named(*decode)
+        assert await seen(d1) == ({p0, p1}, {d1})
+        assert await seen(p1) == ({p1}, {d0, d1})
+        assert await seen(p0, d1) == ({p0}, {d1})
+        # An id that nobody has may have been a prefill worker's: then none of the others is allowed.
+        assert await seen("gone", d0) == ({None}, {d0})
+        router = {"allowed_worker_ids": ["gone", p0]}
+        assert (await edge.complete(prompt=PROMPT, nvext={"router": router})).status == 503
+
+    two_of_each(body)
+
+
+# --- what became of it
 
 
 def test_prompts_that_were_computed_elsewhere_and_those_that_were_not_are_counted() -> None:

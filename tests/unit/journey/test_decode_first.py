@@ -14,7 +14,7 @@ from tests.unit.journey.test_handed_over import Pair, Split, paired
 from kvolt.core.errors import KvoltError, Unavailable
 from kvolt.core.request import Request, Role
 from kvolt.engines import meetings
-from kvolt.journey import journey as journey_module
+from kvolt.journey import decode_first
 from kvolt.journey.journey import Journey, Road
 from kvolt.journey.prefill import Leg
 from kvolt.router.port import Decision, RoundRobinRouter
@@ -82,7 +82,7 @@ def test_prefill_workers_without_room_are_not_waited_for() -> None:
         way, inbox = road(pair, Leg(Full(pair.leg.client, Role.PREFILL), pair.leg.client)), Inbox()
         began_at = asyncio.get_running_loop().time()
         await answered(Journey(way, asked(), inbox, Deadlines()), inbox)
-        assert asyncio.get_running_loop().time() - began_at < 2 * journey_module._PLACE_S
+        assert asyncio.get_running_loop().time() - began_at < 2 * decode_first._PLACE_S
         assert way.stats.prefill_failures == {"deadline_exceeded": 1}
 
     paired(body)
@@ -124,7 +124,7 @@ def test_where_nobody_computes_prompts_decode_does() -> None:
 
 def test_a_worker_that_cannot_be_met_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pair: Pair) -> None:
-        monkeypatch.setattr(journey_module, "new_meeting", lambda instance: None)
+        monkeypatch.setattr(decode_first, "new_meeting", lambda instance: None)
         router, inbox = Counting(pair.leg.client, Role.PREFILL), Inbox()
         way = road(pair, Leg(router, pair.leg.client))
         await answered(Journey(way, asked(), inbox, Deadlines()), inbox)

@@ -14,7 +14,7 @@ from tests.unit.engines.lab import Lab, RunningWorker, until
 from tests.unit.engines.test_worker_roles import BLOCK, EXPECTED, Air, asked, at_rest, start
 from tests.unit.journey.stage import Fixed, Inbox
 
-from kvolt.core.errors import KvoltError, Unavailable
+from kvolt.core.errors import DeadlineExceeded, KvoltError, Unavailable
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, MediaSpan, Request, Role
 from kvolt.journey import take_back
@@ -215,6 +215,23 @@ def test_a_worker_that_cannot_be_told_delays_nobody() -> None:
         assert len(pair.crew) == 1, "it is being told"
         await until(lambda: not len(pair.crew))
         assert loop.time() - ended_at < 3.0
+
+    paired(body)
+
+
+def test_a_prompt_that_takes_all_the_time_there_is_counts_as_one_that_failed() -> None:
+    class Full(RoundRobinRouter):
+        async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def body(pair: Pair) -> None:
+        client = pair.leg.client
+        ways = Split(Leg(Full(client, Role.PREFILL), client))
+        road = Road(RoundRobinRouter(pair.client), pair.client, pair.crew, ways=ways)
+        with pytest.raises(DeadlineExceeded, match="no prompt within 2 s"):
+            await Journey(road, asked(), Inbox(), Deadlines(total_s=2.0)).begin()
+        assert road.stats.prefill_failures == {"deadline_exceeded": 1}
 
     paired(body)
 

@@ -129,7 +129,7 @@ def test_a_second_worker_may_be_lost_too(caplog: pytest.LogCaptureFixture) -> No
     async def body(stage: Stage) -> None:
         inbox, road = Inbox(), stage.road(in_turn(stage))
         Strikes(inbox, {4: crash(stage, 0), 8: crash(stage, 1)})
-        with caplog.at_level(logging.INFO, logger="kvolt.journey.journey"):
+        with caplog.at_level(logging.INFO, logger="kvolt.journey.asked"):
             await begun(stage, road, inbox)
             await until(lambda: bool(inbox.ends))
         assert (inbox.ends, inbox.tokens()) == ([None], expected())

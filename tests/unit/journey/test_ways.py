@@ -9,7 +9,7 @@ from tests.unit.engines.lab import make_request
 from kvolt.core.delta import StageTimes, Usage
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Request, Role, Sampling
+from kvolt.core.request import Request, Role, RoutingHints, Sampling
 from kvolt.journey.prefill import Leg
 from kvolt.journey.ways import (
     DEMAND_S,
@@ -25,6 +25,7 @@ from kvolt.journey.ways import (
 )
 from kvolt.router.forecast import Forecast
 from kvolt.router.port import Decision
+from kvolt.runtime.address import EndpointAddress, Instance
 
 BLOCK = 16
 REQUEST = make_request(prompt=400, tokens=100)
@@ -202,6 +203,91 @@ def test_when_nobody_can_take_it_the_way_it_is_meant_to_go_says_why(who: str) ->
 def test_routers_that_cannot_forecast_leave_the_length(here: Blind, there: Blind) -> None:
     scene = Scene(here, there, WayRule(min_tokens=300, max_queue_s=0.0))
     assert [scene.way(make_request(prompt=prompt)) for prompt in (300, 301)] == [Way.HERE, Way.SPLIT]
+
+
+# --- who was named
+
+
+class Named(Reached):
+    """A client that reaches workers p0, p1, ..."""
+
+    def candidates(self) -> list[Instance]:  # type: ignore[override]
+        endpoint = EndpointAddress("test", "prefill", "generate")
+        return [
+            Instance(id=InstanceId(f"p{number}"), endpoint=endpoint, address="there:1")
+            for number in range(self.num)
+        ]
+
+
+def pinned(who: str, request: Request = REQUEST) -> Request:
+    return replace(request, routing=RoutingHints(pins={Role.PREFILL: InstanceId(who)}))
+
+
+def test_a_pinned_prompt_is_computed_apart_whatever_that_costs() -> None:
+    scene = Scene(there=Seer(replace(BUSY, queue_s=100.0)), rule=WayRule(min_tokens=1000))
+    scene.leg = Leg(scene.there, Named(2))  # type: ignore[arg-type]
+    assert scene.way() is Way.HERE
+    assert scene.chooser.plan(pinned("p1")) == (Way.SPLIT, scene.leg)
+    assert scene.way(pinned("p1", make_request(prompt=BLOCK))) is Way.HERE, "there is nothing to hand over"
+    assert scene.chooser.counts[Way.SPLIT] == 1
+
+
+@pytest.mark.parametrize("request_", [REQUEST, make_request(prompt=BLOCK)], ids=["long", "short"])
+def test_a_pinned_prefill_worker_must_be_there(request_: Request) -> None:
+    scene = Scene()
+    for leg, who in (
+        (Leg(scene.there, Named(2)), "p2"),  # type: ignore[arg-type]
+        (Leg(scene.there, Named(2), lambda: frozenset((InstanceId("p1"),))), "p1"),  # type: ignore[arg-type]
+        (None, "p0"),
+    ):
+        scene.leg = leg
+        with pytest.raises(Unavailable, match=f"pinned prefill worker {who}") as caught:
+            scene.chooser.plan(pinned(who, request_))
+        assert caught.value.fields["reason"] == "pin"
+    with pytest.raises(Unavailable, match="nobody computes prompts"):
+        OneWay().plan(pinned("p0", request_))
+
+
+def test_those_that_do_not_fit_are_as_if_they_were_not_there() -> None:
+    scene = Scene(rule=WayRule(is_predicted=False))
+    unfit = {InstanceId("p0")}
+    scene.leg = Leg(scene.there, Named(2), lambda: frozenset(unfit))  # type: ignore[arg-type]
+    assert scene.way() is Way.SPLIT
+    unfit.add(InstanceId("p1"))
+    assert scene.chooser.plan(REQUEST) == (Way.HERE, None)
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        RoutingHints(allowed=(InstanceId("d0"),)),
+        RoutingHints(allowed_prefill=(InstanceId("p0"),)),
+        RoutingHints(pins={Role.DECODE: InstanceId("d0")}),
+        RoutingHints(pinned_dp_rank=0),
+    ],
+)
+def test_nobody_answers_but_those_who_were_named(hints: RoutingHints) -> None:
+    scene = Scene(here=Seer(BUSY, replace(BUSY, prefill_s=0.0)), there=Seer(IDLE))
+    assert scene.way() is Way.THERE
+    assert scene.way(replace(REQUEST, routing=hints)) is not Way.THERE
+
+
+def test_each_role_is_asked_about_those_of_it_that_are_allowed() -> None:
+    seen: dict[str, RoutingHints] = {}
+
+    class Noting(Seer):
+        def __init__(self, name: str) -> None:
+            super().__init__(CALM)
+            self.name = name
+
+        def forecast(self, request: Request) -> Forecast:
+            seen[self.name] = request.routing
+            return super().forecast(request)
+
+    hints = RoutingHints(allowed=(InstanceId("d0"),), allowed_prefill=(InstanceId("p0"),), pinned_dp_rank=1)
+    Scene(Noting("here"), Noting("there")).way(replace(REQUEST, routing=hints))
+    assert (seen["here"].allowed, seen["here"].pinned_dp_rank) == (("d0",), 1)
+    assert (seen["there"].allowed, seen["there"].pinned_dp_rank) == (("p0",), None)
 
 
 # --- the threshold

@@ -51,24 +51,20 @@ SESSION: tuple[tuple[str, str | None], ...] = (
 """A conversation's header and, where an agent has sub-agents, the one that names the sub-agent's own."""
 
 WORKER = ("x-kvolt-worker-instance-id", "x-dynamo-worker-instance-id", "x-worker-instance-id")
+PREFILL_WORKER = ("x-kvolt-prefill-instance-id", "x-dynamo-prefill-instance-id", "x-prefill-instance-id")
 DP_RANK = ("x-kvolt-dp-rank", "x-dynamo-dp-rank", "x-dp-rank", "x-data-parallel-rank")
 ALLOWED = ("x-kvolt-allowed-instance-ids",)
 REQUIRED_TAINTS = ("x-kvolt-required-taints",)
 QUERY_ONLY = ("x-kvolt-query-only",)
 
 DEMANDS: dict[str, tuple[str, ...]] = {
-    "nvext.prefill_worker_id": (
-        "x-kvolt-prefill-instance-id",
-        "x-dynamo-prefill-instance-id",
-        "x-prefill-instance-id",
-    ),
     "nvext.prefill_dp_rank": ("x-kvolt-prefill-dp-rank", "x-dynamo-prefill-dp-rank", "x-prefill-dp-rank"),
     "nvext.agent_hints.strict_priority": (
         "x-kvolt-request-strict-priority",
         "x-dynamo-request-strict-priority",
     ),
 }
-"""Headers that say the same as a field of `nvext` for which there is no mechanism yet."""
+"""Headers that say the same, a whole number, as a field of `nvext` for which there is no mechanism yet."""
 
 FLAGS = {"1": True, "true": True, "0": False, "false": False}
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
@@ -108,7 +104,7 @@ NO_HINTS = RequestHints()
 
 def _names() -> Iterable[str]:
     own = (REQUEST_ID, TENANT, PRIORITY, TIMEOUT_MS, TIMING, TRACEPARENT)
-    routing = (WORKER, DP_RANK, ALLOWED, REQUIRED_TAINTS, QUERY_ONLY)
+    routing = (WORKER, PREFILL_WORKER, DP_RANK, ALLOWED, REQUIRED_TAINTS, QUERY_ONLY)
     for group in (*own, *routing, *DEMANDS.values()):
         yield from group
     for root, child in SESSION:
@@ -177,15 +173,12 @@ def _routing(
     agent = nvext.agent_hints
     constraints = nvext.routing_constraints or _NO_CONSTRAINTS
     override = nvext.router or _NO_OVERRIDE
-    pinned = _name(headers, WORKER)
-    if pinned is None and (named := _either(nvext.backend_instance_id, nvext.decode_worker_id)) is not None:
-        pinned = str(named)
     required = _list_of(headers, REQUIRED_TAINTS)
     hints = RoutingHints(
         tenant=tenant,
         session=_session(headers),
         priority=_priority(headers, nvext, body_priority),
-        pins={} if pinned is None else {role: InstanceId(pinned) for role in (Role.AGGREGATED, Role.DECODE)},
+        pins=_pins(headers, nvext),
         pinned_dp_rank=_dp_rank(headers, nvext),
         allowed=_allowed(headers, override),
         required_taints=required if required is not None else constraints.required_taints or (),
@@ -196,6 +189,14 @@ def _routing(
         query_only=_flag(headers, QUERY_ONLY) or _asks_only(nvext),
     )
     return _NO_ROUTING if hints == _NO_ROUTING else hints
+
+
+def _pins(headers: Mapping[str, str], nvext: NvExt) -> dict[Role, InstanceId]:
+    """Who answers and who computes the prompt for it are pinned each by itself."""
+    answers = _either(_name(headers, WORKER), _either(nvext.backend_instance_id, nvext.decode_worker_id))
+    prefill = _either(_name(headers, PREFILL_WORKER), nvext.prefill_worker_id)
+    named = {Role.AGGREGATED: answers, Role.DECODE: answers, Role.PREFILL: prefill}
+    return {role: InstanceId(str(each)) for role, each in named.items() if each is not None}
 
 
 def _priority(headers: Mapping[str, str], nvext: NvExt, of_body: int | None) -> int:
@@ -243,12 +244,8 @@ def _either(first: T | None, second: T | None) -> T | None:
 def _refuse_demands(headers: Mapping[str, str]) -> None:
     for field, names in DEMANDS.items():
         name, text = _first(headers, names)
-        if text is None:
-            continue
-        if field.endswith(("_rank", "_priority")):
+        if text is not None:
             refuse_not_yet(field, _to_integer(name, text, 0, 2**32 - 1), param=name)
-        else:
-            refuse_not_yet(field, _to_name(name, text), param=name)
 
 
 def _salt(tenant: str | None, salt: str | None) -> str | None:

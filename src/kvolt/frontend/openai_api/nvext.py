@@ -32,12 +32,10 @@ EXTRA_FIELDS = (
 )
 """What the `nvext` object of a response can hold."""
 
-_NO_PREFILL = "there are no workers that only prefill yet"
 _NO_TARGETS = "no router here aims at latency targets per request"
 
 NOT_YET: dict[str, str] = {
-    "nvext.prefill_worker_id": _NO_PREFILL,
-    "nvext.prefill_dp_rank": _NO_PREFILL,
+    "nvext.prefill_dp_rank": "a data-parallel rank can be named of the worker that answers",
     "nvext.router.ttft_target": _NO_TARGETS,
     "nvext.router.itl_target": _NO_TARGETS,
     "nvext.agent_hints.strict_priority": "queue tiers need the router's queue",
@@ -140,6 +138,7 @@ class NvExt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     backend_instance_id: _InstanceId | None = None
     """The only worker that may take it."""
     prefill_worker_id: _InstanceId | None = None
+    """The only worker that may compute its prompt for the one that answers."""
     decode_worker_id: _InstanceId | None = None
     """The same as `backend_instance_id`, which goes before it."""
     dp_rank: _U32 | None = None

@@ -13,6 +13,7 @@ from kvolt.frontend.openai_api.headers import (
     DP_RANK,
     NAMES,
     NO_HINTS,
+    PREFILL_WORKER,
     WORKER,
     RequestHints,
     check_json,
@@ -255,6 +256,14 @@ def test_a_request_may_be_pinned_to_a_worker(name: str) -> None:
     assert read(nvext=NvExt(backend_instance_id="w-1", decode_worker_id="other")).routing.pins == pins
     assert read(nvext=NvExt(decode_worker_id="w-1")).routing.pins == pins
     assert read(nvext=NvExt(decode_worker_id=7)).routing.pins[Role.AGGREGATED] == "7"
+
+
+@pytest.mark.parametrize("name", PREFILL_WORKER)
+def test_who_computes_the_prompt_is_pinned_by_itself(name: str) -> None:
+    assert read({name: "p-1"}, NvExt(prefill_worker_id="other")).routing.pins == {Role.PREFILL: "p-1"}
+    assert read(nvext=NvExt(prefill_worker_id=7)).routing.pins == {Role.PREFILL: "7"}
+    both = {Role.AGGREGATED: "d-1", Role.DECODE: "d-1", Role.PREFILL: "p-1"}
+    assert read({name: "p-1"}, NvExt(decode_worker_id="d-1")).routing.pins == both
 
 
 @pytest.mark.parametrize("name", DP_RANK)

@@ -86,7 +86,6 @@ def test_an_unknown_name_is_refused_with_the_known_ones(
 
 
 ASKING: dict[str, dict[str, Any]] = {
-    "nvext.prefill_worker_id": {"prefill_worker_id": "worker-7"},
     "nvext.prefill_dp_rank": {"prefill_dp_rank": 1},
     "nvext.router.ttft_target": {"router": {"ttft_target": 100}},
     "nvext.router.itl_target": {"router": {"itl_target": 10}},

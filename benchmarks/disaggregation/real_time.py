@@ -1,0 +1,283 @@
+"""Aggregated, P/D and conditional as real processes in real time, beside the twin of the same runs.
+
+    python -m benchmarks.disaggregation.real_time              twenty minutes; results/real_time.{json,txt}
+    python -m benchmarks.disaggregation.real_time --quick      one cell, one seed, half a minute each; not kept
+
+Run from the repository's root, on a machine that does nothing else. `kvolt serve` with sim workers that take four times
+the time of an H200 with an 8B model, and KV links of a quarter of 25 GB/s: with all of it four times slower two cores
+are enough for frontend, workers and load, and times are told divided by four. `kvolt bench` with the study's own
+requests (see `study`), 8 s of them in the study's time, at 80 % of the rate that the best system of the twin keeps up
+with; the first half is not measured. Every run has servers of its own with empty caches. `kept` is the share of the
+requests that were answered within both limits. What the study says of systems beside each other holds for real
+processes as far as ratios to aggregated, taken seed by seed, are those of the twin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from benchmarks.disaggregation.study_runs import (
+    AGGREGATED,
+    BLOCK_SIZE,
+    CONDITIONAL,
+    ITL_S,
+    NUM_BLOCKS,
+    SPLIT,
+    TTFT_S,
+    Cell,
+    Lasting,
+    Point,
+    Search,
+    highest_rates,
+    records_of,
+    solve,
+)
+from benchmarks.frontend.report import goal, table
+from benchmarks.router.gains_runs import in_processes
+from benchmarks.runtime.pair import BrokenRun
+from benchmarks.runtime.report import keep_results, machine
+from benchmarks.twin.accuracy_runs import System, output_of, served
+
+from kvolt.bench.load.report import Report, decode_report
+from kvolt.bench.traces import write_trace
+
+_RESULTS = Path(__file__).parent / "results" / "real_time"
+_SYSTEMS = (AGGREGATED, SPLIT, CONDITIONAL)
+_LOAD = 0.8
+_SPEED = 0.25
+"""Of the simulated engines, and of everything that is asked of them."""
+_BENCH_S = 300.0
+_WARM_UP = ("--rate", "4", "--requests", "8", "--input", "512", "--output", "4", "--seed", "90")
+_LINK_BYTES_PER_S = 25_000_000_000
+GOAL_APART = 0.10
+"""Between a ratio of real processes and the twin's."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    cells: tuple[Cell, ...]
+    num_seeds: int
+    lasting: Lasting
+
+
+_FULL = Plan(
+    (Cell(2, 512, 0.0), Cell(2, 4096, 0.5), Cell(2, 16384, 0.0), Cell(4, 4096, 0.0)),
+    2,
+    Lasting(8.0, 60, 1500),
+)
+_QUICK = Plan((Cell(2, 4096, 0.0),), 1, Lasting(4.0, 30, 200))
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Of one run, real or in the twin."""
+
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    itl_p99_ms: float
+    tokens_per_s: float
+    kept: float
+
+
+class Row(msgspec.Struct, frozen=True):
+    point: Point
+    twin: Measured
+    real: Measured | None = None
+    num_failed: int = 0
+    error: str = ""
+
+
+def main() -> None:
+    options = _options()
+    plan = _QUICK if options.quick else _FULL
+    found = machine()
+    try:
+        points = _points(plan)
+        rows = [_row(point) for point in points]
+    except KeyboardInterrupt:
+        sys.exit(130)
+    text = report(rows)
+    print(text)
+    if not options.quick:
+        keep_results(
+            _RESULTS, "benchmarks.disaggregation.real_time", found, text, {"plan": plan, "rows": rows}
+        )
+    sys.exit(1 if any(row.error for row in rows) else 0)
+
+
+def _points(plan: Plan) -> list[Point]:
+    """Seeds in turn, so that a machine that changes its speed meanwhile changes it for all cells."""
+    searches = [Search(cell, Lasting(6.0, 120, 1500)) for cell in plan.cells]
+    points = []
+    rates = {found.search.cell: found for found in in_processes(highest_rates, searches, 2)}
+    for seed in range(plan.num_seeds):
+        for cell in plan.cells:
+            num_prefill = rates[cell].num_prefill
+            points += [
+                Point(
+                    cell,
+                    system,
+                    0 if system == AGGREGATED else num_prefill,
+                    seed,
+                    round(_LOAD * rates[cell].full, 3),
+                    plan.lasting,
+                )
+                for system in _SYSTEMS
+            ]
+    return points
+
+
+def _row(point: Point) -> Row:
+    found = solve(point).figures
+    twin = Measured(found.ttft_p50_ms, found.ttft_p99_ms, found.itl_p99_ms, found.tokens_per_s, found.kept)
+    try:
+        told = _real(point)
+    except BrokenRun as error:
+        row = Row(point, twin, error=str(error))
+    else:
+        row = Row(point, twin, _measured(told), told.counts.failed)
+    _tell(row)
+    return row
+
+
+def _real(point: Point) -> Report:
+    cell = point.cell
+    system = System(
+        model="sim-tiny",
+        workers=cell.num_workers,
+        prefill=point.num_prefill,
+        arguments={
+            "preset": "h200-llama-8b",
+            "speed": _SPEED,
+            "context_length": 32_768,
+            "block_size": BLOCK_SIZE,
+            "kv_blocks": NUM_BLOCKS,
+            "link_in_bytes_per_s": _LINK_BYTES_PER_S,
+            "link_out_bytes_per_s": _LINK_BYTES_PER_S,
+        },
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-real-time-") as folder,
+        served(system, Path(folder), _flags(point)) as url,
+    ):
+        trace = Path(folder) / "trace.jsonl"
+        write_trace(trace, records_of(point))
+        output_of(["kvolt", "bench", "--url", url, "--endpoint", "tokens", "--quiet", *_WARM_UP], _BENCH_S)
+        limits = f"ttft={TTFT_S[cell.prompt_tokens] / _SPEED:g}s,tpot={ITL_S / _SPEED:g}s"
+        command = ["kvolt", "bench", "--url", url, "--endpoint", "tokens", "--json", "--quiet"]
+        command += [
+            "--trace",
+            str(trace),
+            "--speed",
+            f"{_SPEED:g}",
+            "--warmup",
+            str(point.num_warm),
+            "--sla",
+            limits,
+        ]
+        return decode_report(output_of(command, _BENCH_S), "the report of kvolt bench")
+
+
+def _flags(point: Point) -> list[str]:
+    if point.system == AGGREGATED:
+        return []
+    if point.system == SPLIT:
+        return ["--prefill-choice", "threshold"]
+    ttft_s, itl_s = TTFT_S[point.cell.prompt_tokens] / _SPEED, ITL_S / _SPEED
+    return ["--target-ttft-s", f"{ttft_s:g}", "--target-itl-s", f"{itl_s:g}"]
+
+
+def _measured(told: Report) -> Measured:
+    ttft, tpot = told.latencies["ttft"], told.latencies["tpot"]
+    return Measured(
+        1e3 * ttft.p50 * _SPEED,
+        1e3 * ttft.p99 * _SPEED,
+        1e3 * tpot.p99 * _SPEED,
+        told.throughput.output_tokens_per_s / _SPEED,
+        told.throughput.good_share or 0.0,
+    )
+
+
+# --- what is told
+
+
+def report(rows: Sequence[Row]) -> str:
+    body, apart, lines = [], [], []
+    whole = [row for row in rows if row.real is not None]
+    base = {(row.point.cell, row.point.seed): row for row in whole if row.point.system == AGGREGATED}
+    for row in sorted(whole, key=lambda each: (each.point.cell, each.point.seed)):
+        point, real = row.point, row.real
+        assert real is not None
+        ratios = ("", "")
+        beside = base.get((point.cell, point.seed))
+        if beside is not None and beside is not row and beside.real is not None:
+            mine, twins = (
+                real.itl_p99_ms / beside.real.itl_p99_ms,
+                row.twin.itl_p99_ms / beside.twin.itl_p99_ms,
+            )
+            apart.append(abs(mine / twins - 1))
+            ratios = (f"{mine:.2f}", f"{twins:.2f}")
+        place = (f"{point.cell.num_workers}", f"{point.cell.prompt_tokens:,}", f"{point.cell.hits:.0%}")
+        name = point.system if point.system == AGGREGATED else f"{point.system} {_split(point)}"
+        values = [
+            f"{getattr(real, field):{form}} ({getattr(row.twin, field):{form}})"
+            for field, form in (
+                ("ttft_p50_ms", ",.0f"),
+                ("ttft_p99_ms", ",.0f"),
+                ("itl_p99_ms", ".1f"),
+                ("kept", ".0%"),
+            )
+        ]
+        body.append((*place, f"{point.rate_per_s:.1f}", str(point.seed), name, *values, " / ".join(ratios)))
+    lines += [f"missing: {row.point.cell} {row.point.system}: {row.error}" for row in rows if row.error]
+    lines += [
+        f"{row.point.cell} {row.point.system}: {row.num_failed} failed" for row in rows if row.num_failed
+    ]
+    if apart:
+        name = f"ratios of ITL p99 to aggregated's within {GOAL_APART:.0%} of the twin's"
+        num_near = sum(each <= GOAL_APART for each in apart)
+        lines.append(
+            goal(name, num_near == len(apart), f"{num_near} of {len(apart)}, worst {max(apart):.0%}")
+        )
+    head = (
+        "workers",
+        "prompt",
+        "hits",
+        "req/s",
+        "seed",
+        "system",
+        "TTFT p50 ms",
+        "TTFT p99 ms",
+        "ITL p99 ms",
+    )
+    about = (
+        "Real processes, in brackets the twin; the last column is ITL p99 beside aggregated's, real / twin."
+    )
+    return "\n".join([about, table((*head, "kept", "ITL ratio"), body), *lines])
+
+
+def _split(point: Point) -> str:
+    return f"{point.num_prefill}:{point.cell.num_workers - point.num_prefill}"
+
+
+def _tell(row: Row) -> None:
+    point = row.point
+    told = row.error or f"kept {row.real.kept if row.real else 0:.0%}, in the twin {row.twin.kept:.0%}"
+    print(f"{point.cell}, {point.system}, seed {point.seed}: {told}", file=sys.stderr, flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.disaggregation.real_time",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="one cell for a few seconds; nothing is kept")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
