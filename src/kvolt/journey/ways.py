@@ -8,7 +8,6 @@ moment, one owner: what is forecast here is booked before anything else is asked
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -20,6 +19,7 @@ from kvolt.core.errors import KvoltError, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, Request, Role, RoutingHints
 from kvolt.journey.prefill import Leg, as_prompt
+from kvolt.journey.promise import Promise, Recent
 from kvolt.router.forecast import Forecast, Forecasting
 from kvolt.router.port import Router
 
@@ -105,87 +105,6 @@ def _answer(at: Forecast, weights: WayWeights) -> float:
     return at.output_tokens * at.step_s + weights.others * at.decoding * at.slowdown_s
 
 
-class Promise:
-    """Whether all prompts are computed apart with every promise kept, or could be again.
-
-    Asked of the load as it is, not of one request, whose way changes little. While all are, the queue at the prefill
-    workers shows it; while they are not, a short queue says nothing, and is worked out: as of random arrivals, one
-    after the other. All answers that are being given would share the decode workers.
-    """
-
-    def __init__(self, rule: WayRule, prompts: Recent, now: Callable[[], float]) -> None:
-        """`prompts`: the seconds that each takes a prefill worker, wherever it went."""
-        self._ttft_s = rule.ttft_s
-        self._itl_s = rule.itl_s
-        self._prompts = prompts
-        self._waits = Recent(now, _SEEN_S)
-        self._is_kept = True
-
-    @property
-    def is_given(self) -> bool:
-        return self._ttft_s is not None or self._itl_s is not None
-
-    def is_kept(self, handed: Forecast, there: Forecast) -> bool:
-        """Once for each request. Lost and found again at different loads, so that it does not waver."""
-        self._waits.add(there.first_token_s)
-        limit = 1.0 if self._is_kept else _AGAIN
-        is_quick = self._itl_s is None or _step_s(handed, there) <= limit * _STEADY * self._itl_s
-        self._is_kept = is_quick and self._is_early(there, limit)
-        return self._is_kept
-
-    def _is_early(self, there: Forecast, limit: float) -> bool:
-        if self._ttft_s is None:
-            return True
-        if self._waits.mean > _SEEN_SHARE * self._ttft_s:
-            return False
-        if self._is_kept:
-            return True
-        busy = self._prompts.per_second / there.num_places
-        if busy >= limit:
-            return False
-        mean_s = there.prefill_s * busy / (2.0 * (1.0 - busy) * there.num_places)
-        return there.prefill_s + _NEARLY_ALL * mean_s <= self._ttft_s
-
-
-def _step_s(handed: Forecast, there: Forecast) -> float:
-    """Of an answer, if all that are being given were so by the decode workers, as many by each."""
-    each = (handed.all_decoding + there.all_decoding) / handed.num_places
-    return handed.step_s + max(each - handed.decoding, 0.0) * handed.more_s
-
-
-class Recent:
-    """Values as they come, of which those longer ago count less."""
-
-    def __init__(self, now: Callable[[], float], half_life_s: float) -> None:
-        self._now = now
-        self._half_life_s = half_life_s
-        self._sum = self._count = 0.0
-        self._at = self._since = -math.inf
-
-    def add(self, value: float) -> None:
-        now = self._now()
-        if self._count:
-            left = math.exp2((self._at - now) / self._half_life_s)
-            self._sum, self._count = self._sum * left, self._count * left
-        else:
-            self._since = now
-        self._at = now
-        self._sum += value
-        self._count += 1.0
-
-    @property
-    def mean(self) -> float:
-        return self._sum / self._count if self._count else 0.0
-
-    @property
-    def per_second(self) -> float:
-        """Their sum, as of the last one."""
-        # Over a short time less than all of the weight is there yet; over a very short one it is none to judge by.
-        age_s = max(self._at - self._since, self._half_life_s / 4)
-        weight_s = self._half_life_s / math.log(2) * (1.0 - math.exp2(-age_s / self._half_life_s))
-        return self._sum / weight_s
-
-
 class TransferPace:
     """How long KV is on its way, learned from the handoffs that went well."""
 
@@ -217,18 +136,8 @@ _GUESSED_BYTES_PER_S = 5e9
 _FADING = 0.9
 DEMAND_S = 15.0
 """After which a prompt counts half."""
-_SEEN_S = 3.0
-"""After which a wait counts half."""
-_SEEN_SHARE = 0.75
-"""Of the limit, the mean wait that is too long: some wait longer."""
-_NEARLY_ALL = 3.0
-"""Times the mean wait: waits fall off about as an exponential does."""
-_STEADY = 0.9
-"""Of the limit between tokens: a step that is as long as the limit leaves nothing for a handoff's arrival."""
 _MOST_BUSY = 0.95
 """With prompts; more leaves nothing to reckon with."""
-_AGAIN = 0.8
-"""Of every limit, from where on a promise that was lost is held to be kept again."""
 _HERE = Plan(Way.HERE, None)
 _COMPUTED = Handoff(ticket=b"", prefill_instance=InstanceId(""))
 """For the forecast of a request whose prompt somebody else has computed."""
@@ -257,7 +166,7 @@ class Chooser:
         self._weights = weights or WayWeights()
         self._pace = TransferPace()
         self._prompts = Recent(now, DEMAND_S)
-        self._promise = Promise(self._rule, self._prompts, now)
+        self._promise = Promise(self._rule.ttft_s, self._rule.itl_s, now)
         self.counts = dict.fromkeys(Way, 0)
         """For metrics: how often each was taken while there was a choice."""
 
@@ -303,9 +212,11 @@ class Chooser:
         if not is_moved:
             return self._cheapest(request, here, here, there, Way.HERE)
         handed = answering.forecast(msgspec.structs.replace(request, handoff=_COMPUTED))
-        if self._promise.is_given and self._promise.is_kept(handed, there):
+        if not self._promise.is_given:
+            return self._cheapest(request, here, handed, there, Way.SPLIT)
+        if self._promise.is_kept(handed, there):
             return Way.SPLIT
-        return self._cheapest(request, here, handed, there, Way.SPLIT)
+        return self._among_alike(request, here, handed, there)
 
     def _cheapest(
         self, request: Request, here: Forecast, handed: Forecast, there: Forecast, meant: Way
@@ -321,6 +232,14 @@ class Chooser:
         best = min(priced, key=priced.__getitem__)
         saved_s = priced[meant] - priced[best]
         return best if saved_s > self._weights.margin * there.first_token_s else meant
+
+    def _among_alike(self, request: Request, here: Forecast, handed: Forecast, there: Forecast) -> Way:
+        """Where all workers do whatever there is: the cheapest of them, unless to share it among two is much better."""
+        priced = costs(here, handed, there, self._pace.time_s(handed.lacking_tokens), self._weights)
+        whole = (Way.HERE,) if _says_who(request.routing) else (Way.HERE, Way.THERE)
+        best = min(whole, key=priced.__getitem__)
+        saved_s = priced[best] - priced[Way.SPLIT]
+        return Way.SPLIT if saved_s > self._weights.margin * there.first_token_s else best
 
 
 def _says_who(routing: RoutingHints) -> bool:

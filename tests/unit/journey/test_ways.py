@@ -12,11 +12,8 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints, Sampling
 from kvolt.journey.prefill import Leg
 from kvolt.journey.ways import (
-    DEMAND_S,
     Chooser,
     OneWay,
-    Promise,
-    Recent,
     TransferPace,
     Way,
     WayRule,
@@ -407,97 +404,6 @@ def test_a_way_that_has_become_slower_is_soon_known() -> None:
 # --- what was promised
 
 
-class Told:
-    """A promise, asked once a second or as often as is said."""
-
-    def __init__(self, **rule: float) -> None:
-        self.time_s = 0.0
-        self.prompts = Recent(lambda: self.time_s, DEMAND_S)
-        self.promise = Promise(WayRule(**rule), self.prompts, lambda: self.time_s)
-
-    def ask(
-        self, handed: Forecast = HANDED, there: Forecast = IDLE, *, times: int = 1, every_s: float = 1.0
-    ) -> bool:
-        for _ in range(times):
-            self.time_s += every_s
-            self.prompts.add(there.prefill_s)
-            is_kept = self.promise.is_kept(handed, there)
-        return is_kept
-
-
-def test_without_limits_nothing_is_promised() -> None:
-    assert not Told().promise.is_given
-    assert Told(ttft_s=1.0).promise.is_given
-    assert Told(itl_s=1.0).promise.is_given
-    assert Told(itl_s=1.0).ask(there=replace(IDLE, queue_s=100.0)), "of a first token nothing was said"
-    assert Told(ttft_s=1.0).ask(BUSY), "nor of the next ones"
-
-
-def test_prompts_that_wait_too_long_break_it() -> None:
-    told = Told(ttft_s=1.0)
-    assert told.ask(there=replace(IDLE, queue_s=0.6), times=20)
-    assert not told.ask(there=replace(IDLE, queue_s=0.8), times=20)
-
-
-def test_one_that_waits_long_does_not_break_it() -> None:
-    told = Told(ttft_s=1.0)
-    assert told.ask(times=20)
-    assert told.ask(there=replace(IDLE, queue_s=1.5))
-
-
-def test_a_lost_one_is_found_again_when_prompts_would_be_early() -> None:
-    """Whether the queue is short by now says nothing: others compute them meanwhile."""
-    told = Told(ttft_s=1.0)
-    assert not told.ask(there=replace(IDLE, queue_s=5.0), times=60, every_s=0.1)
-    assert not told.ask(times=20, every_s=0.1), "a tenth of a second of work each tenth of a second"
-    assert told.ask(times=200, every_s=1.0)
-
-
-def test_one_that_is_lost_stays_so_while_prompts_still_wait() -> None:
-    """However few come by now: or it would be found and lost with each of them."""
-    told = Told(ttft_s=1.0)
-    waiting = replace(IDLE, queue_s=5.0)
-    assert not told.ask(there=waiting, times=10)
-    assert [told.ask(there=waiting) for _ in range(4)] == [False] * 4
-    assert told.ask(there=IDLE, times=10)
-
-
-def test_while_it_is_kept_nothing_is_worked_out() -> None:
-    """More than all of a worker's time, it seems; but prompts that are computed together take less."""
-    told = Told(ttft_s=1.0)
-    assert told.ask(times=200, every_s=0.08)
-
-
-@pytest.mark.parametrize(("every_s", "is_found"), [(0.5, False), (3.0, True)])
-def test_some_would_wait_longer_than_most(every_s: float, is_found: bool) -> None:
-    told = Told(ttft_s=0.5)
-    assert not told.ask(there=replace(IDLE, queue_s=5.0), times=10)
-    assert told.ask(there=replace(IDLE, prefill_s=0.3), times=100, every_s=every_s) is is_found
-
-
-def test_more_places_take_more_prompts() -> None:
-    lost = []
-    for num_places in (1, 4):
-        told = Told(ttft_s=1.0)
-        told.ask(there=replace(IDLE, queue_s=5.0, num_places=num_places), times=60, every_s=0.1)
-        lost.append(not told.ask(there=replace(IDLE, num_places=num_places), times=200, every_s=0.1))
-    assert lost == [True, False]
-
-
-def test_slow_steps_break_it_and_it_is_found_again_only_well_below() -> None:
-    told = Told(itl_s=0.02)
-    steps = [replace(HANDED, step_s=step_s) for step_s in (0.017, 0.019, 0.017, 0.014, 0.017)]
-    assert [told.ask(step) for step in steps] == [True, False, False, True, True]
-
-
-def test_answers_that_are_given_elsewhere_would_come_back() -> None:
-    """Steps are short here because others answer: with all of them they were not."""
-    told = Told(itl_s=0.02)
-    handed = replace(HANDED, decoding=10.0, all_decoding=10.0, step_s=0.01, slowdown_s=0.02)
-    assert told.ask(handed, replace(IDLE, all_decoding=20.0))
-    assert not told.ask(handed, replace(IDLE, all_decoding=100.0))
-
-
 def test_while_it_is_kept_all_prompts_are_computed_apart() -> None:
     """However cheap it would be to do otherwise for one of them."""
     here, there = Seer(replace(CALM, prefill_s=0.01), HANDED), Seer(replace(IDLE, queue_s=0.5))
@@ -509,6 +415,34 @@ def test_while_it_is_kept_all_prompts_are_computed_apart() -> None:
         scene.time_s += 1.0
         last = scene.way()
     assert last is Way.HERE
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "way"),
+    [
+        (replace(CALM, decoding=2.0), replace(CALM, decoding=3.0), Way.HERE),
+        (replace(CALM, decoding=3.0), replace(CALM, decoding=2.0), Way.THERE),
+    ],
+    ids=["fewer here", "fewer there"],
+)
+def test_when_it_is_lost_all_workers_are_alike(here: Forecast, there: Forecast, way: Way) -> None:
+    """It goes where it costs least as a whole; to no two of them, however little that would cost more."""
+    rule = WayRule(ttft_s=0.01)  # which nobody keeps
+    scene = Scene(Seer(here, replace(here, prefill_s=0.0)), Seer(there), rule)
+    for _ in range(40):
+        scene.time_s += 0.05
+        last = scene.way()
+    assert last is way
+
+
+def test_when_it_is_lost_two_share_a_request_where_that_saves_much() -> None:
+    here = replace(CALM, decoding=40.0, step_s=0.01)
+    there = replace(IDLE, decoding=20.0, step_s=0.05, slowdown_s=1.0)
+    scene = Scene(Seer(here, HANDED), Seer(there), WayRule(ttft_s=0.01))
+    for _ in range(40):
+        scene.time_s += 0.05
+        last = scene.way()
+    assert last is Way.SPLIT
 
 
 # --- what a request says of its workers
