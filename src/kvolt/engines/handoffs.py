@@ -277,7 +277,8 @@ class Handoffs:
 
     async def _settle(self, room: KvRoom, num_filled: int, keep_for: RequestId | None) -> None:
         """Whoever asked may have gone, or go meanwhile: the room is given back all the same, and nothing is kept."""
-        settling = self._crew.start(self._engine.settle_kv(room, num_filled, keep_for), "settle")
+        kept = () if keep_for is None else (keep_for,)  # engines of others may not know of it
+        settling = self._crew.start(self._engine.settle_kv(room, num_filled, *kept), "settle")
         try:
             await asyncio.shield(settling)
         except asyncio.CancelledError:

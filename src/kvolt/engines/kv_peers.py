@@ -1,7 +1,8 @@
 """Whether workers that are to exchange KV can: held against each other when one registers, not at the first pull.
 
-Who comes later ends, and says why. Two that register in the same moment may both miss the other, as may a worker that
-starts while discovery is away: a frontend pairs neither (`frontend.kv_pairs`), by the same rule.
+A prefill worker that fits no decode worker ends, and says why. A decode worker, which answers requests without any,
+only says so: what is wrong may be at the others, and a rollout begins with the decode workers. Who misses the other,
+since both register in one moment or discovery is away, is told apart by frontends (`frontend.kv_pairs`).
 """
 
 from __future__ import annotations
@@ -53,12 +54,20 @@ def why_unfit(mine: KvSlabs | None, theirs: KvSlabs | None) -> str | None:
 
 
 async def check_peers(runtime: Runtime, namespace: str, info: EngineInfo) -> None:
-    """ConfigError where a worker of the other role is registered for the same model and card that this one could not
-    exchange KV with. One that was lost may be registered still: that is waited for."""
+    """ConfigError for a prefill worker that could exchange KV with none of the decode workers that are registered for
+    the same model and card. One that was lost may be registered still: that is waited for."""
     found = await _misfit(runtime, namespace, info)
     if found is None:
         return
     instance, reason = found
+    if info.role is Role.DECODE:
+        log.error(
+            "%s cannot exchange KV with %s, and computes such prompts itself: %s",
+            runtime.options.name,
+            _named(instance),
+            reason,
+        )
+        return
     wait_s = _LEASES * runtime.options.lease_ttl_s
     log.warning(
         "%s cannot exchange KV with %s: %s; looking again in %g s, if that one was only lost",
@@ -82,7 +91,7 @@ async def check_peers(runtime: Runtime, namespace: str, info: EngineInfo) -> Non
 
 
 async def _misfit(runtime: Runtime, namespace: str, info: EngineInfo) -> tuple[Instance, str] | None:
-    """The first that wants requests and does not fit, and why."""
+    """One that wants requests and does not fit, and why; None where any of them does."""
     if info.role not in PEERS or info.kv_slabs is None:
         return None
     component = component_name(info.model, PEERS[info.role], info.card)
@@ -91,13 +100,16 @@ async def _misfit(runtime: Runtime, namespace: str, info: EngineInfo) -> tuple[I
     except DiscoveryLost as error:  # to serve is worth more than to know
         log.warning("whether KV can be exchanged with other workers is not known yet: %s", error.message)
         return None
+    misfit: tuple[Instance, str] | None = None
     for value in content.values():
         instance = decode_instance(value)
         if instance is None or instance.state is not InstanceState.READY:
             continue
-        if (reason := why_unfit(info.kv_slabs, slabs_of(instance))) is not None:
-            return instance, reason
-    return None
+        reason = why_unfit(info.kv_slabs, slabs_of(instance))
+        if reason is None:
+            return None
+        misfit = misfit or (instance, reason)
+    return misfit
 
 
 def slabs_of(instance: Instance) -> KvSlabs | None:

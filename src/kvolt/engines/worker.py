@@ -129,7 +129,11 @@ class Worker:
         taints = tuple(dict.fromkeys((*info.taints, *self._options.taints)))
         info = msgspec.structs.replace(info, features=self.features, loras=loras, taints=taints)
         self.info = info = with_slabs(info, self._engine)
-        await check_peers(self._runtime, self._namespace, info)
+        try:
+            await check_peers(self._runtime, self._namespace, info)
+        except BaseException:
+            await self._engine.close()
+            raise
         component = component_name(info.model, info.role, info.card)
         self.handoffs = new_handoffs(self._engine, info, self._new_mover, self._clock.monotonic)
         knows_blocks_before = "KvMovable" in self.features

@@ -7,6 +7,7 @@ Worked out once per change of the workers, not once per request.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 from kvolt.core.card import KvSlabs
 from kvolt.core.ids import InstanceId
@@ -32,8 +33,8 @@ class KvPairs:
         """As they were read from each registration."""
 
     def unfit(self) -> frozenset[InstanceId]:
-        """Prefill workers that do not fit every decode worker: a prompt is computed before, or while, it is decided
-        who answers it."""
+        """Prefill workers that do not fit half of the decode workers: a prompt is computed before, or while, it is
+        decided who answers it, and who cannot take its KV computes it again."""
         prefill, decode = seen = self._prefill.candidates(), self._decode.candidates()
         if prefill is not self._seen[0] or decode is not self._seen[1]:
             self._seen = seen
@@ -44,13 +45,14 @@ class KvPairs:
         self._slabs = {each.id: (each, self._slabs_of(each)) for each in (*prefill, *decode)}
         self._told &= {each.id for each in self._prefill.instances()}
         one_of_each = {self._slabs[each.id][1]: each for each in decode}  # most are alike
+        numbers = Counter(self._slabs[each.id][1] for each in decode)
         found: set[InstanceId] = set()
         for instance in prefill:
-            for theirs, other in one_of_each.items():
-                reason = why_unfit(self._slabs[instance.id][1], theirs)
-                if reason is not None:
-                    found.add(instance.id)
-                    self._tell(instance, other, reason)
+            reasons = {theirs: why_unfit(self._slabs[instance.id][1], theirs) for theirs in one_of_each}
+            misfits = [theirs for theirs, reason in reasons.items() if reason is not None]
+            if misfits and 2 * sum(numbers[theirs] for theirs in misfits) > len(decode):
+                found.add(instance.id)
+                self._tell(instance, one_of_each[misfits[0]], reasons[misfits[0]] or "")
         return frozenset(found)
 
     def _slabs_of(self, instance: Instance) -> KvSlabs | None:

@@ -104,8 +104,10 @@ class Promise:
         strain = 0.0
         if self._itl_s is not None:
             step_s = self._alone_s.mean / (1.0 - min(self._answering(handed.num_places), _MOST_BUSY))
-            if self._is_kept:  # then what is to be seen is what comes of it
-                self._off = max(_step_s(handed, there) / step_s, 1.0)
+            seen = max(_step_s(handed, there) / step_s, 1.0)
+            # While it is kept what is to be seen is what comes of it. Else answers take longer, and more of them are
+            # being given than would be: that it has become less can be believed.
+            self._off = seen if self._is_kept else min(self._off, seen)
             strain = self._off * step_s / self._itl_s
         if self._ttft_s is not None:
             waits = self._waits.mean / _SEEN_SHARE

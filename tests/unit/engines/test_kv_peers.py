@@ -1,4 +1,4 @@
-"""Workers that are to exchange KV and cannot: who comes later is refused, and says why."""
+"""Workers that are to exchange KV and cannot: a prefill worker is refused, and says why."""
 
 from __future__ import annotations
 
@@ -105,24 +105,68 @@ async def refused(lab: Lab, engine: SimEngine, namespace: str = NAMESPACE) -> Co
     return None
 
 
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_who_comes_later_and_does_not_fit_is_refused(role: Role) -> None:
+def test_a_prefill_worker_that_fits_nobody_is_refused() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
-            other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-            running, client = await start(lab, Air(), other)
-            error = await refused(lab, eighths(role))
+            running, client = await start(lab, Air(), Role.DECODE)
+            error = await refused(lab, eighths(Role.PREFILL))
             assert error is not None
             first = running.worker._instance
             for named in (
-                f"the {role} worker late",
-                f"{other} worker {other} ({first} at",
+                "the prefill worker late",
+                f"decode worker decode ({first} at",
                 "dtype is eighths here",
             ):
                 assert named in error.message
             assert "same dtype" in error.fields["remedy"]
             assert [each.id for each in client.candidates()] == [first], "who was there goes on"
-            assert await refused(lab, engine_of(role)) is None, "who fits may come"
+            assert await refused(lab, engine_of(Role.PREFILL)) is None, "who fits may come"
+
+    run_virtual(scenario)
+
+
+def test_a_prefill_worker_that_fits_one_of_them_may_come() -> None:
+    """In a rollout there are some of each."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            await start(lab, Air(), Role.DECODE)
+            await lab.worker("new", eighths(Role.DECODE), new_mover=Air().mover)
+            assert await refused(lab, eighths(Role.PREFILL)) is None
+
+    run_virtual(scenario)
+
+
+def test_a_decode_worker_that_fits_nobody_says_so_and_answers(caplog: pytest.LogCaptureFixture) -> None:
+    """It needs no prefill worker, and what is wrong may be at those."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            await start(lab, Air(), Role.PREFILL)
+            assert await refused(lab, eighths(Role.DECODE)) is None
+
+    run_virtual(scenario)
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "kvolt.engines.kv_peers"]
+    assert "late cannot exchange KV with prefill" in told
+    assert "dtype is eighths here and sim there" in told
+
+
+def test_the_engine_of_one_that_is_refused_is_closed() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            await start(lab, Air(), Role.DECODE)
+            engine, closed = eighths(Role.PREFILL), list[bool]()
+            close = engine.close
+
+            async def closing() -> None:
+                closed.append(True)
+                await close()
+
+            engine.close = closing  # type: ignore[method-assign]
+            worker = Worker(await lab.runtime("late"), engine, NAMESPACE, None, Air().mover)
+            with pytest.raises(ConfigError):
+                await worker.start()
+            assert closed
 
     run_virtual(scenario)
 
@@ -150,10 +194,10 @@ def test_what_a_worker_registers_says_how_its_blocks_lie() -> None:
 def test_those_of_another_namespace_or_card_are_nobodys_peers() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
-            await start(lab, Air(), Role.PREFILL)
-            assert await refused(lab, eighths(Role.DECODE), namespace="other") is None
+            await start(lab, Air(), Role.DECODE)
+            assert await refused(lab, eighths(Role.PREFILL), namespace="other") is None
             arguments = replace(ARGUMENTS, context_length=ARGUMENTS.context_length // 2)
-            assert await refused(lab, engine_of(Role.DECODE, arguments, Eighths)) is None
+            assert await refused(lab, engine_of(Role.PREFILL, arguments, Eighths)) is None
 
     run_virtual(scenario)
 
@@ -171,10 +215,10 @@ def test_those_of_the_same_role_or_none_are_nobodys_peers(role: Role) -> None:
 def test_who_is_leaving_stands_in_nobodys_way() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
-            running, client = await start(lab, Air(), Role.PREFILL)
+            running, client = await start(lab, Air(), Role.DECODE)
             await running.runtime.cordon()
             await until(lambda: not client.candidates())
-            assert await refused(lab, eighths(Role.DECODE)) is None
+            assert await refused(lab, eighths(Role.PREFILL)) is None
 
     run_virtual(scenario)
 
@@ -182,13 +226,13 @@ def test_who_is_leaving_stands_in_nobodys_way() -> None:
 def test_who_was_lost_stands_in_the_way_for_as_long_as_its_lease() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
-            running, _ = await start(lab, Air(), Role.PREFILL)
+            running, _ = await start(lab, Air(), Role.DECODE)
             key = f"{running.endpoint.prefix}{running.worker._instance}"
             discovery = running.runtime.discovery
             gone = asyncio.get_running_loop().call_later(
                 3.0, lambda: lab._crew.start(discovery.delete(key), "lost")
             )
-            assert await refused(lab, eighths(Role.DECODE)) is None
+            assert await refused(lab, eighths(Role.PREFILL)) is None
             assert gone.when() < asyncio.get_running_loop().time()
 
     run_virtual(scenario)
@@ -197,14 +241,14 @@ def test_who_was_lost_stands_in_the_way_for_as_long_as_its_lease() -> None:
 def test_without_discovery_a_worker_starts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with Lab() as lab:
-            await start(lab, Air(), Role.PREFILL)
+            await start(lab, Air(), Role.DECODE)
             runtime = await lab.runtime("late")
 
             async def lost(prefix: str) -> None:
                 raise DiscoveryLost("away")
 
             monkeypatch.setattr(runtime.discovery, "get_prefix", lost)
-            worker = Worker(runtime, eighths(Role.DECODE), NAMESPACE, None, Air().mover)
+            worker = Worker(runtime, eighths(Role.PREFILL), NAMESPACE, None, Air().mover)
             await worker.start()
             await worker.close()
 

@@ -95,3 +95,15 @@ def test_once_the_decode_worker_is_replaced_they_are_paired(monkeypatch: pytest.
         assert edge.sample("kvolt_journey_prefills_total", model=MODEL) == 1
 
     unpaired(body, monkeypatch)
+
+
+def test_one_odd_decode_worker_of_several_turns_nobody_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(scene: Scene) -> None:
+        lab, air, edge, _, _ = scene
+        assert edge.sample("kvolt_model_unfit_prefill_workers", model=MODEL) == 1
+        for name in ("right", "right too"):
+            await lab.worker(name, engine_of(Role.DECODE), new_mover=air.mover)
+        await until(lambda: len(edge.models.get(MODEL).candidates()) == 3)
+        assert edge.sample("kvolt_model_unfit_prefill_workers", model=MODEL) == 0
+
+    unpaired(body, monkeypatch)

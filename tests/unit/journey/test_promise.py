@@ -86,8 +86,19 @@ def test_more_places_take_more_prompts() -> None:
 def test_slow_steps_break_it_and_it_is_found_again_only_well_below() -> None:
     told = Told(itl_s=0.02)
     many = replace(HANDED, decoding=60.0, all_decoding=60.0, slowdown_s=0.02)
-    steps = [replace(many, step_s=step_s) for step_s in (0.019, 0.021, 0.0205, 0.014, 0.019)]
+    steps = [
+        replace(many, decoding=decoding, all_decoding=decoding, step_s=0.0088 + 0.0002 * (decoding + 1.0))
+        for decoding in (50.0, 60.0, 55.0, 20.0, 50.0)
+    ]
     assert [told.ask(step, times=30) for step in steps] == [True, False, False, True, True]
+
+
+def test_a_lost_one_is_found_again_when_there_is_nothing_to_do() -> None:
+    told = Told(itl_s=0.02)
+    many = replace(HANDED, decoding=60.0, all_decoding=60.0, step_s=0.021, slowdown_s=0.02)
+    assert not told.ask(many, times=30)
+    none = replace(HANDED, decoding=0.0, all_decoding=0.0, step_s=0.009, slowdown_s=0.02)
+    assert told.ask(none, times=30, every_s=10.0)
 
 
 def test_answers_that_come_while_one_is_given_make_its_steps_longer() -> None:

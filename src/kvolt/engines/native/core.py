@@ -127,6 +127,7 @@ class EngineCore:
 
     def withdraw(self, request_id: RequestId) -> bool:
         if self._stop_compiling(request_id):
+            self.scheduler.cancel_arrivals(request_id)
             return True
         if not self.scheduler.withdraw(request_id):
             return False

@@ -6,6 +6,7 @@ take minutes.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -47,6 +48,8 @@ from kvolt.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
     from kvolt.engines.native.grammar.compiler import GrammarCompiler
+
+log = logging.getLogger(__name__)
 
 _PROGRESS_S = 2.0
 FEATURES = ("KvEvents", "KvVisible", "KvMovable", "KvPlaced", "Prefill", "Lora", "Embed")
@@ -217,8 +220,12 @@ def build_core(
         _capture(runner, setup, config)
     if arguments.measure_steps:
         hooks.progress("measuring steps")
-        latency = measured_latency(runner, limits, num_blocks, hooks.clock.monotonic)
-        core.info = msgspec.structs.replace(info, latency=latency)
+        try:
+            latency = measured_latency(runner, limits, num_blocks, hooks.clock.monotonic)
+        except Exception:  # without its times routers guess; the engine is as good as it was
+            log.warning("steps cannot be measured, and nobody is told what they take", exc_info=True)
+        else:
+            core.info = msgspec.structs.replace(info, latency=latency)
     if arguments.step_log is not None:
         core.on_step = _step_log(Path(arguments.step_log), core, setup)
     hooks.progress(

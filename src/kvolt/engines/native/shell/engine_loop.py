@@ -222,6 +222,7 @@ class EngineLoop:
         try:
             self._core.submit(request)
         except KvoltError as error:
+            self._core.scheduler.cancel_arrivals(request_id)
             self._failed.append((request_id, to_info(error)))
         except Exception as error:
             log.exception("the engine failed to take %s", request_id)
