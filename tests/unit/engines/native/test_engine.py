@@ -26,7 +26,7 @@ from kvolt.core.errors import (
     Overloaded,
     Unsupported,
 )
-from kvolt.core.ids import BlockKey, RequestId
+from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.request import MediaSpan, Sampling
 from kvolt.engines.contract import features_of
 from kvolt.engines.native.shell import engine as engine_module
@@ -473,6 +473,21 @@ async def test_a_rank_that_has_its_blocks_elsewhere_leaves_no_slabs(process: str
     async with running("load", process=process, tensor_parallel=2) as (engine, _):
         with pytest.raises(Unsupported, match="no memory that others reach"):
             engine.kv_slabs()
+
+
+@MODES
+async def test_blocks_that_came_for_a_request_go_when_it_is_refused(process: str) -> None:
+    """By the core, when the worker has handed it over already."""
+    async with running(process=process) as (engine, reader):
+        given = request("r", prompt=20, fault="refuse")
+        keys = engine.kv_keys(given)
+        room = await engine.make_room(keys, [SequenceHash(each) for each in range(len(keys))])
+        await engine.settle_kv(room, len(room.blocks), given.request_id)
+        engine.submit(given)
+        await reader.until(lambda: "r" in reader.failed)
+        engine.submit(request("other", prompt=4, tokens=1))
+        await reader.finish("other")
+        assert reader.load.kv_used_blocks == 0
 
 
 # --- blocks of a device

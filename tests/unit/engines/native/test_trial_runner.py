@@ -15,6 +15,7 @@ from tests.unit.engines.native.equality_lab import answer, ask, assert_at_rest, 
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats, decode_step_log
 from kvolt.core.request import Role
+from kvolt.engines.native import loading
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.core import EngineCore
@@ -92,6 +93,19 @@ def test_it_says_so_in_one_line(folder: Path, caplog: pytest.LogCaptureFixture) 
     assert line.startswith("steps measured: ")
     assert line.endswith(" on prompts")
     assert line.count(" % on ") == 2
+
+
+def test_steps_that_cannot_be_measured_keep_no_engine_from_starting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*given: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(loading, "measured_latency", fail)
+    with closing(core_of(folder, measure_steps=True)) as core:
+        assert core.info.latency is None
+        assert_at_rest(core)
+    assert "steps cannot be measured" in caplog.text
 
 
 def test_too_little_is_said_too() -> None:
