@@ -22,7 +22,8 @@ rates are above those that could be kept for long. Tokens/s are those of the mea
 longer, more of them are still under way at the end.
 
 How conditional prices an answer by a prefill worker was chosen among four variants, on four of these cells (4 workers,
-4,096 and 16,384 tokens, 0 and 50 % hits) at full load with four other seeds.
+4,096 and 16,384 tokens, 0 and 50 % hits), and when it splits prompts (`journey/promise.py`) among six, on nine of them,
+at full load with four other seeds. It learns rates and lengths over seconds, of which a run has few.
 
 Seed: all arrivals, lengths and groups, the same for the three systems, and every draw of network and router. Intervals
 are 95 % ones of the mean over seeds (Student's t); ratios are taken seed by seed.
