@@ -39,7 +39,7 @@ _DEEP = 4
 """Times the long context: what lies before the chunk of a prompt that is measured for it."""
 _DEEP_AFTER = 2
 """Rungs, and once more at the end: where there is no time for a large chunk it is known of a small one."""
-_LEAST_DECODES, _LEAST_PROMPTS, _LEAST_TRIALS = 2, 1, 4
+_LEAST_DECODES, _LEAST_PROMPTS, _LEAST_TRIALS = 3, 2, 6
 """Fewer different ones say too little."""
 _WANTED_PROMPTS = 2
 """Of few tokens each costs more than it does among many: of one size alone a price is twice as high as it should be."""
