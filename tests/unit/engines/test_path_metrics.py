@@ -8,7 +8,7 @@ from kvolt.engines.path_metrics import PathMetrics
 from kvolt.transfer.capabilities import MachineFacts, capabilities_of
 from kvolt.transfer.lanes import MemoryKind
 from kvolt.transfer.link_speeds import LARGE_BYTES, SMALL_BYTES
-from kvolt.transfer.path_watch import PathWatch, Way
+from kvolt.transfer.path_watch import Ends, PathWatch, Way
 
 PLAIN = capabilities_of(MachineFacts())
 
@@ -26,7 +26,7 @@ def test_nothing_is_told_while_nothing_moves() -> None:
 def test_speeds_and_slow_paths_are_told() -> None:
     watch = PathWatch("10.0.0.1", "me", PLAIN)
     peer = watch.peer("10.0.0.2", "you", is_near=False, can=PLAIN)
-    way = Way(MemoryKind.SHARED, MemoryKind.SHARED, "tcp")
+    way = Way(Ends(MemoryKind.SHARED, MemoryKind.SHARED), "tcp")
     watch.observe(peer, way, SMALL_BYTES, 0.25)
     watch.observe(peer, way, LARGE_BYTES, 0.5)  # half of it is the latency
     watch.judge(peer, way)

@@ -85,7 +85,7 @@ def test_an_unknown_argument_names_the_nearest() -> None:
 
 def test_an_argument_like_no_other_lists_them_all() -> None:
     remedy = str(refused("sim", {"zzz": 1}).fields["remedy"])
-    assert remedy.startswith("known: speed, block_size")
+    assert remedy.startswith("known: speed, slow_by, block_size")
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_an_engine_that_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -
         ("choices", "every_choice", "every_choice_ends: ZeroDivisionError: by zero (test_engine_check.py:"),
         (
             "counts",
-            "clear_forgets",
+            "clear_forgets_everything",
             "assert await kv_events(run).clear_kv() == num_blocks (engine_event_cases.py:",
         ),
     ],
