@@ -8,6 +8,7 @@ then merely cached. Knows no clock and no rules of the queue: times and places i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -90,10 +91,16 @@ class Arrivals:
         self.let_go(last)
         return True
 
-    def num_spare(self, spared: RequestId) -> int:
-        """Blocks that `give_up` can let go of, at most: others may hold them as well."""
-        queued = self._queued.get(spared)
-        return self.num_blocks - (len(queued.blocks) if queued is not None else 0)
+    def can_free(self, count: int, spared: RequestId | None = None) -> bool:
+        """Whether so many blocks would be free after all that `give_up` can do. Those that others hold as well, as the
+        beginning of prompts that many share, stay: for them nothing is to be given up."""
+        if count > self.num_blocks:  # which is the usual end, and costs nothing
+            return False
+        queued = self._queued.get(spared) if spared is not None else None
+        chains = Counter(self)
+        if queued is not None:
+            chains.subtract(queued.blocks)
+        return count <= sum(self._pool.num_holders(block) == number for block, number in chains.items())
 
     def clear(self) -> None:
         """Nobody is to find these blocks any more."""

@@ -76,7 +76,8 @@ class StepPlanner:
 
     def allocate(self, count: int) -> list[BlockId] | None:
         """Blocks to write to, or none at all: also those that are kept for who waits."""
-        if count > self._pool.num_free + self._arrivals.num_blocks:
+        num_lacking = count - self._pool.num_free
+        if num_lacking > 0 and not self._arrivals.can_free(num_lacking):
             return None
         while (blocks := self._pool.allocate(count)) is None:
             if not self._arrivals.give_up():
@@ -178,7 +179,8 @@ class StepPlanner:
         request_id = sequence.request.request_id
         keys = self.reusable_keys(sequence)
         num_missing = num_blocks + len(self.running) - self._pool.match(keys)
-        if num_missing > self._pool.num_free + self._arrivals.num_spare(request_id):
+        num_lacking = num_missing - self._pool.num_free
+        if num_lacking > 0 and not self._arrivals.can_free(num_lacking, spared=request_id):
             return False  # at a long queue's head this is the usual end: nothing was touched for it
         while num_missing > self._pool.num_free or (taken := self._take(keys, num_blocks)) is None:
             if not self._arrivals.give_up(spared=request_id):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from kvolt.router.forecast import Forecast
 
-SEEN_S = 4.0
+_SEEN_S = 4.0
 """After which something counts half."""
 _WAITS_S = 3.0
 _SEEN_SHARE = 0.75
@@ -72,12 +72,12 @@ class Promise:
         self._ttft_s = ttft_s
         self._itl_s = itl_s
         self._waits = Recent(now, _WAITS_S)
-        self._arrivals = Recent(now, SEEN_S)
-        self._prefill_s = Recent(now, SEEN_S)
-        self._output_tokens = Recent(now, SEEN_S)
-        self._more_s = Recent(now, SEEN_S)
+        self._arrivals = Recent(now, _SEEN_S)
+        self._prefill_s = Recent(now, _SEEN_S)
+        self._output_tokens = Recent(now, _SEEN_S)
+        self._more_s = Recent(now, _SEEN_S)
         """By how much one more answer makes a step longer."""
-        self._alone_s = Recent(now, SEEN_S)
+        self._alone_s = Recent(now, _SEEN_S)
         """A step of one answer."""
         self._off = 1.0
         """By how much longer steps were than worked out, when that was last to be seen."""

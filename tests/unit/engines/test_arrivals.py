@@ -79,10 +79,27 @@ def test_the_last_in_the_queue_loses_what_is_kept_for_it_first() -> None:
     while arrivals.give_up(spared=RequestId("r2")):
         lost.append(next(n for n in range(1, 6) if n not in lost and not held(pool, n)))
     assert lost == [5, 4, 3, 1], "those that have not come, the latest first; then the queue from its end"
-    assert arrivals.num_spare(RequestId("r2")) == 0
+    assert not arrivals.can_free(1, spared=RequestId("r2"))
+    assert arrivals.can_free(1)
     assert arrivals.give_up()
     assert not arrivals.give_up()
     assert pool.num_used == 0
+
+
+def test_what_others_hold_as_well_would_not_be_free() -> None:
+    """The beginning that two prompts share, which somebody has who runs; of each the rest is its own."""
+    pool = BlockPool(8)
+    arrivals = Arrivals(pool)
+    running = put(pool, (1, 2))
+    for request_id, own in ((A, 5), (B, 6)):
+        pool.release(reversed(put(pool, (1, 2, own))))
+        arrivals.expect(request_id, keys_of((1, 2, own)), 5.0)
+    assert arrivals.num_blocks == 6
+    assert arrivals.can_free(2)
+    assert not arrivals.can_free(3)
+    pool.release(reversed(running))
+    assert arrivals.can_free(4)
+    assert not arrivals.can_free(5)
 
 
 def held(pool: BlockPool, number: int) -> bool:

@@ -4,25 +4,10 @@ from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
+from tests.unit.journey.test_ways import HANDED, IDLE
 
 from kvolt.journey.promise import Promise, Recent
 from kvolt.router.forecast import Forecast
-
-HANDED = Forecast(
-    queue_s=0.0,
-    prefill_s=0.0,
-    waiting=0.0,
-    decoding=4.0,
-    step_s=0.01,
-    slowdown_s=0.01,
-    output_tokens=100.0,
-    lacking_tokens=400,
-    num_places=1,
-    all_decoding=4.0,
-)
-"""At a decode worker, with the prompt's KV."""
-IDLE = replace(HANDED, prefill_s=0.1, decoding=0.0, all_decoding=0.0)
-"""At a prefill worker."""
 
 
 class Told:

@@ -40,9 +40,8 @@ _DEEP = 4
 _DEEP_AFTER = 2
 """Rungs, and once more at the end: where there is no time for a large chunk it is known of a small one."""
 _LEAST_DECODES, _LEAST_PROMPTS, _LEAST_TRIALS = 3, 2, 6
-"""Fewer different ones say too little."""
-_WANTED_PROMPTS = 2
-"""Of few tokens each costs more than it does among many: of one size alone a price is twice as high as it should be."""
+"""Fewer different ones say too little: of few tokens each costs more than it does among many, so of one size of prompts
+alone a price is twice as high as it should be."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,7 +273,7 @@ class _Watch:
 
     def _is_cheap(self, expected_s: float) -> bool:
         """For a first run. As long as too little is known nothing is too dear."""
-        if not _are_enough(self.times, _WANTED_PROMPTS):
+        if not _are_enough(self.times):
             return self._is_in_time(expected_s, self._budget_s)
         return expected_s <= _SHARE * self._budget_s and self._is_in_time(expected_s, self._budget_s / 2)
 
@@ -293,10 +292,10 @@ class _Watch:
         return last_s + max(last_s - before_s, 0.0) / (last - before) * (size - last)
 
 
-def _are_enough(trials: Collection[Trial], least_prompts: int = _LEAST_PROMPTS) -> bool:
+def _are_enough(trials: Collection[Trial]) -> bool:
     num_decodes = sum(trial.batch > 0 for trial in trials)
     num_prompts = len(trials) - num_decodes
-    return num_decodes >= _LEAST_DECODES and num_prompts >= least_prompts and len(trials) >= _LEAST_TRIALS
+    return num_decodes >= _LEAST_DECODES and num_prompts >= _LEAST_PROMPTS and len(trials) >= _LEAST_TRIALS
 
 
 def _concluded(watch: _Watch) -> Trials:
@@ -304,7 +303,7 @@ def _concluded(watch: _Watch) -> Trials:
     steps: list[StepStats] = []
     told: list[Trial] = []
     often = {trial: runs for trial, runs in times.items() if len(runs) > 1}
-    for trial, runs in (often if _are_enough(often, _WANTED_PROMPTS) else times).items():
+    for trial, runs in (often if _are_enough(often) else times).items():
         believed = [time_s for time_s in sorted(runs)[: max(1, len(runs) // 2)] if time_s > 0.0]
         if believed:  # a clock that stands still says nothing
             told.append(trial)
