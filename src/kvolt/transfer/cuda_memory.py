@@ -22,7 +22,8 @@ from kvolt.core.errors import KvoltError, TransferFailed, Unsupported
 from kvolt.transfer import block_bytes, cuda_ipc
 from kvolt.transfer.cuda_blocks import DeviceBlocks
 from kvolt.transfer.device_memory import DeviceHandle, Memory, Sums
-from kvolt.transfer.piece_checks import Numbers, check_as_many, check_pieces
+from kvolt.transfer.memory import Pieces
+from kvolt.transfer.piece_checks import check_as_many, check_pieces
 
 log = logging.getLogger(__name__)
 
@@ -94,31 +95,20 @@ class CudaMemory:
     def _pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
-    def move(
-        self,
-        dst: Memory,
-        dst_offsets: Numbers,
-        src: Memory,
-        src_offsets: Numbers,
-        piece_bytes: int,
-        pieces_per_block: int,
-        seeds: bytes | None,
-    ) -> Sums:
+    def move(self, dst: Memory, into: Pieces, src: Memory, origin: Pieces, seeds: bytes | None) -> Sums:
         with _failures():
-            to, origin = self._reached(dst), self._reached(src)
-            if to is None or origin is None:
-                return self._bounced(dst, dst_offsets, src, src_offsets, piece_bytes, pieces_per_block, seeds)
+            to, source = self._reached(dst), self._reached(src)
+            if to is None or source is None:
+                return self._bounced(dst, into, src, origin, seeds)
+            shape = (into.piece_bytes, into.per_block, seeds)
             with self._on_stream():
-                moved = self._blocks.copy(
-                    to, dst_offsets, origin, src_offsets, piece_bytes, pieces_per_block, seeds
-                )
-                return moved.checksums()
+                return self._blocks.copy(to, into.offsets, source, origin.offsets, *shape).checksums()
 
-    def checksums(
-        self, offsets: Numbers, piece_bytes: int, pieces_per_block: int, seeds: bytes | None
-    ) -> Sums:
+    def checksums(self, pieces: Pieces, seeds: bytes | None) -> Sums:
         with _failures(), self._on_stream():
-            moved = self._blocks.checksums(self.tensor, offsets, piece_bytes, pieces_per_block, seeds)
+            moved = self._blocks.checksums(
+                self.tensor, pieces.offsets, pieces.piece_bytes, pieces.per_block, seeds
+            )
             return moved.checksums()
 
     def _on_stream(self) -> AbstractContextManager[object]:
@@ -140,41 +130,30 @@ class CudaMemory:
         found = torch.frombuffer(memory, dtype=torch.uint8)
         return found if self._device.type == "cpu" or found.is_pinned() else None
 
-    def _bounced(
-        self,
-        dst: Memory,
-        dst_offsets: Numbers,
-        src: Memory,
-        src_offsets: Numbers,
-        piece_bytes: int,
-        pieces_per_block: int,
-        seeds: bytes | None,
-    ) -> Sums:
+    def _bounced(self, dst: Memory, into: Pieces, src: Memory, origin: Pieces, seeds: bytes | None) -> Sums:
         """Part by part through pinned memory; one of the two is ours. The device sums what it loads."""
-        check_as_many(dst_offsets, src_offsets)
-        check_pieces("dst_offsets", dst_offsets, piece_bytes, _num_bytes(dst))
-        check_pieces("src_offsets", src_offsets, piece_bytes, _num_bytes(src))
-        num_blocks = len(dst_offsets) // pieces_per_block
-        at_once = max(_BOUNCE_BYTES // (piece_bytes * pieces_per_block), 1)
-        num_bytes = at_once * piece_bytes * pieces_per_block
-        if self._bounce is None or self._bounce.nbytes < num_bytes:
-            self._bounce = self._pinned(max(num_bytes, _BOUNCE_BYTES))
+        check_as_many(into.offsets, origin.offsets)
+        check_pieces("dst_offsets", into.offsets, into.piece_bytes, _num_bytes(dst))
+        check_pieces("src_offsets", origin.offsets, into.piece_bytes, _num_bytes(src))
+        at_once = max(_BOUNCE_BYTES // into.bytes_per_block, 1)
+        if self._bounce is None or self._bounce.nbytes < at_once * into.bytes_per_block:
+            self._bounce = self._pinned(max(at_once * into.bytes_per_block, _BOUNCE_BYTES))
         row, pinned = self._bounce, _view(self._bounce)
-        sums = np.empty(num_blocks, dtype=np.uint64)
-        for first in range(0, num_blocks, at_once):
-            count = min(at_once, num_blocks - first)
-            part = slice(first * pieces_per_block, (first + count) * pieces_per_block)
-            in_row = np.arange(count * pieces_per_block, dtype=np.int64) * piece_bytes
-            some = None if seeds is None else seeds[8 * first : 8 * (first + count)]
-            here, shape = sums[first : first + count], (piece_bytes, pieces_per_block, some)
+        sums = np.empty(into.num_blocks, dtype=np.uint64)
+        for first in range(0, into.num_blocks, at_once):
+            count = min(at_once, into.num_blocks - first)
+            here, there = into.part(first, count), origin.part(first, count)
+            in_row, some = here.in_row(), None if seeds is None else seeds[8 * first : 8 * (first + count)]
+            shape = (here.piece_bytes, here.per_block, some)
             with self._on_stream():
                 if isinstance(dst, memoryview):
-                    here[:] = self._blocks.gather(row, self.tensor, src_offsets[part], *shape).checksums()
-                    block_bytes.copy(dst, dst_offsets[part], pinned, in_row, piece_bytes)
+                    moved = self._blocks.gather(row, self.tensor, there.offsets, *shape).checksums()
+                    block_bytes.copy(dst, here.offsets, pinned, in_row.offsets, here.piece_bytes)
                 else:
                     assert isinstance(src, memoryview)
-                    block_bytes.copy(pinned, in_row, src, src_offsets[part], piece_bytes)
-                    here[:] = self._blocks.scatter(self.tensor, dst_offsets[part], row, *shape).checksums()
+                    block_bytes.copy(pinned, in_row.offsets, src, there.offsets, here.piece_bytes)
+                    moved = self._blocks.scatter(self.tensor, here.offsets, row, *shape).checksums()
+            sums[first : first + count] = moved
         return sums
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvolt.transfer import block_bytes
-from kvolt.transfer.piece_checks import Numbers
 
 if TYPE_CHECKING:
     from kvolt.transfer.memory import Pieces
@@ -65,22 +64,11 @@ class DeviceMemory(Protocol):
         """New memory of the host that pieces come to, or go from, fast."""
         ...
 
-    def move(
-        self,
-        dst: Memory,
-        dst_offsets: Numbers,
-        src: Memory,
-        src_offsets: Numbers,
-        piece_bytes: int,
-        pieces_per_block: int,
-        seeds: bytes | None,
-    ) -> Sums:
+    def move(self, dst: Memory, into: Pieces, src: Memory, origin: Pieces, seeds: bytes | None) -> Sums:
         """As `bytes_python.copy_checked`; one of the two memories is this, the other any of this process."""
         ...
 
-    def checksums(
-        self, offsets: Numbers, piece_bytes: int, pieces_per_block: int, seeds: bytes | None
-    ) -> Sums:
+    def checksums(self, pieces: Pieces, seeds: bytes | None) -> Sums:
         """Of blocks that stay where they are."""
         ...
 
@@ -89,48 +77,33 @@ Memory = memoryview | DeviceMemory
 
 
 def copy_checked(
-    dst: Memory,
-    dst_offsets: Numbers,
-    src: Memory,
-    src_offsets: Numbers,
-    piece_bytes: int,
-    pieces_per_block: int,
-    seeds: bytes | None,
-    sums: Sums,
+    dst: Memory, into: Pieces, src: Memory, origin: Pieces, seeds: bytes | None, sums: Sums
 ) -> None:
     """As `bytes_python.copy_checked`, whatever the two memories are."""
     if isinstance(dst, memoryview) and isinstance(src, memoryview):
         block_bytes.copy_checked(
-            dst, dst_offsets, src, src_offsets, piece_bytes, pieces_per_block, seeds, sums
+            dst, into.offsets, src, origin.offsets, into.piece_bytes, into.per_block, seeds, sums
         )
     else:
         mover = src if isinstance(dst, memoryview) else dst
         assert not isinstance(mover, memoryview)
-        sums[:] = mover.move(dst, dst_offsets, src, src_offsets, piece_bytes, pieces_per_block, seeds)
+        sums[:] = mover.move(dst, into, src, origin, seeds)
 
 
-def copy(dst: Memory, dst_offsets: Numbers, src: Memory, src_offsets: Numbers, piece_bytes: int) -> None:
+def copy(dst: Memory, into: Pieces, src: Memory, origin: Pieces) -> None:
     """Likewise, without checksums. A device, which has them for nothing, sums all the same."""
     if isinstance(dst, memoryview) and isinstance(src, memoryview):
-        block_bytes.copy(dst, dst_offsets, src, src_offsets, piece_bytes)
+        block_bytes.copy(dst, into.offsets, src, origin.offsets, into.piece_bytes)
     else:
-        unread = np.empty(len(dst_offsets), dtype=np.uint64)
-        copy_checked(dst, dst_offsets, src, src_offsets, piece_bytes, 1, None, unread)
+        copy_checked(dst, into, src, origin, None, np.empty(into.num_blocks, dtype=np.uint64))
 
 
-def checksums(
-    memory: Memory,
-    offsets: Numbers,
-    piece_bytes: int,
-    pieces_per_block: int,
-    seeds: bytes | None,
-    sums: Sums,
-) -> None:
+def checksums(memory: Memory, pieces: Pieces, seeds: bytes | None, sums: Sums) -> None:
     """As `bytes_python.checksums`."""
     if isinstance(memory, memoryview):
-        block_bytes.checksums(memory, offsets, piece_bytes, pieces_per_block, seeds, sums)
+        block_bytes.checksums(memory, pieces.offsets, pieces.piece_bytes, pieces.per_block, seeds, sums)
     else:
-        sums[:] = memory.checksums(offsets, piece_bytes, pieces_per_block, seeds)
+        sums[:] = memory.checksums(pieces, seeds)
 
 
 def blocks_at_once(dst: Memory, src: Memory, pieces: Pieces, most_bytes: int) -> int:

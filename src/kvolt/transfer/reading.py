@@ -176,7 +176,7 @@ class Reading:
         wanted, into, first = self.wanted, self.wanted.into, self._num_copied
         most = blocks_at_once(wanted.slab.contents, memory, into, _TURN_BYTES)
         count = min(most, into.num_blocks - first)
-        here, there = into.part(first, count).offsets, source.part(first, count).offsets
+        here, there = into.part(first, count), source.part(first, count)
         try:
             if self._is_checked:
                 device_memory.copy_checked(
@@ -184,13 +184,11 @@ class Reading:
                     here,
                     memory,
                     there,
-                    into.piece_bytes,
-                    into.per_block,
                     wanted.seeds_of(first, count),
                     self._came[first : first + count],
                 )
             else:
-                device_memory.copy(wanted.slab.contents, here, memory, there, into.piece_bytes)
+                device_memory.copy(wanted.slab.contents, here, memory, there)
         except ValueError as error:  # the source named blocks that there are not
             self.stop(ProtocolError(str(error), rule="ready"))
             return False
@@ -293,18 +291,13 @@ class Reading:
             return self._sum_up(first, count) if self._is_checked else came
         assert self._staging is not None
         here = self.wanted.into.part(first, count)
-        in_row, seeds = here.in_row(), self.wanted.seeds_of(first, count)
-        came[:] = device.move(
-            device, here.offsets, self._staging, in_row.offsets, here.piece_bytes, here.per_block, seeds
-        )
+        seeds = self.wanted.seeds_of(first, count)
+        came[:] = device.move(device, here, self._staging, here.in_row(), seeds)
         return came
 
     def _sum_up(self, first: int, count: int) -> Sums:
         """The checksums of what has come."""
         wanted, came = self.wanted, self._came[first : first + count]
         here = wanted.into.part(first, count)
-        seeds = wanted.seeds_of(first, count)
-        device_memory.checksums(
-            wanted.slab.contents, here.offsets, here.piece_bytes, here.per_block, seeds, came
-        )
+        device_memory.checksums(wanted.slab.contents, here, wanted.seeds_of(first, count), came)
         return came

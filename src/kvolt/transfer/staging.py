@@ -29,15 +29,7 @@ class Staging:
             return self._plain, in_row
         try:
             memory = self._pinned(slab.device, num_bytes)
-            slab.device.move(
-                memory,
-                in_row.offsets,
-                slab.device,
-                pieces.offsets,
-                pieces.piece_bytes,
-                pieces.per_block,
-                None,
-            )
+            slab.device.move(memory, in_row, slab.device, pieces, None)
         except ValueError as error:
             raise TransferFailed(
                 f"blocks of a device cannot be moved: {error}", path="cuda-copy", reason="device"

@@ -62,5 +62,5 @@ class Summing:
 
 def sums_of(memory: Memory, pieces: Pieces, seeds: bytes | None) -> Sums:
     found = np.empty(pieces.num_blocks, dtype=np.uint64)
-    device_memory.checksums(memory, pieces.offsets, pieces.piece_bytes, pieces.per_block, seeds, found)
+    device_memory.checksums(memory, pieces, seeds, found)
     return found

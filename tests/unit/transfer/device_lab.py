@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 
 from kvolt.core.errors import TransferFailed, Unsupported
-from kvolt.transfer import block_bytes
+from kvolt.transfer import device_memory
 from kvolt.transfer.capabilities import MachineFacts
 from kvolt.transfer.device_memory import DeviceHandle, Memory, Sums
-from kvolt.transfer.memory import Numbers, Slab
+from kvolt.transfer.memory import Pieces, Slab
 
 WITH_GPU = MachineFacts(num_gpus=1, has_torch=True)
 
@@ -58,35 +58,21 @@ class FakeDevice:
     def staging(self, num_bytes: int) -> memoryview:
         return memoryview(bytearray(num_bytes))
 
-    def move(
-        self,
-        dst: Memory,
-        dst_offsets: Numbers,
-        src: Memory,
-        src_offsets: Numbers,
-        piece_bytes: int,
-        pieces_per_block: int,
-        seeds: bytes | None,
-    ) -> Sums:
+    def move(self, dst: Memory, into: Pieces, src: Memory, origin: Pieces, seeds: bytes | None) -> Sums:
         assert self in (dst, src)
         self._fail()
         self.on_move()
-        sums = np.empty(len(dst_offsets) // pieces_per_block, dtype=np.uint64)
-        to, origin = _view(dst), _view(src)
-        block_bytes.copy_checked(
-            to, dst_offsets, origin, src_offsets, piece_bytes, pieces_per_block, seeds, sums
-        )
+        sums = np.empty(into.num_blocks, dtype=np.uint64)
+        device_memory.copy_checked(_view(dst), into, _view(src), origin, seeds, sums)
         if self.breaks and dst is self:
-            self.bytes[dst_offsets[0]] ^= 1
-            return self.checksums(dst_offsets, piece_bytes, pieces_per_block, seeds)
+            self.bytes[into.offsets[0]] ^= 1
+            return self.checksums(into, seeds)
         return sums
 
-    def checksums(
-        self, offsets: Numbers, piece_bytes: int, pieces_per_block: int, seeds: bytes | None
-    ) -> Sums:
+    def checksums(self, pieces: Pieces, seeds: bytes | None) -> Sums:
         self._fail()
-        sums = np.empty(len(offsets) // pieces_per_block, dtype=np.uint64)
-        block_bytes.checksums(_view(self), offsets, piece_bytes, pieces_per_block, seeds, sums)
+        sums = np.empty(pieces.num_blocks, dtype=np.uint64)
+        device_memory.checksums(_view(self), pieces, seeds, sums)
         return sums
 
     def _fail(self) -> None:

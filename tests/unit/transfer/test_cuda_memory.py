@@ -15,11 +15,12 @@ from kvolt.transfer import cuda_ipc, cuda_memory
 from kvolt.transfer.checksum import checksums
 from kvolt.transfer.cuda_memory import CudaMemory
 from kvolt.transfer.device_memory import DeviceHandle
+from kvolt.transfer.memory import Pieces
 
 torch = interpreted.torch
 BLOCK, NUM = 64, 16
-FROM = np.array([3, 9, 4, 15], dtype=np.int64) * BLOCK
-TO = np.array([0, 5, 1, 2], dtype=np.int64) * BLOCK
+FROM = Pieces(np.array([3, 9, 4, 15], dtype=np.int64) * BLOCK, BLOCK)
+TO = Pieces(np.array([0, 5, 1, 2], dtype=np.int64) * BLOCK, BLOCK)
 SEEDS = np.arange(4, dtype=np.uint64)
 
 
@@ -32,15 +33,17 @@ def rows(held: Any) -> Any:
 
 
 def expected(source: Any) -> list[int]:
-    return [int(each) for each in checksums(source, FROM, BLOCK, 1, SEEDS)]
+    return [int(each) for each in checksums(source, FROM.offsets, BLOCK, 1, SEEDS)]
 
 
 def test_from_device_to_device() -> None:
     one, other = memory(1), memory(2)
-    sums = other.move(other, TO, one, FROM, BLOCK, 1, SEEDS.tobytes())
+    sums = other.move(other, TO, one, FROM, SEEDS.tobytes())
     assert sums.tolist() == expected(one.tensor.numpy())
-    assert (rows(other.tensor.numpy())[TO // BLOCK] == rows(one.tensor.numpy())[FROM // BLOCK]).all()
-    assert other.checksums(TO, BLOCK, 1, SEEDS.tobytes()).tolist() == sums.tolist()
+    assert (
+        rows(other.tensor.numpy())[TO.offsets // BLOCK] == rows(one.tensor.numpy())[FROM.offsets // BLOCK]
+    ).all()
+    assert other.checksums(TO, SEEDS.tobytes()).tolist() == sums.tolist()
 
 
 @pytest.mark.parametrize("bounce_bytes", [BLOCK, 3 * BLOCK, 1 << 20])
@@ -56,29 +59,29 @@ def test_from_and_to_the_host(bounce_bytes: int, is_pinned: bool, monkeypatch: p
             lambda self, other: None if isinstance(other, memoryview) else reached(self, other),
         )
     device, host = memory(1), memoryview(bytearray(NUM * BLOCK))
-    sums = device.move(host, TO, device, FROM, BLOCK, 1, SEEDS.tobytes())
+    sums = device.move(host, TO, device, FROM, SEEDS.tobytes())
     assert sums.tolist() == expected(device.tensor.numpy())
-    assert (rows(host)[TO // BLOCK] == rows(device.tensor.numpy())[FROM // BLOCK]).all()
+    assert (rows(host)[TO.offsets // BLOCK] == rows(device.tensor.numpy())[FROM.offsets // BLOCK]).all()
     back = memory(3)
-    assert back.move(back, FROM, host, TO, BLOCK, 1, SEEDS.tobytes()).tolist() == sums.tolist()
-    assert (rows(back.tensor.numpy())[FROM // BLOCK] == rows(host)[TO // BLOCK]).all()
+    assert back.move(back, FROM, host, TO, SEEDS.tobytes()).tolist() == sums.tolist()
+    assert (rows(back.tensor.numpy())[FROM.offsets // BLOCK] == rows(host)[TO.offsets // BLOCK]).all()
 
 
 def test_from_memory_that_may_only_be_read() -> None:
     device, host = memory(1), memoryview(bytes(range(256)) * 4)
-    device.move(device, TO, host, FROM, BLOCK, 1, None)
-    assert (rows(device.tensor.numpy())[TO // BLOCK] == rows(host)[FROM // BLOCK]).all()
+    device.move(device, TO, host, FROM, None)
+    assert (rows(device.tensor.numpy())[TO.offsets // BLOCK] == rows(host)[FROM.offsets // BLOCK]).all()
 
 
 @pytest.mark.parametrize("outside", [-BLOCK, NUM * BLOCK])
 def test_what_lies_outside_is_refused_before_anything_moves(outside: int) -> None:
     device, host = memory(1), memoryview(bytes(NUM * BLOCK))
     before = device.tensor.clone()
-    wrong = np.array([0, outside], dtype=np.int64)
+    wrong = Pieces(np.array([0, outside], dtype=np.int64), BLOCK)
     with pytest.raises(ValueError, match="outside"):
-        device.move(device, TO[:2], host, wrong, BLOCK, 1, None)
+        device.move(device, TO.part(0, 2), host, wrong, None)
     with pytest.raises(ValueError, match="outside"):
-        device.checksums(wrong, BLOCK, 1, None)
+        device.checksums(wrong, None)
     assert torch.equal(before, device.tensor)
 
 
@@ -91,9 +94,9 @@ def test_what_a_device_fails_at_is_an_error_of_the_transfer(monkeypatch: pytest.
     monkeypatch.setattr(device, "_blocks", SimpleNamespace(copy=fail, checksums=fail))
     monkeypatch.setattr(device, "_pinned", fail)
     with pytest.raises(TransferFailed, match=r"out of memory$"):
-        device.move(device, TO, memory(2), FROM, BLOCK, 1, None)
+        device.move(device, TO, memory(2), FROM, None)
     with pytest.raises(TransferFailed):
-        device.checksums(TO, BLOCK, 1, None)
+        device.checksums(TO, None)
     with pytest.raises(TransferFailed):
         device.staging(8)
 
