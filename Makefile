@@ -56,7 +56,7 @@ serve: $(VENV)/.native ## SmolLM2-135M on http://127.0.0.1:8000, a prefill and a
 
 test: $(VENV)/.test lint ## lint, types, import contract, tests with branch coverage
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m "not long" --cov --cov-report=term:skip-covered --cov-fail-under=85 $(ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m "not long" --cov --cov-report=term:skip-covered --cov-fail-under=85 --durations=25 $(ARGS)
 
 test-long: $(VENV)/.test ## what takes minutes: the long tests and a thousand virtual-time seeds
 	$(BIN)/python -m pytest -m long $(ARGS)

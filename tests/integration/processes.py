@@ -46,7 +46,7 @@ from kvolt.runtime.settings import Settings
 from kvolt.runtime.stop import die_with_parent
 from kvolt.runtime.supervisor import read_status
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """For what takes milliseconds on an idle machine and seconds on a busy one."""
 
 POLL_S = 0.1
@@ -207,7 +207,7 @@ class Bench:
                     found.append(process)
         return found
 
-    async def nothing_left(self, timeout_s: float = 5.0) -> None:
+    async def nothing_left(self, timeout_s: float = PATIENCE_S) -> None:
         await until(lambda: not self.left(), timeout_s, "the end of every process")
 
     def close(self) -> None:

@@ -541,7 +541,6 @@ async def test_names_do_not_reach_headers_logs_or_labels(edge: Edge) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 async def test_all_bodies_again_and_again(edge: Edge) -> None:
     """Memory does not grow with the number of attacks."""
     rss: list[int] = []
@@ -556,7 +555,6 @@ async def test_all_bodies_again_and_again(edge: Edge) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(120)
 def test_many_long_texts_at_once(tmp_path: Path) -> None:
     """They wait for each other; nobody else does."""
     body = completion(prompt="qzxjkv" * (MB // 6))
@@ -578,7 +576,6 @@ def test_many_long_texts_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(120)
 def test_bodies_that_never_end(tmp_path: Path) -> None:
     """Many clients that stop in the middle of a large body hold 256 MiB together, not 16 MiB each."""
     part = request(COMPLETE, completion(prompt="x" * 15 * MB))

@@ -180,7 +180,7 @@ async def test_a_process_stops_while_discovery_hangs(bench: Bench) -> None:
                 pipe = bench.folder / "pipe"
                 os.mkfifo(pipe)
                 pipe.rename(path)
-        assert await worker.ended(10.0) == 0
+        assert await worker.ended() == 0
 
 
 async def test_a_worker_that_crashes_meanwhile_waits_for_discovery(bench: Bench) -> None:
@@ -192,7 +192,7 @@ async def test_a_worker_that_crashes_meanwhile_waits_for_discovery(bench: Bench)
     bench.discovery.rename(bench.folder / "before")
     bench.discovery.symlink_to("/nowhere/at/all")
     os.kill(bench.child_pid("worker-0"), signal.SIGKILL)
-    await serve.says("worker-0 ended with exit code 2", 10.0)
+    await serve.says("worker-0 ended with exit code 2")
     assert "everything stops" not in serve.out, serve.out
     bench.discovery.unlink()
     await bench.until_seen(*NAMES)

@@ -11,8 +11,6 @@ from tests.integration.test_prefill_decode_native import ANSWER_S, MODEL, START_
 
 from kvolt.testing.tiny_models import tiny_checkpoint
 
-pytestmark = pytest.mark.timeout(170)
-
 
 @pytest.fixture
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

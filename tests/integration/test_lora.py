@@ -22,8 +22,6 @@ NUM_TOKENS = 16
 START_S = 50.0
 """torch takes seconds to import, and more of them on a busy machine."""
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @dataclass(frozen=True, slots=True)
 class Served:

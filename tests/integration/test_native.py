@@ -35,7 +35,6 @@ KV_BLOCKS = 1024
 START_S = 50.0
 """torch takes seconds to import, and more of them on a busy machine."""
 
-pytestmark = pytest.mark.timeout(120)
 
 decode_batch = msgspec.msgpack.Decoder(KvEventBatch).decode
 

@@ -24,8 +24,6 @@ DECODE_FIRST = ("--decode-first", "*")
 START_S = 50.0
 ANSWER_S = 60.0
 
-pytestmark = pytest.mark.timeout(170)
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -32,11 +32,11 @@ from kvolt.runtime.supervisor_output import (
 )
 from kvolt.runtime.supervisor_plan import ChildState, Level, RestartRule
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 QUICK = SupervisorConfig(
     restart=RestartRule(backoff_initial_s=0.05, backoff_max_s=0.2, stable_after_s=60), stop_timeout_s=5.0
 )
-SLEEP = "import time; time.sleep(60)"
+SLEEP = "import time; time.sleep(600)"
 
 
 def child(name: str, program: str, **more: object) -> ChildSpec:

@@ -20,7 +20,6 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(before)
 
 
-@pytest.mark.timeout(300)
 def test_lost_events_churn_and_restarts_cost_no_hits_and_no_answers() -> None:
     trouble = Trouble(event_loss=0.01, churn_s=60.0, router_restart_s=70.0)
     calm, troubled = (solve(plan) for plan in plans(5.0, 10.0, 16, trouble))

@@ -29,8 +29,6 @@ MODEL = "sim-short"
 
 Json = dict[str, Any]
 
-pytestmark = pytest.mark.timeout(180)  # thousands of cases each: seconds here, more on a busy machine
-
 
 # the document
 

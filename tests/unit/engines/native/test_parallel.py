@@ -55,8 +55,6 @@ SMALL = {"tensor_parallel": 2, "max_batch_tokens": 16, "max_num_seqs": 6}
 SMALL_ALONE = SMALL | {"tensor_parallel": 1}
 TIGHT = {"block_size": 2, "kv_blocks": 80}
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
