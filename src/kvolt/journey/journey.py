@@ -320,12 +320,12 @@ class Journey:
     async def _open(self, action: Open) -> Event:
         decision = self.decision = action.decision
         request = as_decided(self._asked.request, decision)
-        if request.rendezvous is not None and self._prompt is not None:
-            attempt = self._machine.num_attempts
-            request = await meet(self._prompt, request, attempt, self._time_left, self._is_over)
-            if self._is_over():  # cancelled meanwhile
-                return Opened()
         try:
+            if request.rendezvous is not None and self._prompt is not None:
+                attempt = self._machine.num_attempts
+                request = await meet(self._prompt, request, attempt, self._time_left, self._is_over)
+                if self._is_over():  # cancelled meanwhile
+                    return Opened()
             self._call = await self._at.client.call(
                 request, self, instance=decision.instance, deadlines=self._time_left(), decode=_decode_delta
             )
