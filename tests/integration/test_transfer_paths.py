@@ -31,11 +31,15 @@ async def hand_over(bench: Bench, *decode_flags: str) -> None:
     _, url = await bench.frontend("--prefill-choice", "threshold")
     await bench.until_seen("frontend", "p0", "d0")
     await until_ready(url)
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
-        response = await client.post(
-            "/v1/completions", json={"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
-        )
-    assert response.status_code == 200, response.text
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client, asyncio.timeout(PATIENCE_S):
+        number = 0
+        while not (await metrics(bench, "d0"))["kvolt_handoffs_taken_total"]:
+            # Until the frontend has heard of the prefill worker the other one computes prompts.
+            number += 1
+            response = await client.post(
+                "/v1/completions", json={"model": MODEL, "prompt": f"{number} {PROMPT}", "max_tokens": 4}
+            )
+            assert response.status_code == 200, response.text
 
 
 async def metrics(bench: Bench, name: str) -> dict[str, float]:

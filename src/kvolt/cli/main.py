@@ -85,6 +85,7 @@ VERBS: dict[str, Verb] = {
         "kvolt.cli.doctor", "what this machine has, what it lacks, what to do", "look", "frontend", _ALL
     ),
     "trace": Verb("kvolt.cli.trace", "traces of requests: look into, change, make, find public ones", "look"),
+    "cache": Verb("kvolt.cli.cache", "KV on this machine's disk: list, check, forget", "look"),
     "model": Verb("kvolt.cli.model", "models on this machine: list, fetch, show", "look"),
     "engine": Verb("kvolt.cli.engine", "engines: what there is, and does one keep the contract", "look"),
     "fit": Verb("kvolt.cli.fit", "a step model from an engine's step log, for the sim engine", "look"),

@@ -20,6 +20,7 @@ from kvolt.cli.health import base_url, served_models
 from kvolt.cli.placement import device_flags, place, visible_gpus
 from kvolt.cli.process import check_directory, plane_host, process_options, run_loop
 from kvolt.cli.serve_chat import HeldOutput, chat_in_terminal
+from kvolt.cli.tiers import add_tier_flags, with_tiers
 from kvolt.cli.worker import add_engine_flags, check_engine, with_arguments, with_model
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.request import Role
@@ -48,6 +49,8 @@ Examples:
   kvolt serve --prefill 2 --decode 2   prompts computed by two workers, answers by two others
   kvolt serve --lora sql=./adapters/sql
                                        with a LoRA adapter: ask for model "sql", or for the model itself
+  kvolt serve --kv-host 4GiB --kv-disk 50GiB
+                                       keep KV that leaves the device, and find it again after a restart
   kvolt serve --processes 4            the frontend as four processes on one port, and a router
   kvolt serve --config cluster.toml    the [[workers]] of a config file
   kvolt serve --interactive            and a chat with it here; logs go to files, leaving stops everything
@@ -86,6 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="workers that do both: the same as --workers",
     )
     add_engine_flags(parser)
+    add_tier_flags(parser)
     parser.add_argument("--quiet", action="store_true", help="show only warnings and errors of the processes")
     parser.add_argument(
         "--interactive",
@@ -97,6 +101,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     given = with_workers(with_model_served(loaded.settings, args.model), args.workers)
     given = with_engine_flags(given, args.arg, args.lora)
+    if given.workers:
+        given = msgspec.structs.replace(
+            given, workers=[with_tiers(given.workers[0], args), *given.workers[1:]]
+        )
     given = with_roles(given, {role: getattr(args, role) for role in ROLES})
     for group in given.workers:
         check_engine(group)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvolt.cli.process import Process, run_process
+from kvolt.cli.tiers import add_tier_flags, are_wanted, tiering_of, with_tiers
 from kvolt.cli.transfers import Transfers
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
@@ -24,6 +25,7 @@ from kvolt.engines.registry import (
     find_engine,
     parse_argument,
 )
+from kvolt.engines.tier_metrics import TierMetrics
 from kvolt.engines.worker import Worker, WorkerOptions, stats_of
 from kvolt.runtime.config import LoadedConfig
 from kvolt.runtime.settings import MAX_PER_PROCESS, WorkerSettings
@@ -39,6 +41,7 @@ Examples:
   kvolt worker --arg dtype=float32              an argument of the engine (`kvolt engine list native`)
   kvolt worker --lora sql=./adapters/sql        with a LoRA adapter that clients choose as model "sql"
   kvolt worker --taint gpu=h100 --taint eu      properties that requests may demand or prefer
+  kvolt worker --kv-host 8GiB --kv-disk 100GiB  keep KV that leaves the device, and find it again after a restart
   kvolt worker sim-tiny                         the simulated engine: no weights, no torch
   kvolt worker sim-tiny --workers 300           three hundred of them in one process, each registered by itself
 """
@@ -67,6 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a property that requests may demand or prefer, besides those of the config (repeat for more)",
     )
     add_engine_flags(parser)
+    add_tier_flags(parser)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -92,10 +96,15 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     if args.model is not None or args.engine is not None:
         group = with_model(group, args.model or group.model, args.engine)
     count = group.per_process if args.workers is None else args.workers
-    group = msgspec.structs.replace(group, per_process=count)
+    group = with_tiers(msgspec.structs.replace(group, per_process=count), args)
     engine_name, arguments = check_engine(with_arguments(group, args.arg, args.lora))
     devices = args.devices.split(",") if args.devices else group.devices
-    spec = EngineSpec(model=group.model, role=Role(args.role or group.role), devices=tuple(devices))
+    spec = EngineSpec(
+        model=group.model,
+        role=Role(args.role or group.role),
+        devices=tuple(devices),
+        has_tiers=are_wanted(group.tiers),
+    )
     options = WorkerOptions(stuck_after_s=group.stuck_after_s, taints=(*group.taints, *args.taint))
 
     async def fleet(process: Process) -> None:
@@ -112,12 +121,14 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         runtime = process.runtime
         transfers = Transfers(runtime, process.settings.transfer)
         engine = build_engine(engine_name, spec, arguments)
-        worker = Worker(runtime, engine, loaded.settings.namespace, options, transfers.mover)
+        new_tiering = tiering_of(group.tiers)
+        worker = Worker(runtime, engine, loaded.settings.namespace, options, transfers.mover, new_tiering)
         transfers.tell(worker.tell_links)
         await worker.start()
         process.metrics.registry.register(worker.metrics)
         process.metrics.registry.register(HandoffMetrics(lambda: stats_of([worker])))
         process.metrics.registry.register(PathMetrics(lambda: transfers.paths))
+        process.metrics.registry.register(TierMetrics(lambda: [worker.tiering] if worker.tiering else []))
         runtime.commands["clear_kv_blocks"] = lambda body: worker.clear_kv_blocks()
         try:
             await worker.run()

@@ -68,10 +68,12 @@ __all__ = [
     "KvMovable",
     "KvPlaced",
     "KvRoom",
+    "KvTierable",
     "KvVisible",
     "Lora",
     "Pooling",
     "Prefill",
+    "SealedKv",
     "Sleep",
     "features_of",
 ]
@@ -228,6 +230,30 @@ class KvPlaced(Protocol):
         ...
 
 
+class SealedKv(msgspec.Struct, frozen=True):
+    """Blocks one below the other that are full and computed."""
+
+    first: int
+    """Position of the first in its sequence."""
+    blocks: tuple[int, ...]
+    keys: tuple[BlockKey, ...]
+    hashes: tuple[SequenceHash, ...]
+    parent: BlockKey | None = None
+    """Of the block before the first; None where that begins the sequence."""
+    parent_hash: SequenceHash | None = None
+
+
+@runtime_checkable
+class KvTierable(Protocol):
+    """Says which of its blocks are complete, so that who has slower memory can copy them there (see `KvPlaced`)."""
+
+    async def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
+        """Blocks that were completed since the last call and are still here; none the first time. They do not move
+        until `Prefill.release_prefill` of that name, which no request has, or the time of a handoff is over. What
+        would be too much to hold comes with the next call. Cancelled, it leaves nothing."""
+        ...
+
+
 @runtime_checkable
 class Prefill(Protocol):
     """Computes prompts for others to go on with; takes such prompts over.
@@ -300,7 +326,7 @@ class Sleep(Protocol):
 
 FEATURES: dict[str, type] = {
     kind.__name__: kind
-    for kind in (KvEvents, KvVisible, KvMovable, KvPlaced, Prefill, Lora, Embed, Encode, Sleep)
+    for kind in (KvEvents, KvVisible, KvMovable, KvPlaced, KvTierable, Prefill, Lora, Embed, Encode, Sleep)
 }
 """The capability protocols by name."""
 

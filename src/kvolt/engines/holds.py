@@ -1,9 +1,9 @@
 """Holds: blocks that are held for others than running sequences, at both ends of a handoff.
 
 Owns the blocks *kept* of a finished request until a peer has fetched them, those *left* of one that failed while a
-peer may be reading them, and those *adopted*: allocated for KV that comes from elsewhere, until it is here (then they
-may be `arrivals`). Knows no deadlines and moves no bytes; who keeps blocks must also release them, or the engine has
-that much less room.
+peer may be reading them, those *pinned* while they are copied elsewhere, and those *adopted*: allocated for KV that
+comes from elsewhere, until it is here (then they may be `arrivals`). Knows no deadlines and moves no bytes; who keeps
+blocks must also release them, or the engine has that much less room.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ class Holds:
         self._pool = pool
         self._kept: dict[RequestId, _Chain] = {}
         self._left: dict[RequestId, list[BlockId]] = {}
+        self._pinned: dict[RequestId, list[list[BlockId]]] = {}
+        """By the name under which they are let go."""
         self._adopted: dict[BlockId, _Chain] = {}  # by the first block that is to be filled
 
     def __iter__(self) -> Iterator[BlockId]:
         """Every block, as often as it is held."""
         held = (each.blocks for each in chain(self._kept.values(), self._adopted.values()))
-        return chain.from_iterable(chain(held, self._left.values()))
+        pinned = chain.from_iterable(self._pinned.values())
+        return chain.from_iterable(chain(held, self._left.values(), pinned))
 
     def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._kept or request_id in self._left
+        return request_id in self._kept or request_id in self._left or request_id in self._pinned
 
     def keep(self, request_id: RequestId, blocks: list[BlockId], names: Names) -> None:
         """Take over blocks from their holder."""
@@ -64,7 +67,17 @@ class Holds:
         """They are the caller's to release."""
         return self._left.pop(request_id, [])
 
+    def pin(self, name: RequestId, tip: BlockKey) -> tuple[list[BlockId], Names]:
+        """Hold a block and all before it in its sequence; none where it is not here any more."""
+        names = self._pool.lineage(tip)
+        blocks = self._pool.acquire(names.keys)
+        if blocks:
+            self._pinned.setdefault(name, []).append(blocks)
+        return blocks, names
+
     def release_kept(self, request_id: RequestId) -> bool:
+        for blocks in self._pinned.pop(request_id, ()):
+            self._pool.release(reversed(blocks))
         held = self._kept.pop(request_id, None)
         if held is None:
             return False

@@ -1,7 +1,7 @@
 """KvExchange: an engine's blocks as others ask for them: what is here, what leaves, what comes in.
 
-Owns the rules of the KvVisible, KvMovable and KvPlaced protocols for engines with our scheduler. Knows no layout: the
-memory reads and writes whole blocks.
+Owns the rules of the KvVisible, KvMovable, KvPlaced and KvTierable protocols for engines with our scheduler. Knows no
+layout: the memory reads and writes whole blocks.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from math import inf
 from typing import Protocol
 
 from kvolt.core.block_key import BlockKeyContext
-from kvolt.core.errors import NotFound
+from kvolt.core.errors import InvalidRequest, NotFound
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
-from kvolt.engines.contract import KvHeld, KvRoom
+from kvolt.engines.contract import KvHeld, KvRoom, SealedKv
 from kvolt.engines.scheduler import Scheduler
 from kvolt.engines.sequence import TokenNaming
 from kvolt.kv import BlockId, BlockName, Names
+
+_PINNED_SHARE = 0.125
+"""Of all blocks, those that are held at a time for who copies them elsewhere."""
 
 
 class BlockMemory(Protocol):
@@ -37,6 +40,18 @@ class BlockMemory(Protocol):
 def held_of(blocks: Sequence[BlockId], names: Names) -> KvHeld:
     """Of the blocks of a sequence those that are named, which are the full ones."""
     return KvHeld(tuple(blocks[: len(names)]), tuple(names.keys), tuple(names.sequence_hashes))
+
+
+def _sealed(blocks: Sequence[BlockId], names: Names, first: int) -> SealedKv:
+    above = names[first - 1] if first else None
+    return SealedKv(
+        first,
+        tuple(blocks[first:]),
+        tuple(names.keys[first:]),
+        tuple(names.sequence_hashes[first:]),
+        None if above is None else above.key,
+        None if above is None else above.sequence_hash,
+    )
 
 
 class KvExchange:
@@ -95,7 +110,17 @@ class KvExchange:
             raise NotFound(f"no blocks are kept of {request_id}", kind="handoff", name=request_id)
         return held_of(*kept)
 
+    def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
+        """As of KvTierable; who calls it sees to their end."""
+        pool = self._scheduler.pool
+        return tuple(
+            _sealed(*each)
+            for each in self._scheduler.pin_sealed(name, max(int(pool.num_blocks * _PINNED_SHARE), 1))
+        )
+
     def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
+        if len(hashes) != len(keys):
+            raise InvalidRequest(f"{len(keys)} blocks have {len(hashes)} hashes", param="sequence_hashes")
         names = Names(list(keys), list(hashes))
         num_present = self._scheduler.pool.match(names.keys)
         adopted = self._scheduler.adopt(names)

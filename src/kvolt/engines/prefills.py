@@ -133,6 +133,10 @@ class Prefills:
         self._scheduler.cancel_arrivals(request_id)
         self._unwatch(request_id)
 
+    def hold(self, name: RequestId) -> None:
+        """Something is held under that name, which is let go as a prompt is that nobody fetches."""
+        self._expiry[name] = self.expires_at
+
     # --- blocks as they come
 
     @property

@@ -24,6 +24,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     role: Role
     devices: tuple[str, ...] = ()
+    has_tiers: bool = False
+    """Whether its blocks are copied elsewhere, whatever its role."""
 
 
 class EngineKind(msgspec.Struct, frozen=True):

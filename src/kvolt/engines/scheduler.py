@@ -36,7 +36,7 @@ from kvolt.engines.step_plan import (
     run_length,
 )
 from kvolt.engines.step_planner import StepPlanner
-from kvolt.kv import BlockId, BlockPool, Change, Names
+from kvolt.kv import BlockId, BlockPool, Change, Names, SealedLog
 
 __all__ = ["Advanced", "Limits", "Scheduler", "StepPlan", "Work"]
 
@@ -309,6 +309,21 @@ class Scheduler:
             if self._in_flight is None:
                 self._release_deferred()
         return self._holds.release_kept(request_id) or bool(left)
+
+    def pin_sealed(self, name: RequestId, most_blocks: int) -> list[tuple[list[BlockId], Names, int]]:
+        """Of blocks that were named since the last time, and are still here: the chain that each run of them ends, and
+        its place in it. They stay where they are until `release_kept`; what is over `most_blocks` comes next time. The
+        first time there are none: it is only then that somebody wants to know."""
+        if self.pool.sealed is None:
+            self.pool.sealed = SealedLog(self.pool.num_blocks)
+        found: list[tuple[list[BlockId], Names, int]] = []
+        while self.pool.sealed and most_blocks > 0:
+            tip, first = self.pool.sealed.pop()
+            blocks, names = self._holds.pin(name, tip)
+            if len(blocks) > first:
+                found.append((blocks, names, first))
+                most_blocks -= len(blocks)
+        return found
 
     def adopt(self, names: Names) -> list[tuple[int, BlockId]]:
         return self._holds.adopt(names)

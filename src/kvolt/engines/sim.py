@@ -30,7 +30,7 @@ from kvolt.core.latency import LatencyModel, OccupancyModel
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.bell import Bell
-from kvolt.engines.contract import KvHeld, KvRoom
+from kvolt.engines.contract import KvHeld, KvRoom, SealedKv
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.prefills import Prefills
 from kvolt.engines.registry import EngineSpec
@@ -359,6 +359,15 @@ class SimEngine:
         self._exchange.settle(room, num_filled, keep_for, self._prefills.expires_at)
         self._watch_expiry()
         self._work.ring()
+
+    # --- KvTierable
+
+    async def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
+        found = self._exchange.pin_sealed(name)
+        if found:
+            self._prefills.hold(name)
+            self._watch_expiry()
+        return found
 
     def _size(self, num_blocks: int) -> int:
         """Of the blocks that so many of ours stand for."""

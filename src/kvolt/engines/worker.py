@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from kvolt.core.errors import (
     from_info,
 )
 from kvolt.core.ids import InstanceId, RequestId
+from kvolt.core.kv_events import KvChange
 from kvolt.core.kv_recovery import KvAnswer, KvQuestion
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import MEETING, Request
@@ -37,6 +38,7 @@ from kvolt.engines.contract import Engine, KvPlaced, features_of
 from kvolt.engines.handoffs import Handoffs, HandoffStats
 from kvolt.engines.kv_moving import KvMover
 from kvolt.engines.kv_peers import check_peers, with_slabs
+from kvolt.engines.tiering import NewTiering, Tiering, bring_back
 from kvolt.engines.worker_control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
 from kvolt.engines.worker_handover import as_expanded, hand_over, new_handoffs, without_moved
 from kvolt.engines.worker_kv import HISTORY_BYTES, KvJournal
@@ -90,14 +92,17 @@ class Worker:
         namespace: str,
         options: WorkerOptions | None = None,
         new_mover: Callable[[KvPlaced], KvMover] | None = None,
+        new_tiering: NewTiering | None = None,
     ) -> None:
-        """`new_mover`: how blocks come and go, for the roles that need it."""
+        """`new_mover`: how blocks come and go, for the roles that need it. `new_tiering`: where blocks are kept below
+        the device."""
         self._runtime = runtime
         self._engine = engine
         self._namespace = namespace
         self._options = options or WorkerOptions()
         self._clock = runtime.ports.clock
         self._new_mover = new_mover
+        self._new_tiering = new_tiering
         self._crew = Crew("worker")
         self._loads: dict[int, tuple[WorkerLoad, float]] = {}
         """Of each rank the latest, and when one was last published."""
@@ -118,6 +123,7 @@ class Worker:
         self._open = OpenRequests(self._clock.monotonic, self.metrics, self._progress)
         self.journal: KvJournal | None = None
         self.handoffs: Handoffs | None = None
+        self.tiering: Tiering | None = None
 
     async def start(self) -> None:
         """Start the engine, then register: who is registered can compute."""
@@ -151,6 +157,9 @@ class Worker:
         instance = await self._runtime.serve_streams(self._generate, self._on_stream, info=info)
         self._instance = instance.id
         self._measure(info, component, began_at)
+        if self._new_tiering is not None:
+            self.tiering = self._new_tiering(self._engine, info, self._clock.monotonic, self._tell_tiers)
+            await self.tiering.start()
         log.info("serving %s as %s with the %s engine", card.name, info.role, info.engine)
 
     def _measure(self, info: EngineInfo, component: str, began_at: float) -> None:
@@ -212,11 +221,16 @@ class Worker:
         await self._crew.close()
         if self.handoffs is not None:
             await self.handoffs.close()
+        if self.tiering is not None:
+            await self.tiering.close()
         await self._engine.close()
 
     async def clear_kv_blocks(self) -> dict[str, int | None]:
         """Forget all cached blocks; how many. Unsupported when the engine has no such thing."""
-        return {"cleared_blocks": (await perform(self._engine, self.features, ClearKv())).cleared_blocks}
+        cleared = (await perform(self._engine, self.features, ClearKv())).cleared_blocks
+        if self.tiering is not None:
+            cleared = (cleared or 0) + self.tiering.clear()
+        return {"cleared_blocks": cleared}
 
     # --- streams in
 
@@ -252,15 +266,25 @@ class Worker:
             request = msgspec.structs.replace(request, deadline_s=deadline_s)
         if request.prefill_only and self.handoffs is None:
             raise Unsupported(f"a worker of the role {self.info.role} computes no prompts for others")
-        is_handed_over = request.prefill_only or request.handoff is not None or request.rendezvous is not None
-        if self.handoffs is None or not is_handed_over:
+        work = self._before(request)
+        if work is None:
             self._submit(request)
-        is_inside = request.prefill_only or self.handoffs is None or not is_handed_over
-        entry = self._open.add(request, stream, self._on_deadline, is_inside)
-        if self.handoffs is not None and is_handed_over:
-            work = hand_over(self.handoffs, request, self._open, self._submit, self._instance)
+        entry = self._open.add(request, stream, self._on_deadline, work is None or request.prefill_only)
+        if work is not None:
             entry.handing_over = self._crew.start(work, f"handoff {request_id}")
         stream.on_cancel = lambda error: self._drop(request_id)
+
+    def _before(self, request: Request) -> Coroutine[Any, Any, None] | None:
+        """What is done before the engine has a request, or in its place: KV that comes from others or from a tier, or
+        goes to others. None for most."""
+        work: Coroutine[Any, Any, None] | None = None
+        is_handed_over = request.handoff is not None or request.rendezvous is not None
+        if self.handoffs is not None and (request.prefill_only or is_handed_over):
+            work = hand_over(self.handoffs, request, self._open, self._submit, self._instance)
+        may_be_below = request.prefill_only or not is_handed_over
+        if self.tiering is not None and may_be_below and self.tiering.could_help(request):
+            return bring_back(self.tiering, request, self._open, self._submit, work)
+        return work
 
     def _submit(self, request: Request) -> None:
         """An engine's bug with one request is that request's failure."""
@@ -344,6 +368,12 @@ class Worker:
             self._report(step.load, now)
         if step.kv_changes and self.journal is not None:
             self.journal.record(step.kv_changes, dp_rank)
+            if self.tiering is not None:
+                self.tiering.saw(step.kv_changes)
+
+    def _tell_tiers(self, changes: tuple[KvChange, ...]) -> None:
+        if self.journal is not None:
+            self.journal.record(changes)
 
     def _report(self, load: WorkerLoad, now: float) -> None:
         """Publish when membership changed, and else at most ten times a second."""

@@ -77,8 +77,8 @@ class Promise:
         self._output_tokens = Recent(now, _SEEN_S)
         self._more_s = Recent(now, _SEEN_S)
         """By how much one more answer makes a step longer."""
-        self._alone_s = Recent(now, _SEEN_S)
-        """A step of one answer."""
+        self._base_s = Recent(now, _SEEN_S)
+        """A step, less what it takes for answers."""
         self._off = 1.0
         """By how much longer steps were than worked out, when that was last to be seen."""
         self._is_kept = True
@@ -94,7 +94,7 @@ class Promise:
         self._prefill_s.add(there.prefill_s)
         self._output_tokens.add(handed.output_tokens)
         self._more_s.add(handed.more_s)
-        self._alone_s.add(max(handed.step_s - (handed.decoding + 1.0) * handed.more_s, _LEAST_STEP_S))
+        self._base_s.add(max(handed.base_s, _LEAST_STEP_S))
         apart, alike = self._strain_apart(handed, there), self._strain_alike(handed, there)
         limit = max(1.0, _LEAVE * alike) if self._is_kept else max(_AGAIN, _RETURN * alike)
         self._is_kept = apart <= limit
@@ -103,7 +103,7 @@ class Promise:
     def _strain_apart(self, handed: Forecast, there: Forecast) -> float:
         strain = 0.0
         if self._itl_s is not None:
-            step_s = self._alone_s.mean / (1.0 - min(self._answering(handed.num_places), _MOST_BUSY))
+            step_s = self._base_s.mean / (1.0 - min(self._answering(handed.num_places), _MOST_BUSY))
             seen = max(_step_s(handed, there) / step_s, 1.0)
             # While it is kept what is to be seen is what comes of it. Else answers take longer, and more of them are
             # being given than would be: that it has become less can be believed.
@@ -118,8 +118,8 @@ class Promise:
         """Steps wait for the prompts that are computed between them."""
         places, strain = handed.num_places + there.num_places, 0.0
         if self._itl_s is not None:
-            busy = self._computing(places) + self._answering(places)
-            strain = self._alone_s.mean / (1.0 - min(busy, _MOST_BUSY)) / self._itl_s
+            busy = self._computing_beside(places) + self._answering(places)
+            strain = self._base_s.mean / (1.0 - min(busy, _MOST_BUSY)) / self._itl_s
         if self._ttft_s is not None:
             strain = max(strain, self._first_token_s(places) / self._ttft_s)
         return strain
@@ -127,6 +127,11 @@ class Promise:
     def _computing(self, places: int) -> float:
         """The share of their time that so many workers compute prompts."""
         return self._arrivals.per_second / places * self._prefill_s.mean
+
+    def _computing_beside(self, places: int) -> float:
+        """The same where they answer meanwhile: a step that computes a prompt is one of their answers, too."""
+        own_s = max(self._prefill_s.mean - self._base_s.mean, 0.0)
+        return self._arrivals.per_second / places * own_s
 
     def _answering(self, places: int) -> float:
         """The share of a step that is for having other answers beside one: as many as come while one is given."""
@@ -137,7 +142,7 @@ class Promise:
         prompt_s, busy = self._prefill_s.mean, self._computing(places)
         left = 1.0 - min(busy, _MOST_BUSY)
         wait_s = _NEARLY_ALL * busy * prompt_s / (2.0 * left * places)
-        return prompt_s + self._alone_s.mean / left + wait_s + max(busy - 1.0, 0.0) * _LOOKAHEAD_S
+        return prompt_s + self._base_s.mean / left + wait_s + max(busy - 1.0, 0.0) * _LOOKAHEAD_S
 
 
 def _step_s(handed: Forecast, there: Forecast) -> float:

@@ -27,11 +27,13 @@ class ChangeLog:
         "_position",
         "_removed",
         "_stored",
+        "_tier",
         "is_lost",
     )
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, tier: Tier = Tier.DEVICE) -> None:
         self._limit = limit
+        self._tier = tier
         self._parent: SequenceHash | None = None
         self._position = 0
         self._reset()
@@ -55,7 +57,7 @@ class ChangeLog:
     def clear(self) -> None:
         """What came before no longer matters."""
         self._reset()
-        self._changes.append(Cleared(Tier.DEVICE))
+        self._changes.append(Cleared(self._tier))
 
     def take(self) -> tuple[Change, ...]:
         """All changes in order, once."""
@@ -80,10 +82,10 @@ class ChangeLog:
 
     def _close(self) -> None:
         if self._stored:
-            self._changes.append(Stored.of(self._stored, self._parent, self._position))
+            self._changes.append(Stored.of(self._stored, self._parent, self._position, self._tier))
             self._stored = []
         if self._removed:
-            self._changes.append(Removed.of(self._removed))
+            self._changes.append(Removed.of(self._removed, self._tier))
             self._removed = []
 
 

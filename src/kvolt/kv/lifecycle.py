@@ -1,4 +1,4 @@
-"""The life of a block: its states, and the moves between them as a table.
+"""The life of a block in any tier: its states, and the moves between them as a table.
 
 Owns what a block may become next. Knows no pool: who holds a block and what it is called is kept there.
 
@@ -13,6 +13,13 @@ Owns what a block may become next. Knows no pool: who holds a block and what it 
 A block is WRITING while somebody holds it and it has no name: it is not full, not computed, or its name was
 forgotten. A DUPLICATE is full and computed as well, but another held block has its name. The name of an
 INACTIVE block is the only reason to keep it.
+
+Where bytes and their name are kept apart, as on a disk, there are two states more:
+
+    WRITING --seal--> SEALED --register--> REGISTERED        INACTIVE --condemn--> EVICTING --evict--> FREE
+
+A SEALED block has its bytes and their checksum, and is not found yet. An EVICTING block is not found any more, and
+its memory is not to be used again before that is known for good.
 """
 
 from __future__ import annotations
@@ -31,19 +38,22 @@ BlockId = NewType("BlockId", int)
 class BlockState(StrEnum):
     FREE = "free"
     WRITING = "writing"
+    SEALED = "sealed"
     DUPLICATE = "duplicate"
     REGISTERED = "registered"
     INACTIVE = "inactive"
+    EVICTING = "evicting"
 
     @property
     def is_held(self) -> bool:
-        return self not in (BlockState.FREE, BlockState.INACTIVE)
+        return self not in (BlockState.FREE, BlockState.INACTIVE, BlockState.EVICTING)
 
 
 class BlockMove(StrEnum):
     """What may happen to a block. Further holders, and all but the last to let go, move nothing."""
 
     ALLOCATE = "allocate"
+    SEAL = "seal"
     REGISTER = "register"
     DUPLICATE = "duplicate"
     INHERIT = "inherit"
@@ -51,6 +61,7 @@ class BlockMove(StrEnum):
     RELEASE = "release"
     """The last holder lets go."""
     ACQUIRE = "acquire"
+    CONDEMN = "condemn"
     EVICT = "evict"
 
 
@@ -60,13 +71,18 @@ TRANSITIONS: Mapping[tuple[BlockState, BlockMove], BlockState] = MappingProxyTyp
         (BlockState.WRITING, BlockMove.REGISTER): BlockState.REGISTERED,
         (BlockState.WRITING, BlockMove.DUPLICATE): BlockState.DUPLICATE,
         (BlockState.WRITING, BlockMove.RELEASE): BlockState.FREE,
+        (BlockState.WRITING, BlockMove.SEAL): BlockState.SEALED,
+        (BlockState.SEALED, BlockMove.REGISTER): BlockState.REGISTERED,
+        (BlockState.SEALED, BlockMove.RELEASE): BlockState.FREE,
         (BlockState.DUPLICATE, BlockMove.INHERIT): BlockState.REGISTERED,
         (BlockState.DUPLICATE, BlockMove.FORGET): BlockState.WRITING,
         (BlockState.DUPLICATE, BlockMove.RELEASE): BlockState.FREE,
         (BlockState.REGISTERED, BlockMove.FORGET): BlockState.WRITING,
         (BlockState.REGISTERED, BlockMove.RELEASE): BlockState.INACTIVE,
         (BlockState.INACTIVE, BlockMove.ACQUIRE): BlockState.REGISTERED,
+        (BlockState.INACTIVE, BlockMove.CONDEMN): BlockState.EVICTING,
         (BlockState.INACTIVE, BlockMove.EVICT): BlockState.FREE,
+        (BlockState.EVICTING, BlockMove.EVICT): BlockState.FREE,
     }
 )
 

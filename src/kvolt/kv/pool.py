@@ -31,6 +31,7 @@ from kvolt.kv.lifecycle import TRANSITIONS, BlockId, BlockMove, BlockState, Ille
 from kvolt.kv.names import BlockName, Names
 from kvolt.kv.pool_check import check_pool
 from kvolt.kv.run import Run, RunQueue
+from kvolt.kv.sealed import SealedLog
 
 # Once: to look up a member of an enum takes longer than most of what is done with it here.
 _WRITING, _DUPLICATE, _REGISTERED, _INACTIVE = (
@@ -62,6 +63,8 @@ class BlockPool:
         self._tells_changes = tells_changes
         self._hashes = ToldHashes()
         self._log = ChangeLog(limit=2 * num_blocks)
+        self.sealed: SealedLog | None = None
+        """Told of blocks that get a name which nobody had, once it is there."""
 
     @property
     def num_free(self) -> int:
@@ -409,6 +412,9 @@ class BlockPool:
         self._by_key.update(zip(names.keys, run.ids, strict=True))
 
     def _tell_stored(self, run: Run) -> None:
+        if self.sealed is not None:
+            parent_key = None if run.parent is None else run.parent.key
+            self.sealed.add(run.names.keys[-1], parent_key, run.position)
         if not self._tells_changes:
             return
         self._hashes.add_all(run.names.sequence_hashes)

@@ -33,11 +33,10 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """Where it could go."""
     all_decoding: float
     """Requests that are being answered at any of them."""
-
-    @property
-    def more_s(self) -> float:
-        """By how much a step there gets longer with one more like it."""
-        return self.slowdown_s / max(self.output_tokens, 1.0)
+    base_s: float
+    """A step there, less what it takes for each that it answers."""
+    more_s: float
+    """By how much a step there gets longer with one more like it, in the middle of its answer."""
 
     @property
     def first_token_s(self) -> float:

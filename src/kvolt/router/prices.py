@@ -114,6 +114,15 @@ class Prices:
             times[indexes] = group.decode_s(decoding[indexes], context[indexes])
         return times
 
+    def parts(self, prompt_tokens: int, output_tokens: float, index: int) -> tuple[float, float]:
+        """Of a step of one worker what it takes for none, and for each answer to a prompt like this."""
+        nobody = np.zeros(self._num_workers)
+        tokens = prompt_tokens + output_tokens / 2.0
+        # Of two and one: with none a model may say that nothing is done in no time.
+        one_s, two_s = (float(self.decode_s(nobody + n, nobody + n * tokens)[index]) for n in (1.0, 2.0))
+        more_s = max(two_s - one_s, 0.0)
+        return max(one_s - more_s, 0.0), more_s
+
     def slowdown_s(
         self, prompt_tokens: int, output_tokens: float, decoding: Floats, context: Floats
     ) -> Floats:

@@ -247,7 +247,9 @@ class Selector:
         asked, workers = scored.asked, scored.workers
         rows = scored.field.at
         decoding, context = self._book.decoding[rows], self._book.context_tokens[rows]
-        step_s = scored.pace * scored.field.prices.decode_s(decoding + 1.0, context + asked.prompt_tokens)
+        prices, pace = scored.field.prices, float(scored.pace[index])
+        step_s = scored.pace * prices.decode_s(decoding + 1.0, context + asked.prompt_tokens)
+        base_s, more_s = prices.parts(asked.prompt_tokens, asked.output_tokens, index)
         return Forecast(
             queue_s=max(float(workers.queue_s[index]), float(workers.room_s[index])),
             prefill_s=float(workers.prefill_s[index]),
@@ -257,9 +259,11 @@ class Selector:
             slowdown_s=float(workers.slowdown_s[index]),
             output_tokens=asked.output_tokens,
             lacking_tokens=max(asked.prompt_tokens - int(scored.held[index]) * asked.block_size, 0),
-            is_told=scored.field.prices.is_told[index],
+            is_told=prices.is_told[index],
             num_places=len(decoding),
             all_decoding=float(decoding.sum()),
+            base_s=pace * base_s,
+            more_s=pace * more_s,
         )
 
     def book(self, choice: Choice) -> int:

@@ -36,6 +36,8 @@ def literal(value: Any) -> str:
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list() | tuple():
             return "[" + ", ".join(literal(item) for item in value) + "]"
+        case msgspec.Struct():
+            return literal(msgspec.structs.asdict(value))
         case dict():
             return (
                 "{" + ", ".join(f"{literal(str(key))} = {literal(item)}" for key, item in value.items()) + "}"

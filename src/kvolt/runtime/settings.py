@@ -286,6 +286,33 @@ class SupervisorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 MAX_PER_PROCESS = 1024
 
 
+class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where KV goes that leaves a worker's device, to be brought back when a prompt can use it."""
+
+    host: Annotated[
+        str,
+        Meta(
+            description="Memory of the host: 4GiB, 1000blocks, or 2x what the device holds. Empty for no tiers."
+        ),
+    ] = ""
+    disk: Annotated[
+        str, Meta(description="Room on a disk below that, which survives restarts. Empty for none.")
+    ] = ""
+    disk_dir: Annotated[
+        str,
+        Meta(
+            description="Folder for it; each worker has a part of its own. Empty: in the user's cache folder."
+        ),
+    ] = ""
+    disk_touches: Annotated[
+        int,
+        Meta(ge=1, le=15, description="How often a block is to be seen before it is written to the disk."),
+    ] = 1
+    eviction: Annotated[
+        Literal["lru", "s3fifo", "tinylfu"], Meta(description="Which blocks go when a tier is full.")
+    ] = "lru"
+
+
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One `[[workers]]` entry: `count` equal processes."""
 
@@ -316,6 +343,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             description="An engine with work and no step for this long is unhealthy; ten times as long at first."
         ),
     ] = 30.0
+    tiers: TierSettings = TierSettings()
     args: Annotated[
         dict[str, Any],
         Meta(

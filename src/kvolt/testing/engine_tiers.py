@@ -20,6 +20,7 @@ from kvolt.testing import (
     engine_parts_cases,
     engine_placed_cases,
     engine_suite,
+    engine_tierable_cases,
     engine_visible_cases,
 )
 from kvolt.testing.engine_harness import Case
@@ -49,6 +50,7 @@ TIERS = (
         ("Prefill", "KvPlaced"),
         engine_placed_cases.CASES + engine_parts_cases.CASES + engine_kept_cases.CASES,
     ),
+    Tier("kv-tiers", ("Prefill", "KvPlaced", "KvTierable"), engine_tierable_cases.CASES),
 )
 
 

@@ -19,7 +19,14 @@ def methods(protocol: type) -> set[str]:
 
 async def test_an_engine_offers_what_it_has_the_methods_of() -> None:
     for engine in (SimEngine(SPEC, SimArguments()), ToyEngine(SPEC, ToyArguments())):
-        assert features_of(engine) == ("KvEvents", "KvVisible", "KvMovable", "KvPlaced", "Prefill")
+        assert features_of(engine) == (
+            "KvEvents",
+            "KvVisible",
+            "KvMovable",
+            "KvPlaced",
+            "KvTierable",
+            "Prefill",
+        )
 
     class Half:
         async def load_lora(self, name: str, path: str) -> None: ...

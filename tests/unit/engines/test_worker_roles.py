@@ -36,6 +36,7 @@ from kvolt.core.errors import (
     Unavailable,
     Unsupported,
 )
+from kvolt.core.hashing import SequenceHasher
 from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.request import Handoff, Request, Role
 from kvolt.core.withdrawal import was_withdrawn
@@ -181,7 +182,10 @@ async def start(
 
 
 def asked(name: str = "r", **more: int) -> Request:
-    return make_request(name, **{"prompt": PROMPT, "tokens": TOKENS, **more})
+    request = make_request(name, **{"prompt": PROMPT, "tokens": TOKENS, **more})
+    hasher = SequenceHasher(BLOCK)
+    hasher.extend(request.token_ids)
+    return replace(request, sequence_hashes=tuple(hasher.sequence))
 
 
 def prompt_of(request: Request) -> Request:

@@ -70,7 +70,7 @@ def test_more_places_take_more_prompts() -> None:
 
 def test_slow_steps_break_it_and_it_is_found_again_only_well_below() -> None:
     told = Told(itl_s=0.02)
-    many = replace(HANDED, decoding=60.0, all_decoding=60.0, slowdown_s=0.02)
+    many = replace(HANDED, decoding=60.0, all_decoding=60.0, base_s=0.0088, more_s=0.0002)
     steps = [
         replace(many, decoding=decoding, all_decoding=decoding, step_s=0.0088 + 0.0002 * (decoding + 1.0))
         for decoding in (50.0, 60.0, 55.0, 20.0, 50.0)
@@ -80,15 +80,15 @@ def test_slow_steps_break_it_and_it_is_found_again_only_well_below() -> None:
 
 def test_a_lost_one_is_found_again_when_there_is_nothing_to_do() -> None:
     told = Told(itl_s=0.02)
-    many = replace(HANDED, decoding=60.0, all_decoding=60.0, step_s=0.021, slowdown_s=0.02)
+    many = replace(HANDED, decoding=60.0, all_decoding=60.0, step_s=0.021, base_s=0.0088, more_s=0.0002)
     assert not told.ask(many, times=30)
-    none = replace(HANDED, decoding=0.0, all_decoding=0.0, step_s=0.009, slowdown_s=0.02)
+    none = replace(HANDED, decoding=0.0, all_decoding=0.0, step_s=0.009, base_s=0.0088, more_s=0.0002)
     assert told.ask(none, times=30, every_s=10.0)
 
 
 def test_answers_that_come_while_one_is_given_make_its_steps_longer() -> None:
     """Of those that are being given now it is not to be seen yet."""
-    quick = replace(HANDED, step_s=0.012, slowdown_s=0.1)
+    quick = replace(HANDED, step_s=0.012, base_s=0.007, more_s=0.001)
     idle = replace(IDLE, prefill_s=0.001)
     assert Told(itl_s=0.02).ask(quick, idle, times=40, every_s=0.5)
     assert not Told(itl_s=0.02).ask(quick, idle, times=80, every_s=0.13)
@@ -97,14 +97,14 @@ def test_answers_that_come_while_one_is_given_make_its_steps_longer() -> None:
 def test_answers_that_are_given_elsewhere_would_come_back() -> None:
     """Steps are short here because others answer: with all of them they were not."""
     told = Told(itl_s=0.02)
-    handed = replace(HANDED, decoding=10.0, all_decoding=10.0, step_s=0.01, slowdown_s=0.02)
+    handed = replace(HANDED, decoding=10.0, all_decoding=10.0, step_s=0.01, base_s=0.0078, more_s=0.0002)
     assert told.ask(handed, replace(IDLE, all_decoding=20.0))
     assert not told.ask(handed, replace(IDLE, all_decoding=100.0))
 
 
 def test_where_neither_way_keeps_it_the_one_that_strains_it_less_is_taken() -> None:
     """Long prompts that take nearly all of three workers: answers beside them would stand still."""
-    handed = replace(HANDED, step_s=0.012, slowdown_s=0.06, decoding=10.0, all_decoding=10.0)
+    handed = replace(HANDED, step_s=0.012, base_s=0.0054, more_s=0.0006, decoding=10.0, all_decoding=10.0)
     long = replace(IDLE, prefill_s=0.57, num_places=3)
     told = Told(ttft_s=2.5, itl_s=0.02)
     assert told.ask(handed, long, times=100, every_s=0.3)

@@ -37,6 +37,8 @@ CALM = Forecast(
     lacking_tokens=400,
     num_places=1,
     all_decoding=4.0,
+    base_s=0.0095,
+    more_s=0.0001,
 )
 IDLE = replace(CALM, decoding=0.0, all_decoding=0.0)
 HANDED = replace(CALM, prefill_s=0.0)

@@ -83,9 +83,11 @@ def test_a_prompt_for_others_is_answered_by_a_token() -> None:
 
 
 def test_one_more_makes_each_step_longer_by_its_share() -> None:
-    told = replace(forecast(Scene({A: worker()})), slowdown_s=0.5, output_tokens=100.0)
-    assert told.more_s == pytest.approx(0.005)
-    assert replace(told, output_tokens=0.0).more_s == 0.5
+    price = replace(PRICE, batch_s=0.001, context_token_s=1e-6)
+    told = forecast(Scene({A: replace(worker(), latency=price)}))
+    tokens = len(LONG.token_ids) + told.output_tokens / 2.0
+    assert told.base_s == pytest.approx(price.base_s)
+    assert told.more_s == pytest.approx(0.001 + 1e-6 * tokens)
 
 
 def test_asking_books_nothing() -> None:

@@ -73,10 +73,10 @@ def lines(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> list
 def test_an_engine_that_keeps_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     """All tiers, on a real loop, with a prompt for the EOS cases that the command found by itself."""
     told = lines(capsys, "toy", "--arg", "expiry_s=0.2")
-    assert told[0] == "offers KvEvents, KvVisible, KvMovable, KvPlaced, Prefill"
+    assert told[0] == "offers KvEvents, KvVisible, KvMovable, KvPlaced, KvTierable, Prefill"
     assert told[-1].endswith(", 0 FAILED, 0 not run, 0 not offered")
     verdicts = {tuple(line[:23].split()) for line in told[1:-1]}
-    tiers = ("core", "events", "kv-visible", "kv-movable", "handoff", "kv-placed")
+    tiers = ("core", "events", "kv-visible", "kv-movable", "handoff", "kv-placed", "kv-tiers")
     assert verdicts == {(tier, "ok") for tier in tiers}
 
 

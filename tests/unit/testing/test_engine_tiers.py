@@ -20,7 +20,7 @@ from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.packed_hashes import packed
 from kvolt.core.request import Handoff, Request, Role
-from kvolt.engines.contract import KvHeld, KvRoom
+from kvolt.engines.contract import KvHeld, KvRoom, SealedKv
 from kvolt.engines.registry import EngineSpec
 from kvolt.testing import engine_event_cases as events
 from kvolt.testing import engine_handoff_cases as handoff
@@ -28,6 +28,7 @@ from kvolt.testing import engine_kept_cases as kept
 from kvolt.testing import engine_movable_cases as movable
 from kvolt.testing import engine_parts_cases as parts
 from kvolt.testing import engine_placed_cases as placed
+from kvolt.testing import engine_tierable_cases as tierable
 from kvolt.testing import engine_visible_cases as visible
 from kvolt.testing import run_virtual
 from kvolt.testing.engine_suite import CASES as CORE
@@ -559,6 +560,27 @@ class _KeepsWhatIsCleared(ToyEngine):
         return num_blocks
 
 
+class _TellsSealedAgain(ToyEngine):
+    async def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
+        if self._known is not None and name not in self._held:
+            self._known.clear()
+        return await super().pin_sealed(name)
+
+
+class _TellsWhatWasBefore(ToyEngine):
+    async def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
+        if self._known is None:
+            self._known = set()
+        return await super().pin_sealed(name)
+
+
+class _PinsNothing(ToyEngine):
+    async def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
+        found = await super().pin_sealed(name)
+        self._release(name)
+        return found
+
+
 FAULTS = [
     (_TellsNothing, events.a_prompt_is_found_again),
     (_TellsTwice, events.a_prompt_is_found_again),
@@ -646,6 +668,10 @@ FAULTS = [
     (_KeepsForEver, kept.an_abort_lets_go_of_what_came),
     (_KeepsFromWhoComputes, kept.what_came_yields_to_who_computes),
     (_KeepsWhatIsCleared, kept.a_clear_forgets_what_came),
+    (_TellsSealedAgain, tierable.complete_blocks_are_told_once),
+    (_TellsWhatWasBefore, tierable.complete_blocks_are_told_once),
+    (_PinsNothing, tierable.what_is_copied_stays),
+    (_NeverLetsGo, tierable.what_is_copied_stays),
 ]
 
 

@@ -24,7 +24,7 @@ from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import KvHeld, KvRoom, features_of
+from kvolt.engines.contract import KvHeld, KvRoom, SealedKv, features_of
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim_model import EOS, sim_card
 from kvolt.transfer.memory import Slab
@@ -79,6 +79,8 @@ class ToyEngine:
         self._held: dict[RequestId, tuple[list[Entry], int, asyncio.TimerHandle]] = {}
         self._kept: dict[RequestId, tuple[list[Entry], asyncio.TimerHandle]] = {}
         """What came for requests that are not admitted."""
+        self._known: set[BlockKey] | None = None
+        """Blocks that were told to who copies them, once there is one."""
         self._stepped = asyncio.Event()
         """Set at the end of each step and by whatever ends a prompt, for who waits for blocks."""
         self._work = asyncio.Event()
@@ -394,6 +396,33 @@ class ToyEngine:
             timer.cancel()
             self.store.num_reserved -= len(entries)
             self.store.release(entries)
+
+    # --- KvTierable
+
+    async def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
+        named = self.store.named
+        if self._known is None:
+            self._known = set(named)
+        new = [entry for entry in named.values() if entry.key not in self._known]
+        parents = {entry.parent.key for entry in new if entry.parent is not None}
+        self._known = set(named)
+        found = [self._pin(name, tip) for tip in new if tip.key not in parents]
+        return tuple(found)
+
+    def _pin(self, name: RequestId, tip: Entry) -> SealedKv:
+        chain = [tip]
+        while (parent := chain[0].parent) is not None:
+            chain.insert(0, parent)
+        entries = self.store.acquire([entry.key for entry in chain])
+        loop = asyncio.get_running_loop()
+        held, num_reserved, timer = self._held.pop(name, ([], 0, None))
+        if timer is not None:
+            timer.cancel()
+        self.store.num_reserved += len(entries)
+        timer = loop.call_later(self._arguments.expiry_s, self._release, name)
+        self._held[name] = ([*held, *entries], num_reserved + len(entries), timer)
+        told = _placed(entries)
+        return SealedKv(0, told.blocks, told.keys, told.hashes)
 
     # --- Prefill
 

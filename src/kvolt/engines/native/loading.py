@@ -52,8 +52,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 2.0
-FEATURES = ("KvEvents", "KvVisible", "KvMovable", "KvPlaced", "Prefill", "Lora", "Embed")
-_WITHOUT_WHOLE_BLOCKS = tuple(name for name in FEATURES if name not in ("KvMovable", "KvPlaced", "Prefill"))
+FEATURES = ("KvEvents", "KvVisible", "KvMovable", "KvPlaced", "KvTierable", "Prefill", "Lora", "Embed")
+_OF_WHOLE_BLOCKS = ("KvMovable", "KvPlaced", "KvTierable", "Prefill")
+_WITHOUT_WHOLE_BLOCKS = tuple(name for name in FEATURES if name not in _OF_WHOLE_BLOCKS)
 """Where a rank's blocks hold its share of the heads only, and nobody reaches those of the others."""
 
 

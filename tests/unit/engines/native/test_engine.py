@@ -54,7 +54,7 @@ async def test_nothing_is_known_before_the_start() -> None:
         _ = engine.card
     with pytest.raises(EngineFailed):
         engine.submit(request("r"))
-    of_blocks = ("KvEvents", "KvVisible", "KvMovable", "KvPlaced")
+    of_blocks = ("KvEvents", "KvVisible", "KvMovable", "KvPlaced", "KvTierable")
     assert features_of(engine) == (*of_blocks, "Prefill", "Lora", "Embed")
     await engine.close()
     with pytest.raises(EngineFailed):

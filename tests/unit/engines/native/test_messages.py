@@ -93,6 +93,7 @@ def test_every_call_can_be_decoded() -> None:
         "computed_kv": (A, 3),
         "make_room": ([b"k" * 16], [7]),
         "settle_kv": (KvRoom(1, (4, 5)), 2, "r"),
+        "pin_sealed": (A,),
         "prefill": (request(),),
         "release_prefill": (A,),
         "load_lora": ("name", "path"),

@@ -35,7 +35,7 @@ from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Handoff, Request, Role
-from kvolt.engines.contract import KvHeld, KvRoom, Pooling, features_of
+from kvolt.engines.contract import KvHeld, KvRoom, Pooling, SealedKv, features_of
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell import messages
 from kvolt.engines.native.shell.host import Host, ProcessHost, ThreadHost
@@ -159,11 +159,8 @@ class NativeEngine:
         handle = facts.device_memory
         if handle is None or arguments.tensor_parallel > 1 or arguments.process == "thread":
             return
-        if loaded.info.role not in (
-            Role.PREFILL,
-            Role.DECODE,
-        ):  # nobody reads its blocks, and a context costs memory
-            return
+        if loaded.info.role not in (Role.PREFILL, Role.DECODE) and not self._spec.has_tiers:
+            return  # nobody reads its blocks, and a context costs memory
         try:
             slab = await asyncio.to_thread(_open_slab, handle, facts.device, SlabLayout.of_rank(facts.layout))
         except (
@@ -411,6 +408,15 @@ class NativeEngine:
 
     async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
         await self._link.call(messages.SETTLE_KV, room, num_filled, keep_for)
+
+    # --- KvTierable
+
+    async def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
+        try:
+            return await self._link.call(messages.PIN_SEALED, name)
+        except asyncio.CancelledError:
+            self._link.post(messages.RELEASE_PREFILL, name)
+            raise
 
     # --- Prefill
 

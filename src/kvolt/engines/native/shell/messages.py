@@ -24,7 +24,7 @@ from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import KvChange, Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import KvHeld, KvRoom, Pooling
+from kvolt.engines.contract import KvHeld, KvRoom, Pooling, SealedKv
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.step_plan import Limits
@@ -197,6 +197,7 @@ HOLD_KV: Method[KvHeld] = Method("hold_kv", tuple[RequestId], KvHeld)
 COMPUTED_KV: Method[KvHeld] = Method("computed_kv", tuple[RequestId, int], KvHeld, None)  # as long as PREFILL
 MAKE_ROOM: Method[KvRoom] = Method("make_room", tuple[list[BlockKey], list[SequenceHash]], KvRoom)
 SETTLE_KV: Method[None] = Method("settle_kv", tuple[KvRoom, int, RequestId | None], None)
+PIN_SEALED: Method[tuple[SealedKv, ...]] = Method("pin_sealed", tuple[RequestId], tuple[SealedKv, ...])
 PREFILL: Method[Handoff] = Method(
     "prefill", tuple[Request], Handoff, None
 )  # its caller's to bound, as a request is
@@ -219,6 +220,7 @@ METHODS: dict[str, Method[Any]] = {
         COMPUTED_KV,
         MAKE_ROOM,
         SETTLE_KV,
+        PIN_SEALED,
         PREFILL,
         RELEASE_PREFILL,
         LOAD_LORA,

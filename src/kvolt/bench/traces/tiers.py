@@ -1,0 +1,94 @@
+"""What tiers of given sizes would find of a trace: each prompt's blocks looked up, kept, and let go by a rule. Pure.
+
+A block counts only where all before it are found, in any tier. `best` is what nobody could pass: Belady's choice of who
+goes, for one cache of the whole size, with every block on its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from kvolt.core.block_key import BLOCK_KEY_BYTES
+from kvolt.core.ids import BlockKey, SequenceHash
+from kvolt.core.kv_events import Tier
+from kvolt.core.trace import TraceRecord
+from kvolt.kv.tiers.books import TierBlock, TierBooks
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """Of all prompt blocks of a trace."""
+
+    num_blocks: int
+    by_tier: tuple[int, ...]
+    """Found in each tier, the fastest first."""
+    num_written: tuple[int, ...]
+    """Into each tier."""
+
+    @property
+    def hit_rate(self) -> float:
+        return sum(self.by_tier) / self.num_blocks if self.num_blocks else 0.0
+
+
+def best_hits(records: Iterable[TraceRecord], capacity: int) -> tuple[int, int]:
+    """Blocks asked for, and those that one cache of so many blocks can have at best."""
+    asked = [block for record in records for block in record.hash_ids]
+    following: dict[int, deque[int]] = {}
+    for at, block in enumerate(asked):
+        following.setdefault(block, deque()).append(at)
+    held: dict[int, int] = {}
+    by_next: list[tuple[int, int]] = []
+    num_hits = 0
+    for block in asked:
+        upcoming = following[block]
+        upcoming.popleft()
+        next_at = upcoming[0] if upcoming else len(asked)
+        num_hits += block in held
+        held[block] = next_at
+        heapq.heappush(by_next, (-next_at, block))
+        while len(held) > capacity:
+            negative, farthest = heapq.heappop(by_next)
+            if held.get(farthest) == -negative:
+                del held[farthest]
+    return len(asked), num_hits
+
+
+def found_in_tiers(records: Iterable[TraceRecord], sizes: Sequence[int], eviction: str = "lru") -> Found:
+    """With tiers of so many blocks, the fastest first: all of them keep every block."""
+    tiers = [TierBooks(Tier.HOST, size, eviction) for size in sizes]
+    num_blocks, by_tier, written = 0, [0] * len(tiers), [0] * len(tiers)
+    for record in records:
+        blocks = _blocks(record.hash_ids)
+        keys = [block.key for block in blocks]
+        num_blocks += len(blocks)
+        num_found = 0
+        for key in keys:
+            level = next((index for index, tier in enumerate(tiers) if tier.has(key)), None)
+            if level is None:
+                break
+            by_tier[level] += 1
+            num_found += 1
+        for index, tier in enumerate(tiers):
+            seen = [key for key in keys[:num_found] if tier.has(key)]
+            tier.hold(seen)
+            new = [blocks[each].key for each, _ in tier.reserve(blocks)]
+            for key in new:
+                tier.seal(key, 0)
+            tier.register(reversed(new))  # the deepest first, so that a parent is younger
+            tier.release(seen)
+            tier.take_changes()
+            written[index] += len(new)
+    return Found(num_blocks=num_blocks, by_tier=tuple(by_tier), num_written=tuple(written))
+
+
+def _blocks(ids: Sequence[int]) -> list[TierBlock]:
+    found: list[TierBlock] = []
+    parent: BlockKey | None = None
+    for position, each in enumerate(ids):
+        key = BlockKey(each.to_bytes(BLOCK_KEY_BYTES, "little"))
+        found.append(TierBlock(key, SequenceHash(each), parent, None, position))
+        parent = key
+    return found

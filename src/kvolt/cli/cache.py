@@ -1,0 +1,170 @@
+"""`kvolt cache`: KV that disk tiers keep, looked at and tended from outside."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+
+from kvolt.core.errors import ConfigError
+from kvolt.core.ids import BlockKey
+from kvolt.engines.models.fetch_progress import size_text
+from kvolt.kv.tiers.disk_view import Part, evict, parts_in, read_blocks, verify
+from kvolt.runtime.cache_directory import cache_directory
+
+HELP = """
+KV blocks that workers keep on a disk (`kvolt serve --kv-host 4GiB --kv-disk 50GiB`). Each worker has a part of the
+folder. Nothing in it is the only copy: what is removed is computed again.
+
+  kvolt cache stat                        how much is there, and who has it
+  kvolt cache ls                          every block: its key, place in its sequence, part
+  kvolt cache verify                      read all of it, and hold it against its checksums
+  kvolt cache evict --corrupt             forget what does not verify
+  kvolt cache evict --all                 forget everything
+  kvolt cache export 3fb0... block.bin    the bytes of one block
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    for name, run, text in (
+        ("stat", _stat, "how much is there, and who has it"),
+        ("ls", _ls, "every block"),
+        ("verify", _verify, "read all blocks and check them"),
+        ("evict", _evict, "forget blocks"),
+        ("export", _export, "the bytes of one block"),
+    ):
+        verb = verbs.add_parser(name, help=text, description=text)
+        verb.add_argument(
+            "--dir", metavar="DIR", help="folder of --kv-disk-dir (default: the user's cache folder)"
+        )
+        if name in ("stat", "ls"):
+            verb.add_argument("--json", action="store_true", help="for programs")
+        if name == "evict":
+            which = verb.add_mutually_exclusive_group(required=True)
+            which.add_argument("--all", action="store_true", help="everything")
+            which.add_argument("--corrupt", action="store_true", help="what does not verify")
+            which.add_argument(
+                "--key", action="append", metavar="HEX", help="a block, by its key or the start of it"
+            )
+        if name == "export":
+            verb.add_argument("key", metavar="HEX", help="the block's key, or the start of it")
+            verb.add_argument("file", help="where its bytes go")
+        verb.set_defaults(without_config=run)
+
+
+def run(_args: argparse.Namespace, _loaded: object) -> int:
+    raise AssertionError("every sub-verb does without the config")
+
+
+def _parts(args: argparse.Namespace) -> list[Part]:
+    return parts_in(Path(args.dir).expanduser() if args.dir else cache_directory() / "kv")
+
+
+def _stat(args: argparse.Namespace) -> int:
+    parts = _parts(args)
+    if args.json:
+        rows = [
+            {
+                "folder": str(part.folder),
+                "blocks": len(part.blocks),
+                "bytes": part.num_bytes,
+                "capacity_blocks": part.num_slots,
+                "block_bytes": part.shape.block_bytes,
+                "ranks": part.shape.num_ranks,
+                "owned": part.is_owned,
+            }
+            for part in parts
+        ]
+        print(msgspec.json.encode(rows).decode())
+        return 0
+    for part in parts:
+        owner = "a worker has it" if part.is_owned else "nobody has it now"
+        print(f"{part.folder}: {owner}")
+        print(f"  {len(part.blocks):,} of {part.num_slots:,} blocks, {size_text(part.num_bytes)}")
+        ranks = "" if part.shape.num_ranks == 1 else f" of {part.shape.num_ranks} ranks"
+        print(f"  {size_text(part.shape.block_bytes)} each{ranks}")
+    return 0
+
+
+def _ls(args: argparse.Namespace) -> int:
+    for part in _parts(args):
+        for each in part.blocks:
+            block = each.block
+            if args.json:
+                row = {
+                    "key": block.key.hex(),
+                    "parent": None if block.parent is None else block.parent.hex(),
+                    "position": block.position,
+                    "sequence_hash": block.sequence_hash,
+                    "checksum": f"{each.checksum:016x}",
+                    "folder": str(part.folder),
+                }
+                print(msgspec.json.encode(row).decode())
+            else:
+                print(f"{block.key.hex()}  {block.position:>6}  {part.folder}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    num_bad = 0
+    for part in _parts(args):
+        bad = _bad_of(part)
+        num_bad += len(bad)
+        for key in bad:
+            print(f"corrupt: {key.hex()} in {part.folder}")
+        print(f"{part.folder}: {len(part.blocks) - len(bad):,} of {len(part.blocks):,} blocks are whole")
+        if bad and part.is_owned:
+            print("  a worker is writing there: what was replaced meanwhile does not verify")
+    return 1 if num_bad else 0
+
+
+def _bad_of(part: Part) -> list[BlockKey]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=len(part.blocks))
+        return verify(part, lambda number: bar.update(task, completed=number))
+
+
+def _evict(args: argparse.Namespace) -> int:
+    num_gone = 0
+    for part in _parts(args):
+        if args.corrupt:
+            keys = _bad_of(part)
+        elif args.all:
+            keys = [each.block.key for each in part.blocks]
+        else:
+            keys = [
+                each.block.key for each in part.blocks if each.block.key.hex().startswith(tuple(args.key))
+            ]
+        num_gone += evict(part, keys) if keys else 0
+    print(f"{num_gone:,} blocks are forgotten")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    found = [
+        (part, each)
+        for part in _parts(args)
+        for each in part.blocks
+        if each.block.key.hex().startswith(args.key.lower())
+    ]
+    if len({each.block.key for _, each in found}) != 1:
+        told = "no block" if not found else f"{len(found)} blocks"
+        raise ConfigError(
+            f"{told} have a key that begins with {args.key}", key="key", remedy="see `kvolt cache ls`"
+        )
+    part, each = found[0]
+    [(_, data)] = read_blocks(part, [each])
+    if data is None:
+        raise ConfigError(
+            f"block {each.block.key.hex()} is not what was written",
+            key="key",
+            remedy="`kvolt cache evict --corrupt`",
+        )
+    Path(args.file).write_bytes(data)
+    print(f"{len(data):,} bytes")
+    return 0

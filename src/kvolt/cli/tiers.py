@@ -1,0 +1,97 @@
+"""The KV tiers of a worker, as its settings say."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from kvolt.core.card import EngineInfo
+from kvolt.core.errors import ConfigError
+from kvolt.core.kv_events import KvChange
+from kvolt.engines.contract import Engine
+from kvolt.engines.tiering import NewTiering, TieredEngine, Tiering
+from kvolt.kv.tiers.cache import TieredCache
+from kvolt.kv.tiers.disk import DiskFiles
+from kvolt.kv.tiers.sizes import parse_capacity
+from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.runtime.cache_directory import cache_directory
+from kvolt.runtime.settings import TierSettings, WorkerSettings
+
+_NEEDED = {"KvVisible", "KvMovable", "KvPlaced", "KvTierable", "Prefill"}
+_STAGING_BYTES = 256 << 20
+"""Of the host's memory, where a disk is wanted and no tier above it: what blocks pass through."""
+
+
+def add_tier_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-host",
+        metavar="SIZE",
+        help="keep KV that leaves the device in the host's memory: 4GiB, 1000blocks, or 2x what the device holds",
+    )
+    parser.add_argument("--kv-disk", metavar="SIZE", help="and below that on a disk, which survives restarts")
+    parser.add_argument("--kv-disk-dir", metavar="DIR", help="where (default: the user's cache folder)")
+
+
+def with_tiers(group: WorkerSettings, args: argparse.Namespace) -> WorkerSettings:
+    """The same group with the tiers that flags say."""
+    given = {"host": args.kv_host, "disk": args.kv_disk, "disk_dir": args.kv_disk_dir}
+    said = {key: value for key, value in given.items() if value is not None}
+    tiers = msgspec.structs.replace(group.tiers, **said)
+    for key in ("host", "disk"):
+        if text := getattr(tiers, key):
+            parse_capacity(text, f"tiers.{key}")
+    return msgspec.structs.replace(group, tiers=tiers)
+
+
+def are_wanted(tiers: TierSettings) -> bool:
+    return bool(tiers.host or tiers.disk)
+
+
+def tiering_of(tiers: TierSettings) -> NewTiering | None:
+    """How a worker makes its own; None where none is wanted."""
+    if not are_wanted(tiers):
+        return None
+
+    def new(
+        engine: Engine,
+        info: EngineInfo,
+        now: Callable[[], float],
+        tell: Callable[[tuple[KvChange, ...]], None],
+    ) -> Tiering:
+        if not set(info.features) >= _NEEDED:
+            raise ConfigError(
+                f"the {info.engine} engine does not let others keep its KV in this setup",
+                key="tiers",
+                remedy="leave out --kv-host and --kv-disk",
+            )
+        tiered = cast("TieredEngine", engine)
+        slabs = tiered.kv_slabs()
+        shape = BlockShape.of(slabs)
+        num_device = info.capacity.kv_total_blocks
+        files = None
+        if tiers.disk:
+            num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(shape.slot_bytes, num_device)
+            files = DiskFiles(_folder(tiers.disk_dir), shape, max(num_slots, 1))
+        if tiers.host:
+            num_host = parse_capacity(tiers.host, "tiers.host").blocks(shape.slot_bytes, num_device)
+        else:
+            num_host = _STAGING_BYTES // shape.slot_bytes
+        cache = TieredCache(
+            slabs,
+            max(num_host, 2),
+            files=files,
+            eviction=tiers.eviction,
+            disk_touches=tiers.disk_touches,
+            now=now,
+        )
+        return Tiering(tiered, cache, now, tell, info.step_model, info.block_size)
+
+    return new
+
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser().absolute() if text else cache_directory() / "kv"

@@ -1,0 +1,105 @@
+"""The KV tiers of a process's workers, for Prometheus: under our names, and those that Dynamo's dashboards know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvolt.core.kv_events import Tier
+from kvolt.engines.tiering import Tiering
+
+_TIERS = (Tier.HOST, Tier.DISK)
+
+
+class TierMetrics(Collector):
+    """Of all of them together; nothing where there are none."""
+
+    def __init__(self, tierings: Callable[[], Sequence[Tiering]]) -> None:
+        self._tierings = tierings
+
+    def collect(self) -> Iterator[Metric]:
+        every = self._tierings()
+        if not every:
+            return
+        yield from self._sizes(every)
+        yield from self._moves(every)
+        yield from self._dynamo(every)
+
+    def _sizes(self, every: Sequence[Tiering]) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily("kvolt_tier_blocks", "KV blocks that can be found there", labels=("tier",))
+        slots = GaugeMetricFamily(
+            "kvolt_tier_capacity_blocks", "KV blocks that it can hold", labels=("tier",)
+        )
+        used = GaugeMetricFamily("kvolt_tier_bytes", "Bytes of the blocks there", labels=("tier",))
+        rates = GaugeMetricFamily(
+            "kvolt_tier_hit_rate",
+            "Of the prompt blocks asked for lately, those that came from there",
+            labels=("tier",),
+        )
+        for tier in _TIERS:
+            books = [found for each in every if (found := each.cache.books(tier)) is not None]
+            if not books:
+                continue
+            blocks.add_metric((tier,), sum(map(len, books)))
+            slots.add_metric((tier,), sum(each.num_slots for each in books))
+            used.add_metric((tier,), sum(each.cache.num_bytes(tier) for each in every))
+            rates.add_metric((tier,), _hit_rate(every, tier))
+        yield from (blocks, slots, used, rates)
+
+    def _moves(self, every: Sequence[Tiering]) -> Iterator[Metric]:
+        for name, text, attribute in (
+            ("stored_blocks", "KV blocks written there", "num_stored"),
+            ("stored_seconds", "Time that took", "stored_s"),
+            ("loaded_blocks", "KV blocks read from there", "num_loaded"),
+            ("loaded_seconds", "Time that took", "loaded_s"),
+        ):
+            family = CounterMetricFamily(f"kvolt_tier_{name}", text, labels=("tier",))
+            for tier in _TIERS:
+                family.add_metric((tier,), sum(getattr(each.cache.stats[tier], attribute) for each in every))
+            yield family
+        failures = CounterMetricFamily(
+            "kvolt_tier_failures",
+            "KV blocks that could not be kept or were not what they were",
+            labels=("tier", "reason"),
+        )
+        for tier in _TIERS:
+            reasons = {reason for each in every for reason in each.cache.stats[tier].failures}
+            for reason in sorted(reasons):
+                failures.add_metric(
+                    (tier, reason), sum(each.cache.stats[tier].failures[reason] for each in every)
+                )
+        yield failures
+        declined = CounterMetricFamily(
+            "kvolt_tier_declined_blocks", "KV blocks that were computed sooner than brought"
+        )
+        declined.add_metric((), sum(each.num_declined for each in every))
+        yield declined
+
+    def _dynamo(self, every: Sequence[Tiering]) -> Iterator[Metric]:
+        """Its h2d is host to disk where it offloads, and host to device where it onboards."""
+        host, disk = ([each.cache.stats[tier] for each in every] for tier in _TIERS)
+        for name, text, value in (
+            (
+                "kvbm_matched_tokens",
+                "Prompt tokens whose KV came from a tier",
+                sum(each.num_tokens for each in every),
+            ),
+            ("kvbm_offload_blocks_d2h", "Blocks from device to host", sum(each.num_stored for each in host)),
+            ("kvbm_offload_blocks_h2d", "Blocks from host to disk", sum(each.num_stored for each in disk)),
+            ("kvbm_onboard_blocks_h2d", "Blocks from host to device", sum(each.num_loaded for each in host)),
+            ("kvbm_onboard_blocks_d2d", "Blocks from disk to device", sum(each.num_loaded for each in disk)),
+        ):
+            family = CounterMetricFamily(name, text)
+            family.add_metric((), value)
+            yield family
+        for tier in _TIERS:
+            rate = GaugeMetricFamily(f"kvbm_{tier}_cache_hit_rate", "As kvolt_tier_hit_rate")
+            rate.add_metric((), _hit_rate(every, tier))
+            yield rate
+
+
+def _hit_rate(every: Sequence[Tiering], tier: Tier) -> float:
+    num_asked = sum(each.hits.num_asked for each in every)
+    return sum(each.hits.num_hits(tier) for each in every) / num_asked if num_asked else 0.0

@@ -1,0 +1,259 @@
+"""Tiering: an engine's blocks on their way to the tiers below it, and back before a request that can use them.
+
+Owns when blocks are copied down (once they are complete, a batch at a time, beside the steps) and whether a prompt's
+are brought back or computed again, whichever is expected to be sooner. Knows no tier's memory: `TieredCache` has them.
+Nothing here can make a request wrong: a block that does not come is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+import msgspec
+
+from kvolt.core.card import EngineInfo
+from kvolt.core.errors import KvoltError
+from kvolt.core.ids import BlockKey, RequestId
+from kvolt.core.kv_events import KvChange, Stored, Tier
+from kvolt.core.latency import StepModel
+from kvolt.core.request import Request
+from kvolt.engines.contract import Engine, KvMovable, KvPlaced, KvTierable, KvVisible, Prefill, SealedKv
+from kvolt.engines.tier_hits import HitWindow
+from kvolt.engines.worker_metrics import FAILED
+from kvolt.engines.worker_open import OpenRequests
+from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.tiers.cache import Fetched, TieredCache
+from kvolt.runtime.tasks import Crew
+
+log = logging.getLogger(__name__)
+
+_PINNED = RequestId("kvolt/offload")
+"""What holds blocks while they are copied down; one batch at a time."""
+_REST_S = 0.02
+"""Between two batches: what is completed meanwhile goes together."""
+_SPARE = 0.9
+"""Of the time to compute blocks again, that to bring them may take: both are guesses, and to compute is certain."""
+
+
+class TieredEngine(KvVisible, KvMovable, KvPlaced, KvTierable, Prefill, Protocol):
+    """What an engine must offer."""
+
+
+class Onboarded(msgspec.Struct, frozen=True):
+    """What was brought for a request."""
+
+    num_blocks: int = 0
+    by_tier: tuple[tuple[Tier, int], ...] = ()
+    took_s: float = 0.0
+
+
+_NOTHING = Onboarded()
+
+
+class Tiering:
+    """See the module. `start` it after the engine, and `close` it before."""
+
+    def __init__(
+        self,
+        engine: TieredEngine,
+        cache: TieredCache,
+        now: Callable[[], float],
+        tell: Callable[[tuple[KvChange, ...]], None],
+        model: StepModel | None,
+        block_size: int,
+    ) -> None:
+        """`tell`: of blocks that come to a tier and go. `model`: how long the engine takes; None where that is not
+        known, and whatever can be brought is."""
+        self._engine = engine
+        self.cache = cache
+        self._now = now
+        self._tell = tell
+        self._model = model
+        self._block_size = block_size
+        self._sealed = asyncio.Event()
+        self._crew = Crew("tiering")
+        self.hits = HitWindow()
+        self.num_tokens = 0
+        """Of prompts, those whose KV was brought."""
+        self.num_declined = 0
+        """Blocks that were computed again though they could have been brought, since that was sooner."""
+
+    async def start(self) -> None:
+        await self.cache.start()
+        await self._engine.pin_sealed(_PINNED)  # from now on it remembers what it completes
+        self._tell_changes()
+        self._crew.start(self._offload_on(), "offload")
+
+    async def close(self) -> None:
+        await self._crew.close()
+        await self.cache.close()
+
+    # --- down
+
+    def saw(self, changes: tuple[KvChange, ...]) -> None:
+        """What the engine told of its blocks."""
+        if any(isinstance(change, Stored) for change in changes):
+            self._sealed.set()
+
+    async def _offload_on(self) -> None:
+        while True:
+            await self._sealed.wait()
+            self._sealed.clear()
+            try:
+                await self.offload()
+            except KvoltError as error:  # the engine's: it has ended, or is about to
+                log.warning("blocks are not offloaded: %s", error)
+            await asyncio.sleep(_REST_S)
+
+    async def offload(self) -> int:
+        """All that was completed until now; how many blocks were new to the tiers."""
+        num_new = 0
+        while True:
+            sealed = await self._engine.pin_sealed(_PINNED)
+            if not sealed:
+                return num_new
+            try:
+                for run in sealed:
+                    num_new += await self.cache.offload(_blocks(run), run.blocks)
+            finally:
+                await asyncio.shield(self._crew.start(self._engine.release_prefill(_PINNED), "release"))
+            self._tell_changes()
+
+    def clear(self) -> int:
+        """Forget all that nobody is at; how many blocks."""
+        num_gone = self.cache.clear()
+        self._tell_changes()
+        return num_gone
+
+    # --- up
+
+    def could_help(self, request: Request) -> bool:
+        """Whether a tier has a part of its prompt that may not be on the device."""
+        try:
+            keys = self._engine.kv_keys(request)
+        except KvoltError:  # the engine says so itself
+            return False
+        if self.cache.has_any(keys):
+            return True
+        self.hits.add(len(keys), ())
+        return False
+
+    async def onboard(self, request: Request) -> Onboarded:
+        """Bring what is here of a request's prompt, if that is sooner than to compute it. It is to be submitted at
+        once, or `let_go`. Never an error but a cancellation, which leaves nothing."""
+        began_at = self._now()
+        try:
+            keys = self._engine.kv_keys(request)
+            num_present = await self._engine.match(request) // self._block_size
+            tiers = self.cache.tiers_of(keys, num_present)
+            num_wanted = self._worth(request, num_present, tiers)
+            found = Fetched()
+            if num_wanted:
+                found = await self._bring(request, keys[: num_present + num_wanted])
+            self.hits.add(len(keys), found.by_tier)
+        except KvoltError as error:
+            log.warning("blocks of %s were not brought back: %s", request.request_id, error)
+            return _NOTHING
+        self._tell_changes()
+        self.num_tokens += found.num_blocks * self._block_size
+        return Onboarded(found.num_blocks, found.by_tier, self._now() - began_at)
+
+    async def _bring(self, request: Request, keys: tuple[BlockKey, ...]) -> Fetched:
+        room = await self._engine.make_room(keys, request.sequence_hashes[: len(keys)])
+        if not room.blocks:
+            return Fetched()
+        found, kept_for = Fetched(), None
+        try:
+            wanted = keys[room.num_present : room.num_present + len(room.blocks)]
+            found = await self.cache.fetch(wanted, room.blocks)
+            kept_for = request.request_id
+        finally:
+            settling = self._engine.settle_kv(room, found.num_blocks, kept_for)
+            await asyncio.shield(self._crew.start(settling, "settle"))
+        return found
+
+    def let_go(self, request_id: RequestId) -> None:
+        """A request that blocks were brought for is not submitted after all."""
+        if not self._crew.closed:
+            self._crew.start(self._release(request_id), "let go")
+
+    async def _release(self, request_id: RequestId) -> None:
+        with contextlib.suppress(KvoltError):
+            await self._engine.release_prefill(request_id)
+
+    def _worth(self, request: Request, num_present: int, tiers: list[Tier]) -> int:
+        """Of blocks that lie in these tiers, how many to bring: all, or up to where to compute is sooner."""
+        if self._model is None or not tiers:
+            return len(tiers)
+        num_tokens = len(request.token_ids)
+        best, best_s, fetch_s = 0, self._prompt_s(num_tokens, num_present), 0.0
+        for index, tier in enumerate(tiers, 1):
+            fetch_s += self.cache.block_s(tier)
+            is_end = index == len(tiers) or tiers[index] is not tier
+            if is_end:  # only where the tier changes can it be better to stop
+                total_s = fetch_s / _SPARE + self._prompt_s(num_tokens, num_present + index)
+                if total_s < best_s:
+                    best, best_s = index, total_s
+        self.num_declined += len(tiers) - best
+        return best
+
+    def _prompt_s(self, num_tokens: int, num_blocks: int) -> float:
+        assert self._model is not None
+        num_cached = min(num_blocks * self._block_size, num_tokens - 1)
+        return self._model.prefill_s(num_tokens, num_cached)
+
+    def _tell_changes(self) -> None:
+        changes = self.cache.take_changes()
+        if changes:
+            self._tell(changes)
+
+
+NewTiering = Callable[
+    [Engine, EngineInfo, Callable[[], float], Callable[[tuple[KvChange, ...]], None]], Tiering
+]
+"""For an engine that has started, and this is what it is: the clock, and who is told of changes. ConfigError."""
+
+
+async def bring_back(
+    tiering: Tiering,
+    request: Request,
+    requests: OpenRequests,
+    submit: Callable[[Request], None],
+    then: Coroutine[Any, Any, None] | None,
+) -> None:
+    """Bring what tiers have of a prompt, then give the request to the engine, or go on with `then`."""
+    request_id = request.request_id
+    is_begun = False
+    try:
+        await tiering.onboard(request)
+        is_begun = then is not None
+        if then is not None:
+            await then
+            return
+        entry = requests.get(request_id)
+        if entry is None:  # its caller has gone meanwhile
+            tiering.let_go(request_id)
+            return
+        requests.enter(entry)
+        submit(request)
+    except KvoltError as error:
+        tiering.let_go(request_id)
+        entry = requests.close(request_id, FAILED)
+        if entry is not None:
+            entry.stream.end(error)
+    finally:
+        if then is not None and not is_begun:
+            then.close()
+
+
+def _blocks(run: SealedKv) -> list[TierBlock]:
+    blocks: list[TierBlock] = []
+    parent, parent_hash = run.parent, run.parent_hash
+    for index, (key, sequence_hash) in enumerate(zip(run.keys, run.hashes, strict=True), run.first):
+        blocks.append(TierBlock(key, sequence_hash, parent, parent_hash, index))
+        parent, parent_hash = key, sequence_hash
+    return blocks

@@ -1,0 +1,292 @@
+"""DiskTier: blocks in files of a folder, found again after a restart.
+
+    about.json         the shape of blocks, by which another version or model is told apart
+    journal            which slot holds which block (`journal`)
+    blocks-0000 ...    slots side by side, in files of about a gigabyte
+
+Bytes first, then the record of them: whatever a crash leaves, a block that is found is whole; and what a disk spoils
+later is found out by its checksum, and is a miss. A folder has one owner at a time, by a lock that dies with it.
+Calls block: they are for a thread of the tier's own. The books are touched by the caller's thread only (see `cache`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvolt.core.errors import ConfigError, KvoltError, TransferFailed
+from kvolt.core.ids import BlockKey
+from kvolt.kv.tiers.books import Slot, TierBlock
+from kvolt.kv.tiers.journal import FORMAT, Journal, Written
+from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
+from kvolt.transfer.memory import Numbers
+
+log = logging.getLogger(__name__)
+
+_FILE_BYTES = 1 << 30
+_MOST_OWNERS = 64
+"""Of one folder at a time: each has a part of it."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class About(msgspec.Struct, frozen=True):
+    """What lies in a folder."""
+
+    format: int
+    piece_bytes: int
+    num_ranks: int
+    num_slots: int
+
+
+def slots_per_file(shape: BlockShape) -> int:
+    """Whatever the size of the tier, which may be another the next time; the last file may have fewer."""
+    return max(_FILE_BYTES // shape.slot_bytes, 1)
+
+
+def file_of(folder: Path, number: int) -> Path:
+    return folder / f"blocks-{number:04}"
+
+
+class DiskFiles:
+    """The folder of one owner. `close` gives it up. ConfigError where it cannot be used."""
+
+    def __init__(
+        self,
+        folder: Path,
+        shape: BlockShape,
+        num_slots: int,
+        *,
+        is_direct: bool = True,
+    ) -> None:
+        """`is_direct`: past the kernel's cache, where the file system lets us."""
+        self.shape = shape
+        self.num_slots = num_slots
+        self._per_file = slots_per_file(shape)
+        self._descriptors: dict[int, int] = {}
+        try:
+            self.folder, self._lock = _own(folder / f"v{FORMAT}-{shape.piece_bytes}x{shape.num_ranks}")
+            about = About(FORMAT, shape.piece_bytes, shape.num_ranks, num_slots)
+            (self.folder / "about.json").write_bytes(msgspec.json.encode(about))
+            self._journal = Journal(self.folder)
+        except OSError as error:
+            raise ConfigError(
+                f"blocks cannot be kept in {folder}: {error}",
+                key="kv_disk_dir",
+                remedy="name a folder that this process may write to, on a disk with room",
+            ) from None
+        self.is_direct = is_direct and _takes_direct(self.folder)
+
+    def close(self) -> None:
+        self._journal.close()
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+        os.close(self._lock)
+
+    def recover(self) -> list[Written]:
+        """What is there. Once, and first."""
+        found = self._journal.recover(self.num_slots)
+        sizes = {number: self._size(number) for number in {each.slot // self._per_file for each in found}}
+        end = self.shape.slot_bytes
+        return [
+            each
+            for each in found
+            if (each.slot % self._per_file) * end + self.shape.block_bytes
+            <= sizes[each.slot // self._per_file]
+        ]
+
+    def write(
+        self,
+        blocks: Sequence[TierBlock],
+        checksums: Sequence[int],
+        slots: Sequence[Slot],
+        memory: SlotMemory,
+        sources: Numbers,
+    ) -> None:
+        """Slots of the memory into slots of the disk; on return they are there for good. TransferFailed if not."""
+        try:
+            for number, theirs, which in self._by_file(np.asarray(slots, dtype=np.int64)):
+                descriptor = self._open(number)
+                for part, ours, index in memory.by_part(sources[which]):
+                    for at, count, start in _runs(theirs[index], ours):
+                        self._move(os.pwritev, descriptor, part.memory, at, count, start)
+                os.fdatasync(descriptor)
+            self._journal.add(
+                [Written(*each) for each in zip(slots, blocks, checksums, strict=True)],
+            )
+        except OSError as error:
+            reason = "no_room" if error.errno in _NO_ROOM else error.strerror
+            raise TransferFailed(
+                f"blocks cannot be written to {self.folder}: {error}", path="disk", reason=reason
+            ) from None
+
+    def read(self, slots: Sequence[Slot], memory: SlotMemory, destinations: Numbers) -> None:
+        """Slots of the disk into slots of the memory. TransferFailed where they cannot be read."""
+        try:
+            for number, theirs, which in self._by_file(np.asarray(slots, dtype=np.int64)):
+                descriptor = self._open(number)
+                for part, ours, index in memory.by_part(destinations[which]):
+                    for at, count, start in _runs(theirs[index], ours):
+                        self._move(os.preadv, descriptor, part.memory, at, count, start)
+        except OSError as error:
+            raise TransferFailed(
+                f"blocks cannot be read from {self.folder}: {error}", path="disk", reason=error.strerror
+            ) from None
+
+    def remove(self, slots: Sequence[Slot]) -> None:
+        """They hold nothing any more, and may be written to after this. TransferFailed where that cannot be kept."""
+        try:
+            self._journal.remove(slots)
+        except OSError as error:
+            raise TransferFailed(
+                f"the journal of {self.folder} cannot be written: {error}", path="disk", reason=error.strerror
+            ) from None
+
+    # ---
+
+    def _by_file(self, slots: Numbers) -> list[tuple[int, Numbers, Numbers]]:
+        files = slots // self._per_file
+        found = []
+        for number in np.unique(files).tolist():
+            which = np.flatnonzero(files == number)
+            found.append((number, slots[which] - number * self._per_file, which))
+        return found
+
+    def _size(self, number: int) -> int:
+        try:
+            return file_of(self.folder, number).stat().st_size
+        except OSError:
+            return 0
+
+    def _open(self, number: int) -> int:
+        descriptor = self._descriptors.get(number)
+        if descriptor is None:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if self.is_direct else 0)
+            descriptor = os.open(file_of(self.folder, number), flags, 0o600)
+            left = self.num_slots - number * self._per_file
+            num_bytes = min(self._per_file, left) * self.shape.slot_bytes
+            if os.fstat(descriptor).st_size < num_bytes:
+                try:
+                    _allocate(descriptor, num_bytes)
+                except BaseException:
+                    os.close(descriptor)
+                    raise
+            self._descriptors[number] = descriptor
+        return descriptor
+
+    def _move(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        descriptor: int,
+        memory: memoryview,
+        at: int,
+        count: int,
+        start: int,
+    ) -> None:
+        """So many slots one after the other, from slot `at` of the file and slot `start` of the memory on."""
+        size, num_moved = self.shape.slot_bytes, 0
+        while num_moved < count * size:
+            # Let go also where it fails: who holds the error would hold the memory with it.
+            with memory[start * size + num_moved : (start + count) * size] as view:
+                moved = call(descriptor, [view], at * size + num_moved)
+            if not moved:
+                raise OSError(errno.EIO, "the file is shorter than it was")
+            num_moved += moved
+
+
+def check_read(
+    files: DiskFiles,
+    keys: Sequence[BlockKey],
+    expected: Sequence[int],
+    slots: Sequence[Slot],
+    memory: SlotMemory,
+    destinations: Numbers,
+) -> list[bool]:
+    """Read blocks and look whether each is what it was. Blocks one by one where all at once cannot be read."""
+    try:
+        files.read(slots, memory, destinations)
+        is_read = [True] * len(keys)
+    except KvoltError:
+        is_read = [
+            _reads(files, slot, memory, destinations[index : index + 1]) for index, slot in enumerate(slots)
+        ]
+    sums = memory.checksums(destinations, keys).tolist()
+    return [ok and found == wanted for ok, found, wanted in zip(is_read, sums, expected, strict=True)]
+
+
+def _reads(files: DiskFiles, slot: Slot, memory: SlotMemory, destination: Numbers) -> bool:
+    try:
+        files.read([slot], memory, destination)
+    except KvoltError as error:
+        log.warning("a block of the disk tier is lost: %s", error.message)
+        return False
+    return True
+
+
+def _own(folder: Path) -> tuple[Path, int]:
+    """The first part of a folder that nobody has, and the lock by which it is ours. OSError where there is none."""
+    for number in range(_MOST_OWNERS):
+        part = folder / f"{number:02}"
+        part.mkdir(parents=True, exist_ok=True)
+        lock = os.open(part / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+        except BaseException:
+            os.close(lock)
+            raise
+        else:
+            return part, lock
+    raise OSError(errno.EBUSY, f"{_MOST_OWNERS} others have it")
+
+
+def _takes_direct(folder: Path) -> bool:
+    """Whether this file system reads and writes past the kernel's cache: some refuse at the first write only."""
+    path = folder / "direct-probe"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+    except OSError:
+        return False
+    page = SlotMemory(BlockShape(1), 1)
+    try:
+        page.reach(1)
+        [(part, _, _)] = page.by_part(np.zeros(1, dtype=np.int64))
+        return os.pwritev(descriptor, [part.memory], 0) > 0 and os.preadv(descriptor, [part.memory], 0) > 0
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+        page.close()
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _allocate(descriptor: int, num_bytes: int) -> None:
+    """Room for all of a file at once, where the file system can; else it is as large, and room is found as it fills."""
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise
+        os.ftruncate(descriptor, num_bytes)
+
+
+def _runs(theirs: Numbers, ours: Numbers) -> list[tuple[int, int, int]]:
+    """Slots that follow each other on both sides: from where there, how many, from where here."""
+    order = np.argsort(theirs, kind="stable")
+    theirs, ours = theirs[order], ours[order]
+    breaks = np.flatnonzero((np.diff(theirs) != 1) | (np.diff(ours) != 1)) + 1
+    firsts = np.concatenate(([0], breaks)).tolist()
+    ends = [*firsts[1:], len(theirs)]
+    return [
+        (int(theirs[first]), end - first, int(ours[first])) for first, end in zip(firsts, ends, strict=True)
+    ]

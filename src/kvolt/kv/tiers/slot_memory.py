@@ -1,0 +1,150 @@
+"""SlotMemory: memory of the host in equal slots, one for each block, and the ways of blocks into it and out of it.
+
+A slot holds a whole block: what each rank has of it, one after the other, so that a block is there for all ranks or for
+none. It begins at a page, for files that are read past the kernel's cache. The memory comes in parts as slots are first
+used, each of which other processes could map. Knows no names but as seeds of checksums, and not which slot holds what.
+
+The checksum of a block is made of those of its pieces (`transfer.checksum`), each seeded by the block's key and the
+rank: bytes under another name, or of another rank, are as wrong as a flipped bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from kvolt.core.errors import ConfigError
+from kvolt.core.ids import BlockKey
+from kvolt.transfer.device_memory import Sums, blocks_at_once, checksums, copy_checked
+from kvolt.transfer.memory import Numbers, Pieces, Slab
+
+PAGE_BYTES = 4096
+_PART_BYTES = 256 << 20
+_TURN_BYTES = 32 << 20
+"""Copied at a time: between two of these a copy that nobody waits for any more ends."""
+_SEED_BYTES = 8
+_RANK_KEY = 0x9E3779B97F4A7C15
+_FOLD_KEY = np.uint64(0xD6E8FEB86659FD93)
+
+
+class BlockShape(msgspec.Struct, frozen=True):
+    """Of blocks in a tier: so many equal pieces, one of each rank."""
+
+    piece_bytes: int
+    num_ranks: int = 1
+
+    @classmethod
+    def of(cls, slabs: Sequence[Slab]) -> BlockShape:
+        """Of an engine's memory, by its ranks."""
+        sizes = {slab.block_bytes for slab in slabs}
+        if len(sizes) != 1:
+            raise ConfigError(
+                f"ranks have blocks of {sorted(sizes)} bytes: tiers keep those of equal ranks",
+                key="tiers",
+                remedy="serve without tiers, or with ranks that share the heads evenly",
+            )
+        return cls(sizes.pop(), len(slabs))
+
+    @property
+    def block_bytes(self) -> int:
+        return self.piece_bytes * self.num_ranks
+
+    @property
+    def slot_bytes(self) -> int:
+        return -(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def rank_seeds(keys: Sequence[BlockKey], rank: int) -> bytes:
+    seeds = b"".join(key[:_SEED_BYTES] for key in keys)
+    if not rank:
+        return seeds
+    return (np.frombuffer(seeds, dtype="<u8") ^ np.uint64(rank * _RANK_KEY % 2**64)).tobytes()
+
+
+class SlotMemory:
+    """See the module. `close` gives it back; nothing may be under way."""
+
+    def __init__(
+        self, shape: BlockShape, num_slots: int, pin: Callable[[memoryview], None] | None = None
+    ) -> None:
+        """`num_slots`: the most that there will be. `pin`: makes a part such that a device reaches it fast."""
+        self.shape = shape
+        self.num_slots = num_slots
+        self._pin = pin
+        self._per_part = max(min(_PART_BYTES // shape.slot_bytes, num_slots), 1)
+        self._parts: list[Slab] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes now."""
+        return sum(part.memory.nbytes for part in self._parts)
+
+    def close(self) -> None:
+        while self._parts:
+            self._parts.pop().close()
+
+    def reach(self, num_slots: int) -> None:
+        """There are so many slots after this. MemoryError or OSError where the host has no more."""
+        while len(self._parts) * self._per_part < num_slots:
+            part = Slab.shared(self._per_part, self.shape.slot_bytes)
+            if self._pin is not None:
+                self._pin(part.memory)
+            self._parts.append(part)
+
+    def by_part(self, slots: Numbers) -> Iterator[tuple[Slab, Numbers, Numbers]]:
+        """The memory that slots lie in, their numbers in it, and which of `slots` they are. Grows where it must."""
+        if len(slots):
+            self.reach(int(slots.max()) + 1)
+        parts = slots // self._per_part
+        for number in np.unique(parts).tolist():
+            which = np.flatnonzero(parts == number)
+            yield self._parts[number], slots[which] - number * self._per_part, which
+
+    def fill(self, slots: Numbers, keys: Sequence[BlockKey], slabs: Sequence[Slab], blocks: Numbers) -> Sums:
+        """Blocks of an engine's memory into slots; their checksums. For any thread, one at a time."""
+        return self._copy(slots, keys, slabs, blocks, is_in=True)
+
+    def empty(self, slots: Numbers, keys: Sequence[BlockKey], slabs: Sequence[Slab], blocks: Numbers) -> Sums:
+        """Slots into blocks of an engine's memory; the checksums of what arrived there."""
+        return self._copy(slots, keys, slabs, blocks, is_in=False)
+
+    def checksums(self, slots: Numbers, keys: Sequence[BlockKey]) -> Sums:
+        """Of what lies in these slots."""
+        folded = np.zeros(len(slots), dtype=np.uint64)
+        for rank in range(self.shape.num_ranks):
+            sums = np.empty(len(slots), dtype=np.uint64)
+            for part, numbers, which in self.by_part(slots):
+                of_part = np.empty(len(which), dtype=np.uint64)
+                seeds = rank_seeds([keys[each] for each in which.tolist()], rank)
+                checksums(part.contents, self._pieces(numbers, rank), seeds, of_part)
+                sums[which] = of_part
+            folded = folded * _FOLD_KEY + sums
+        return folded
+
+    def _copy(
+        self, slots: Numbers, keys: Sequence[BlockKey], slabs: Sequence[Slab], blocks: Numbers, *, is_in: bool
+    ) -> Sums:
+        folded = np.zeros(len(slots), dtype=np.uint64)
+        for rank, slab in enumerate(slabs):
+            sums = np.empty(len(slots), dtype=np.uint64)
+            for part, numbers, which in self.by_part(slots):
+                ours, theirs = self._pieces(numbers, rank), slab.pieces(blocks[which])
+                at_once = blocks_at_once(part.contents, slab.contents, ours, _TURN_BYTES)
+                for first in range(0, len(which), at_once):
+                    some = which[first : first + at_once]
+                    here, there = ours.part(first, len(some)), theirs.part(first, len(some))
+                    seeds = rank_seeds([keys[each] for each in some.tolist()], rank)
+                    of_some = np.empty(len(some), dtype=np.uint64)
+                    if is_in:
+                        copy_checked(part.contents, here, slab.contents, there, seeds, of_some)
+                    else:
+                        copy_checked(slab.contents, there, part.contents, here, seeds, of_some)
+                    sums[some] = of_some
+            folded = folded * _FOLD_KEY + sums
+        return folded
+
+    def _pieces(self, numbers: Numbers, rank: int) -> Pieces:
+        shape = self.shape
+        return Pieces(numbers * shape.slot_bytes + rank * shape.piece_bytes, shape.piece_bytes)

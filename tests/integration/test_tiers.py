@@ -1,0 +1,150 @@
+"""A real model with tiers below its device: the same text, whatever left it, came back, was lost or was spoiled."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.integration.processes import PATIENCE_S, Bench, Kvolt, until, until_ready
+
+from kvolt.testing.tiny_models import tiny_checkpoint
+
+MODEL = "tiny"
+BLOCK_SIZE = 16
+KV_BLOCKS = 24
+"""Of the device: two prompts and a half."""
+START_S = 100.0
+PROMPTS = [f"{word} " * 45 for word in ("alpha", "betas", "gamma", "delta", "omega")]
+"""Of some ten blocks each."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def bench(tmp_path: Path, checkpoint: Path) -> Iterator[Bench]:
+    with Bench(tmp_path) as bench:
+        arguments = {
+            "served_name": MODEL,
+            "dtype": "float32",
+            "threads": 1,
+            "kv_blocks": KV_BLOCKS,
+            "block_size": BLOCK_SIZE,
+            "measure_steps": False,  # then whatever can be brought is
+        }
+        inner = ", ".join(f"{key} = {json.dumps(value)}" for key, value in arguments.items())
+        (bench.folder / "kvolt.toml").write_text(
+            f"[[workers]]\nmodel = {json.dumps(str(checkpoint))}\nargs = {{{inner}}}\n"
+        )
+        yield bench
+
+
+async def ask(client: httpx.AsyncClient, prompt: str) -> tuple[str, int]:
+    """The text, and how many tokens of the prompt were cached."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return answer["choices"][0]["text"], details.get("cached_tokens", 0)
+
+
+async def texts(client: httpx.AsyncClient, prompts: list[str]) -> list[str]:
+    return [(await ask(client, prompt))[0] for prompt in prompts]
+
+
+def figure(metrics: str, name: str, tier: str) -> float:
+    found = re.search(rf'^{name}{{tier="{tier}"}} (\S+)$', metrics, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+class Serving:
+    def __init__(self, bench: Bench, worker: Kvolt, url: str) -> None:
+        self.bench, self.worker, self.url = bench, worker, url
+
+    async def metrics(self) -> str:
+        views = await self.bench.until_seen("frontend", "worker")
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            return (await client.get(f"http://{views['worker'].admin}/metrics")).text
+
+    async def until_stored(self, tier: str, num_blocks: int) -> None:
+        text = ""
+
+        async def enough() -> bool:
+            nonlocal text
+            text = await self.metrics()
+            return figure(text, "kvolt_tier_stored_blocks_total", tier) >= num_blocks
+
+        for _ in range(200):
+            if await enough():
+                return
+            await _pause()
+        raise AssertionError(text)
+
+
+async def _pause() -> None:
+    import asyncio
+
+    await asyncio.sleep(0.1)
+
+
+async def serving(bench: Bench, *tiers: str) -> Serving:
+    worker = bench.worker("worker", *tiers)
+    _, url = await bench.frontend()
+    await until_ready(url, START_S)
+    return Serving(bench, worker, url)
+
+
+async def test_text_is_the_same_with_tiers_and_after_a_kill(bench: Bench) -> None:
+    plain = await serving(bench)
+    async with httpx.AsyncClient(base_url=plain.url, timeout=PATIENCE_S) as client:
+        expected = await texts(client, PROMPTS)
+        assert len(set(expected)) > 1
+        assert (await ask(client, PROMPTS[0]))[1] == 0, "it left the device for good"
+    plain.worker.kill()
+
+    tiers = ("--kv-host", "30blocks", "--kv-disk", "500blocks", "--kv-disk-dir", str(bench.folder / "kv"))
+    worker = bench.worker("worker", *tiers)
+    await until_ready(plain.url, START_S)
+    at = Serving(bench, worker, plain.url)
+    async with httpx.AsyncClient(base_url=at.url, timeout=PATIENCE_S) as client:
+        assert await texts(client, PROMPTS) == expected
+        await at.until_stored("disk", 40)
+        assert await texts(client, PROMPTS) == expected
+        text, cached = await ask(client, PROMPTS[0])
+        assert text == expected[0]
+        assert cached >= 5 * BLOCK_SIZE, "it came back"
+        metrics = await at.metrics()
+        assert figure(metrics, "kvolt_tier_loaded_blocks_total", "disk") > 0
+        assert figure(metrics, "kvolt_tier_hit_rate", "disk") > 0
+
+        worker.kill()
+        again = bench.worker("worker", *tiers)
+        await again.says("serving tiny")
+        await until_ready(at.url, START_S)
+        text, cached = await ask(client, PROMPTS[1])
+        assert text == expected[1]
+        assert cached >= 5 * BLOCK_SIZE, "the disk was found again"
+        assert await texts(client, PROMPTS) == expected
+
+        again.kill()
+        for path in (bench.folder / "kv").rglob("blocks-*"):
+            data = bytearray(path.read_bytes())
+            for at_byte in range(0, len(data), 1000):
+                data[at_byte] ^= 0x10
+            path.write_bytes(data)
+        done = bench.run("cache", "verify", "--dir", str(bench.folder / "kv"))
+        assert done.returncode == 1, done.stdout
+        assert "corrupt: " in done.stdout
+        third = bench.worker("worker", *tiers)
+        await third.says("serving tiny")
+        await until_ready(at.url, START_S)
+        assert await texts(client, PROMPTS) == expected, "spoiled blocks are computed again"
+        await until(lambda: "is not what was written there" in third.err, what="a word about it")

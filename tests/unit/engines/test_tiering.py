@@ -1,0 +1,213 @@
+"""An engine with tiers below it: what left its device comes back, and answers are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvolt.core.delta import Delta
+from kvolt.core.hashing import SequenceHasher
+from kvolt.core.ids import RequestId
+from kvolt.core.kv_events import KvChange, Stored, Tier
+from kvolt.core.latency import LatencyModel
+from kvolt.core.request import Request, Role, StopConditions
+from kvolt.engines.registry import EngineSpec
+from kvolt.engines.sim import SimArguments, SimEngine
+from kvolt.engines.tiering import Onboarded, Tiering
+from kvolt.kv.tiers.cache import TieredCache
+from kvolt.kv.tiers.disk import DiskFiles
+from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.runtime.tasks import Scope
+
+BLOCK = 16
+ENGINE = SimArguments(speed=1000.0, block_size=BLOCK, kv_blocks=24)
+
+
+@dataclass
+class Tiered:
+    """An engine, its tiers, and what it says."""
+
+    engine: SimEngine
+    cache: TieredCache
+    tiering: Tiering
+    said: dict[RequestId, list[Delta]] = field(default_factory=dict)
+    told: list[KvChange] = field(default_factory=list)
+
+    async def answer(self, request: Request) -> tuple[list[int], Onboarded]:
+        """As a worker does it."""
+        onboarded = Onboarded()
+        if self.tiering.could_help(request):
+            onboarded = await self.tiering.onboard(request)
+        said = self.said[request.request_id] = []
+        self.engine.submit(request)
+        async with asyncio.timeout(20):
+            while not (said and said[-1].finish):
+                await asyncio.sleep(0.001)
+        return [token for delta in said for token in delta.token_ids], onboarded
+
+    def cached(self, name: str) -> int | None:
+        return self.said[RequestId(name)][0].cached_tokens
+
+
+@asynccontextmanager
+async def tiered(
+    num_host: int = 64, folder: Path | None = None, model: LatencyModel | None = None
+) -> AsyncIterator[Tiered]:
+    engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.AGGREGATED), ENGINE)
+    await engine.start()
+    slabs = engine.kv_slabs()
+    files = None if folder is None else DiskFiles(folder, BlockShape.of(slabs), 256)
+    cache = TieredCache(slabs, num_host, files=files, now=time.monotonic)
+    told: list[KvChange] = []
+    tiering = Tiering(engine, cache, time.monotonic, told.extend, model, BLOCK)
+    found = Tiered(engine, cache, tiering, told=told)
+
+    async def listen() -> None:
+        async for step in engine.steps():
+            for request_id, delta in step.deltas:
+                found.said.setdefault(request_id, []).append(delta)
+            for request_id, token in zip(step.plain_ids, step.plain_tokens, strict=True):
+                found.said.setdefault(request_id, []).append(Delta(token_ids=(token,)))
+            tiering.saw(step.kv_changes)
+
+    await tiering.start()
+    async with Scope("tiered") as scope:
+        scope.start(listen(), "listen")
+        try:
+            yield found
+            cache.check_integrity()
+        finally:
+            await tiering.close()
+            await engine.close()
+            scope.cancel()
+
+
+def request(name: str, first: int, num_tokens: int = 8 * BLOCK + 3, max_tokens: int = 8) -> Request:
+    return asked(name, tuple(range(first, first + num_tokens)), max_tokens)
+
+
+def asked(name: str, tokens: tuple[int, ...], max_tokens: int) -> Request:
+    hasher = SequenceHasher(BLOCK)
+    hasher.extend(tokens)
+    return Request(
+        request_id=RequestId(name),
+        model="sim-tiny",
+        token_ids=tokens,
+        sequence_hashes=tuple(hasher.sequence),
+        stop=StopConditions(max_tokens=max_tokens, ignore_eos=True),
+    )
+
+
+async def until_offloaded(at: Tiered, num_blocks: int) -> None:
+    async with asyncio.timeout(20):
+        while len(at.cache.host) < num_blocks:
+            await asyncio.sleep(0.002)
+
+
+async def test_a_prompt_that_left_the_device_comes_back_from_the_host() -> None:
+    async with tiered() as at:
+        expected, onboarded = await at.answer(request("first", 10))
+        assert onboarded.num_blocks == 0
+        await until_offloaded(at, 8)
+        for number in range(4):  # the device holds 24 blocks
+            await at.answer(request(f"other {number}", 1000 + 200 * number))
+        assert await at.engine.match(request("again", 10)) == 0
+        tokens, onboarded = await at.answer(request("again", 10))
+        assert tokens == expected
+        assert (onboarded.num_blocks, onboarded.by_tier) == (8, ((Tier.HOST, 8),))
+        assert at.cached("again") == 8 * BLOCK
+        assert at.engine.load().kv_used_blocks == 0, "nothing stays held"
+
+
+async def test_answers_are_kept_as_prompts_are() -> None:
+    """The next turn of a conversation begins with them."""
+    async with tiered() as at:
+        first = request("first", 10, 4 * BLOCK, max_tokens=3 * BLOCK)
+        tokens, _ = await at.answer(first)
+        await until_offloaded(at, 6)
+        for number in range(4):
+            await at.answer(request(f"other {number}", 1000 + 200 * number))
+        again = asked("turn", (*first.token_ids, *tokens, *range(5)), 4)
+        _, onboarded = await at.answer(again)
+        assert onboarded.num_blocks == 6
+
+
+async def test_only_what_the_device_lacks_is_brought() -> None:
+    async with tiered() as at:
+        await at.answer(request("long", 10))
+        await until_offloaded(at, 8)
+        assert (await at.answer(request("again", 10)))[1].num_blocks == 0, "the device has it"
+        await at.engine.clear_kv()
+        await at.answer(request("short", 10, 3 * BLOCK))
+        assert (await at.answer(request("once more", 10)))[1].num_blocks >= 5
+
+
+async def test_a_restart_finds_what_the_disk_has(tmp_path: Path) -> None:
+    async with tiered(folder=tmp_path) as at:
+        expected, _ = await at.answer(request("first", 10))
+        await until_offloaded(at, 8)
+    async with tiered(folder=tmp_path) as at:
+        tokens, onboarded = await at.answer(request("again", 10))
+        assert tokens == expected
+        assert (onboarded.num_blocks, onboarded.by_tier) == (8, ((Tier.DISK, 8),))
+        stored = [change for change in at.told if isinstance(change, Stored) and change.tier is Tier.DISK]
+        assert sum(change.num_blocks for change in stored) >= 8, "who routes hears of it"
+
+
+async def test_what_is_computed_sooner_is_not_brought() -> None:
+    instant = LatencyModel(base_s=1e-6, prefill_token_s=1e-9)
+    async with tiered(model=instant) as at:
+        expected, _ = await at.answer(request("first", 10))
+        await until_offloaded(at, 8)
+        await at.engine.clear_kv()
+        tokens, onboarded = await at.answer(request("again", 10))
+        assert tokens == expected
+        assert onboarded.num_blocks == 0
+        assert at.tiering.num_declined == 8
+    slow = LatencyModel(base_s=1e-3, prefill_token_s=1e-2)
+    async with tiered(model=slow) as at:
+        await at.answer(request("first", 10))
+        await until_offloaded(at, 8)
+        await at.engine.clear_kv()
+        assert (await at.answer(request("again", 10)))[1].num_blocks == 8
+
+
+async def test_who_is_cancelled_holds_nothing(tmp_path: Path) -> None:
+    async with tiered(folder=tmp_path) as at:
+        await at.answer(request("first", 10))
+        await until_offloaded(at, 8)
+        await at.engine.clear_kv()
+        for delay_s in (0.0, 0.0005, 0.002):
+            onboarding = asyncio.ensure_future(at.tiering.onboard(request("gone", 10)))
+            await asyncio.sleep(delay_s)
+            onboarding.cancel()
+            await asyncio.wait([onboarding])
+            if not onboarding.cancelled():
+                at.tiering.let_go(RequestId("gone"))
+        async with asyncio.timeout(10):
+            while at.engine.load().kv_used_blocks:
+                await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("num_host", [2, 5])
+async def test_a_small_host_under_many_requests_gives_right_answers(num_host: int, tmp_path: Path) -> None:
+    async with tiered() as alone:
+        expected = [
+            (await alone.answer(request(f"r{index}", 10 + 100 * (index % 5))))[0] for index in range(5)
+        ]
+    async with tiered(num_host=num_host, folder=tmp_path) as at:
+
+        async def ask(index: int) -> None:
+            tokens, _ = await at.answer(request(f"r{index}", 10 + 100 * (index % 5)))
+            assert tokens == expected[index % 5]
+
+        for _ in range(3):
+            await asyncio.gather(*(ask(index) for index in range(2)))
+            await asyncio.gather(*(ask(index) for index in range(2, 5)))
+            at.said.clear()

@@ -1,0 +1,278 @@
+"""Blocks go down the tiers and come back as they were, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.unit.kv.tiers.tier_lab import Device, device, keys, sequence
+
+from kvolt.core.kv_events import Removed, Stored, Tier
+from kvolt.kv.tiers.cache import TieredCache
+from kvolt.kv.tiers.disk import DiskFiles
+from kvolt.kv.tiers.slot_memory import BlockShape
+
+
+@asynccontextmanager
+async def cache_over(
+    memory: Device, num_host: int = 16, folder: Path | None = None, num_disk: int = 64, **more: object
+) -> AsyncIterator[TieredCache]:
+    files = None if folder is None else DiskFiles(folder, BlockShape.of(memory.slabs), num_disk)
+    cache = TieredCache(memory.slabs, num_host, files=files, now=time.monotonic, **more)  # type: ignore[arg-type]
+    await cache.start()
+    try:
+        yield cache
+        cache.check_integrity()
+    finally:
+        await cache.close()
+
+
+async def until_on_disk(cache: TieredCache, num_blocks: int) -> None:
+    async with asyncio.timeout(20):
+        while cache.disk is None or len(cache.disk) < num_blocks:
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+async def test_blocks_come_back_from_the_host(num_ranks: int) -> None:
+    with device(num_ranks=num_ranks) as memory:
+        async with cache_over(memory) as cache:
+            blocks = sequence("a", 10)
+            memory.compute(blocks, range(10))
+            assert await cache.offload(blocks, range(10)) == 10
+            assert await cache.offload(blocks, range(10)) == 0, "they are here already"
+            memory.wipe()
+            fetched = await cache.fetch(keys(blocks), range(30, 40))
+            assert fetched.num_blocks == 10
+            assert fetched.by_tier == ((Tier.HOST, 10),)
+            assert all(memory.holds(block, 30 + index) for index, block in enumerate(blocks))
+
+
+async def test_blocks_come_back_from_the_disk_when_the_host_has_others(tmp_path: Path) -> None:
+    with device() as memory:
+        async with cache_over(memory, num_host=8, folder=tmp_path) as cache:
+            first = sequence("a", 6)
+            memory.compute(first, range(6))
+            await cache.offload(first, range(6))
+            await until_on_disk(cache, 6)
+            second = sequence("b", 8)
+            memory.compute(second, range(10, 18))
+            await cache.offload(second, range(10, 18))
+            assert cache.tiers_of(keys(first)) == [Tier.DISK] * 6
+            fetched = await cache.fetch(keys(first), range(30, 36))
+            assert fetched.num_blocks == 6
+            assert fetched.by_tier == ((Tier.DISK, 6),)
+            assert all(memory.holds(block, 30 + index) for index, block in enumerate(first))
+
+
+async def test_the_disk_is_found_again_by_the_next_process(tmp_path: Path) -> None:
+    with device() as memory:
+        blocks = sequence("a", 12)
+        memory.compute(blocks, range(12))
+        async with cache_over(memory, folder=tmp_path) as cache:
+            await cache.offload(blocks, range(12))
+        memory.wipe()
+        async with cache_over(memory, folder=tmp_path) as cache:
+            assert cache.tiers_of(keys(blocks)) == [Tier.DISK] * 12
+            stored = [change for change in cache.take_changes() if isinstance(change, Stored)]
+            assert sum(change.num_blocks for change in stored) == 12
+            assert {change.tier for change in stored} == {Tier.DISK}
+            assert (await cache.fetch(keys(blocks), range(12))).num_blocks == 12
+            assert all(memory.holds(block, index) for index, block in enumerate(blocks))
+
+
+async def test_a_disk_that_is_larger_or_smaller_the_next_time_keeps_what_it_can(tmp_path: Path) -> None:
+    with device() as memory:
+        blocks = sequence("a", 12)
+        memory.compute(blocks, range(12))
+        async with cache_over(memory, folder=tmp_path, num_disk=12) as cache:
+            await cache.offload(blocks, range(12))
+        for num_disk, num_found in ((40, 12), (7, 7), (40, 7)):
+            memory.wipe()
+            async with cache_over(memory, folder=tmp_path, num_disk=num_disk) as cache:
+                assert cache.disk is not None
+                assert len(cache.disk) == num_found
+                present = [block for block in blocks if cache.disk.has(block.key)]
+                assert (await cache.fetch(keys(present), range(num_found))).num_blocks == num_found
+                assert all(memory.holds(block, index) for index, block in enumerate(present))
+
+
+async def test_a_prefix_comes_from_wherever_each_block_lies(tmp_path: Path) -> None:
+    with device() as memory:
+        async with cache_over(memory, num_host=4, folder=tmp_path) as cache:
+            blocks = sequence("a", 12)
+            memory.compute(blocks, range(12))
+            for start in range(0, 12, 4):
+                await cache.offload(blocks[start : start + 4], range(start, start + 4))
+                await until_on_disk(cache, start + 4)
+            assert cache.tiers_of(keys(blocks)) == [Tier.DISK] * 8 + [Tier.HOST] * 4
+            memory.wipe()
+            fetched = await cache.fetch(keys(blocks), range(20, 32))
+            assert fetched.num_blocks == 12, "a host that holds four is enough to bring twelve"
+            assert all(memory.holds(block, 20 + index) for index, block in enumerate(blocks))
+
+
+async def test_a_flipped_bit_in_the_host_is_a_miss() -> None:
+    with device() as memory:
+        async with cache_over(memory) as cache:
+            blocks = sequence("a", 6)
+            memory.compute(blocks, range(6))
+            await cache.offload(blocks, range(6))
+            slot = cache.host.slot(blocks[3].key)
+            part = next(cache._memory.by_part(__import__("numpy").array([slot])))[0]
+            part.memory[slot * cache.shape.slot_bytes + 77] ^= 4
+            assert (await cache.fetch(keys(blocks), range(20, 26))).num_blocks == 3
+            assert cache.tiers_of(keys(blocks)) == [Tier.HOST] * 3, "nobody finds it any more"
+            assert cache.stats[Tier.HOST].failures["corrupt"] == 1
+
+
+@pytest.mark.parametrize("spoil", ["flip", "cut", "gone"])
+async def test_a_spoiled_file_is_a_miss_from_there_on(tmp_path: Path, spoil: str) -> None:
+    with device() as memory:
+        blocks = sequence("a", 8)
+        memory.compute(blocks, range(8))
+        async with cache_over(memory, folder=tmp_path) as cache:
+            await cache.offload(blocks, range(8))
+        [path] = tmp_path.rglob("blocks-0000")
+        slot_bytes = BlockShape.of(memory.slabs).slot_bytes
+        if spoil == "flip":
+            data = bytearray(path.read_bytes())
+            data[5 * slot_bytes + 4999] ^= 1
+            path.write_bytes(data)
+        elif spoil == "cut":
+            os.truncate(path, 5 * slot_bytes)
+        else:
+            path.unlink()
+        memory.wipe()
+        async with cache_over(memory, folder=tmp_path) as cache:
+            num_good = 0 if spoil == "gone" else 5
+            assert (await cache.fetch(keys(blocks), range(8))).num_blocks == num_good
+            assert all(memory.holds(block, index) for index, block in enumerate(blocks[:num_good]))
+            memory.compute(blocks, range(8))
+            await cache.offload(blocks, range(8))
+            assert cache.tiers_of(keys(blocks)) == [Tier.HOST] * 8, "computed again, it is kept again"
+
+
+async def test_a_read_error_is_a_miss_of_that_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with device() as memory:
+        blocks = sequence("a", 8)
+        memory.compute(blocks, range(8))
+        async with cache_over(memory, folder=tmp_path) as cache:
+            await cache.offload(blocks, range(8))
+        memory.wipe()
+        async with cache_over(memory, folder=tmp_path) as cache:
+            bad = cache.disk.slot(blocks[2].key) * cache.shape.slot_bytes  # type: ignore[union-attr]
+            read = os.preadv
+
+            def failing(descriptor: int, views: list[memoryview], at: int) -> int:
+                if at <= bad < at + sum(map(len, views)):
+                    raise OSError(errno.EIO, "the medium is bad")
+                return read(descriptor, views, at)
+
+            monkeypatch.setattr(os, "preadv", failing)
+            assert (await cache.fetch(keys(blocks), range(8))).num_blocks == 2
+            assert all(memory.holds(block, index) for index, block in enumerate(blocks[:2]))
+
+
+async def test_a_full_disk_costs_nothing_but_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, views: list[memoryview], at: int) -> int:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with device() as memory:
+        async with cache_over(memory, folder=tmp_path) as cache:
+            monkeypatch.setattr(os, "pwritev", full)
+            blocks = sequence("a", 8)
+            memory.compute(blocks, range(8))
+            await cache.offload(blocks, range(8))
+            async with asyncio.timeout(20):
+                while not cache.stats[Tier.DISK].failures["no_room"]:
+                    await asyncio.sleep(0.005)
+            assert (await cache.fetch(keys(blocks), range(20, 28))).num_blocks == 8
+            assert cache.disk is not None
+            assert len(cache.disk) == 0
+
+
+async def test_a_full_tier_lets_go_of_what_was_asked_for_longest_ago(tmp_path: Path) -> None:
+    with device() as memory:
+        async with cache_over(memory, num_host=8, folder=tmp_path, num_disk=12) as cache:
+            for name in "abc":
+                blocks = sequence(name, 4)
+                memory.compute(blocks, range(4))
+                await cache.offload(blocks, range(4))
+                await until_on_disk(cache, 4 if name == "a" else 8 if name == "b" else 12)
+            cache.take_changes()
+            assert (await cache.fetch(keys(sequence("a", 4)), range(4))).num_blocks == 4
+            blocks = sequence("d", 4)
+            memory.compute(blocks, range(4))
+            await cache.offload(blocks, range(4))
+            async with asyncio.timeout(20):
+                while cache.disk is None or not cache.disk.has(blocks[3].key):
+                    await asyncio.sleep(0.005)
+            assert cache.disk.match(keys(sequence("a", 4))) == 4
+            assert cache.disk.match(keys(sequence("b", 4))) == 0
+            removed = [change for change in cache.take_changes() if isinstance(change, Removed)]
+            gone = {each for change in removed if change.tier is Tier.DISK for each in change.sequence_hashes}
+            assert gone == {block.sequence_hash for block in sequence("b", 4)}
+
+
+async def test_what_is_seen_once_is_not_written_where_that_is_wanted(tmp_path: Path) -> None:
+    with device() as memory:
+        async with cache_over(memory, folder=tmp_path, disk_touches=2) as cache:
+            blocks = sequence("a", 4)
+            memory.compute(blocks, range(4))
+            await cache.offload(blocks, range(4))
+            await cache.offload(blocks[:2], range(2))
+            await until_on_disk(cache, 2)
+            assert cache.disk is not None
+            assert cache.disk.match(keys(blocks)) == 2
+
+
+async def test_two_who_want_the_same_blocks_read_them_once(tmp_path: Path) -> None:
+    with device() as memory:
+        blocks = sequence("a", 8)
+        memory.compute(blocks, range(8))
+        async with cache_over(memory, folder=tmp_path) as cache:
+            await cache.offload(blocks, range(8))
+        async with cache_over(memory, folder=tmp_path) as cache:
+            found = await asyncio.gather(
+                cache.fetch(keys(blocks), range(20, 28)), cache.fetch(keys(blocks), range(30, 38))
+            )
+            assert [each.num_blocks for each in found] == [8, 8]
+            assert cache.stats[Tier.DISK].num_loaded == 8
+            for start in (20, 30):
+                assert all(memory.holds(block, start + index) for index, block in enumerate(blocks))
+
+
+async def test_who_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None:
+    with device() as memory:
+        blocks = sequence("a", 8)
+        memory.compute(blocks, range(8))
+        async with cache_over(memory, folder=tmp_path) as cache:
+            await cache.offload(blocks, range(8))
+        async with cache_over(memory, folder=tmp_path) as cache:
+            for delay_s in (0.0, 0.001, 0.003):
+                fetching = asyncio.ensure_future(cache.fetch(keys(blocks), range(20, 28)))
+                await asyncio.sleep(delay_s)
+                fetching.cancel()
+                await asyncio.wait([fetching])
+                cache.check_integrity()
+                assert not cache._coming
+            assert (await cache.fetch(keys(blocks), range(20, 28))).num_blocks == 8
+
+
+async def test_two_owners_of_one_folder_have_a_part_each(tmp_path: Path) -> None:
+    with device() as memory:
+        async with cache_over(memory, folder=tmp_path) as one, cache_over(memory, folder=tmp_path) as other:
+            blocks = sequence("a", 4)
+            memory.compute(blocks, range(4))
+            await one.offload(blocks, range(4))
+            await until_on_disk(one, 4)
+            assert other.tiers_of(keys(blocks)) == []
