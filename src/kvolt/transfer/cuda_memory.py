@@ -92,6 +92,28 @@ class CudaMemory:
         with _failures():
             return _view(self._pinned(num_bytes))
 
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        if self._device.type != "cuda":
+            return _nothing
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            error = runtime.cudaHostRegister(address, memory.nbytes, 0)
+        if int(error):
+            log.warning(
+                "memory of the host cannot be pinned (CUDA error %d): copies take a way round", int(error)
+            )
+            return _nothing
+
+        def unpin() -> None:
+            with torch.cuda.device(self._device):
+                runtime.cudaHostUnregister(address)
+
+        return unpin
+
+    def for_thread(self) -> CudaMemory:
+        return CudaMemory(self.tensor)
+
     def _pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 

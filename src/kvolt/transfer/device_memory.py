@@ -6,6 +6,7 @@ what is asked for at a time is small, and a transfer that is stopped between two
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -62,6 +63,14 @@ class DeviceMemory(Protocol):
 
     def staging(self, num_bytes: int) -> memoryview:
         """New memory of the host that pieces come to, or go from, fast."""
+        ...
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        """Make memory of the host such, until what this gives is called. Nothing, where the device cannot."""
+        ...
+
+    def for_thread(self) -> DeviceMemory:
+        """The same memory, for another thread. To be closed before this one."""
         ...
 
     def move(self, dst: Memory, into: Pieces, src: Memory, origin: Pieces, seeds: bytes | None) -> Sums:

@@ -209,6 +209,12 @@ class Slab:
         slab.device = memory
         return slab
 
+    def for_thread(self) -> Slab:
+        """The same blocks, for another thread than the one that this is moved by. To be used no longer than this."""
+        if self.device is None:
+            return self
+        return Slab.on_device(self.device.for_thread(), self.block_bytes, self.layout)
+
     @property
     def contents(self) -> Memory:
         """Where blocks lie, whatever memory that is but a file."""

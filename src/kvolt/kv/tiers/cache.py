@@ -85,14 +85,13 @@ class TieredCache:
         files: DiskFiles | None = None,
         eviction: str = "lru",
         disk_touches: int = 1,
-        pin: Callable[[memoryview], None] | None = None,
         now: Callable[[], float],
     ) -> None:
         """`slabs`: the engine's memory, by ranks. `disk_touches`: how often a block is to be seen before it is written
         to the disk, which wears it out."""
-        self._slabs = tuple(slabs)
+        self._slabs = tuple(slab.for_thread() for slab in slabs)
         self.shape = files.shape if files is not None else BlockShape.of(slabs)
-        self._memory = SlotMemory(self.shape, num_host_blocks, pin)
+        self._memory = SlotMemory(self.shape, num_host_blocks, self._slabs[0].device)
         self._files = files
         self._now = now
         self.host = TierBooks(Tier.HOST, num_host_blocks, eviction)

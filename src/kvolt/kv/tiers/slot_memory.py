@@ -10,6 +10,7 @@ rank: bytes under another name, or of another rank, are as wrong as a flipped bi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -17,7 +18,7 @@ import numpy as np
 
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
-from kvolt.transfer.device_memory import Sums, blocks_at_once, checksums, copy_checked
+from kvolt.transfer.device_memory import DeviceMemory, Sums, blocks_at_once, checksums, copy_checked
 from kvolt.transfer.memory import Numbers, Pieces, Slab
 
 PAGE_BYTES = 4096
@@ -66,13 +67,13 @@ def rank_seeds(keys: Sequence[BlockKey], rank: int) -> bytes:
 class SlotMemory:
     """See the module. `close` gives it back; nothing may be under way."""
 
-    def __init__(
-        self, shape: BlockShape, num_slots: int, pin: Callable[[memoryview], None] | None = None
-    ) -> None:
-        """`num_slots`: the most that there will be. `pin`: makes a part such that a device reaches it fast."""
+    def __init__(self, shape: BlockShape, num_slots: int, device: DeviceMemory | None = None) -> None:
+        """`num_slots`: the most that there will be. `device`: that should reach it fast."""
         self.shape = shape
         self.num_slots = num_slots
-        self._pin = pin
+        self._device = device
+        self._unpin: list[Callable[[], None]] = []
+        self._growing = threading.Lock()
         self._per_part = max(min(_PART_BYTES // shape.slot_bytes, num_slots), 1)
         self._parts: list[Slab] = []
 
@@ -82,16 +83,19 @@ class SlotMemory:
         return sum(part.memory.nbytes for part in self._parts)
 
     def close(self) -> None:
+        while self._unpin:
+            self._unpin.pop()()
         while self._parts:
             self._parts.pop().close()
 
     def reach(self, num_slots: int) -> None:
-        """There are so many slots after this. MemoryError or OSError where the host has no more."""
-        while len(self._parts) * self._per_part < num_slots:
-            part = Slab.shared(self._per_part, self.shape.slot_bytes)
-            if self._pin is not None:
-                self._pin(part.memory)
-            self._parts.append(part)
+        """There are so many slots after this. OSError where the host has no more. Any thread."""
+        with self._growing:
+            while len(self._parts) * self._per_part < num_slots:
+                part = Slab.shared(self._per_part, self.shape.slot_bytes)
+                if self._device is not None:
+                    self._unpin.append(self._device.pin(part.memory))
+                self._parts.append(part)
 
     def by_part(self, slots: Numbers) -> Iterator[tuple[Slab, Numbers, Numbers]]:
         """The memory that slots lie in, their numbers in it, and which of `slots` they are. Grows where it must."""

@@ -1,0 +1,262 @@
+"""Conversations that come back after their KV has left the device: the first token with tiers below it and without.
+
+    python -m benchmarks.kv.returning                          on the CPU, SmolLM2-135M; some ten minutes
+    PYTHONPATH=src python3 -u -m benchmarks.kv.returning --device cuda:0 --out gpu.json
+                                                               a CUDA device with 60 GiB, a model of Llama 8B's shape
+                                                               with random weights; some minutes
+
+`returning`: more conversations than the device holds, each with a long beginning of its own, asked one after the other
+and again and again in that order, so that a device alone has always forgotten the next. With `host` the memory of the
+host holds all of them, with `disk` a small one passes on what a disk holds. Greedy; every answer must be that of the
+run without tiers. TTFT is what the client sees, of all rounds but the first. `fresh`: prompts that nobody has asked
+before, so that tiers have nothing to give: what they take from tokens per second. `copies` (a device only): the tier's
+own copies of blocks, checksums included, beside one plain copy of as many bytes. Ratios are of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from benchmarks.twin.accuracy_runs import System, served
+
+from kvolt.core.ids import BlockKey, SequenceHash
+from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.tiers.cache import TieredCache
+from kvolt.testing.tiny_models import tiny_checkpoint
+from kvolt.transfer.memory import Slab
+
+RESULTS = Path(__file__).parent / "results"
+_ASK_S = 300.0
+COPIED_BYTES, NUM_COPIED = 2 << 20, 1024
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+}
+
+
+class Plan(msgspec.Struct, frozen=True):
+    sessions: int
+    prefix_tokens: int
+    turn_tokens: int
+    rounds: int
+    device_blocks: int
+    small_host: str
+    host: str
+    disk: str
+    fresh: int
+    """Prompts of the second part, at once."""
+    fresh_tokens: int
+    fresh_answer: int
+
+
+CPU = Plan(8, 1000, 16, 3, 200, "40blocks", "1000blocks", "1000blocks", 4, 128, 128)
+GPU = Plan(10, 20_000, 64, 4, 4500, "2GiB", "48GiB", "40GiB", 16, 512, 512)
+
+
+class Asked(msgspec.Struct, frozen=True):
+    ttft_s: float
+    took_s: float
+    text: str
+    cached: int
+
+
+def ask(url: str, prompt: Sequence[int], max_tokens: int) -> Asked:
+    body = {
+        "model": "m",
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    began, first, texts, cached = time.perf_counter(), None, [], 0
+    with urllib.request.urlopen(request, timeout=_ASK_S) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if event.get("choices"):
+                first = first or time.perf_counter()
+                texts.append(event["choices"][0]["text"])
+            if event.get("usage"):
+                cached = (event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    assert first is not None
+    return Asked(first - began, time.perf_counter() - began, "".join(texts), cached)
+
+
+def tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(3, 200) for _ in range(count)]
+
+
+def returning(url: str, plan: Plan) -> tuple[list[Asked], list[str]]:
+    """All but the first round, and every text."""
+    draw = random.Random(11)
+    sessions = [tokens(draw, plan.prefix_tokens) for _ in range(plan.sessions)]
+    asked: list[Asked] = []
+    texts: list[str] = []
+    for number in range(plan.rounds):
+        for session in sessions:
+            answer = ask(url, [*session, *tokens(draw, plan.turn_tokens)], 8)
+            texts.append(answer.text)
+            if number:
+                asked.append(answer)
+        time.sleep(0.5)
+    return asked, texts
+
+
+def fresh(url: str, plan: Plan) -> float:
+    """Tokens per second of answers to prompts that are new."""
+    draw = random.Random(13)
+    prompts = [tokens(draw, plan.fresh_tokens) for _ in range(2 * plan.fresh)]
+    rates = []
+    for part in (prompts[: plan.fresh], prompts[plan.fresh :]):
+        began = time.perf_counter()
+        with ThreadPoolExecutor(plan.fresh) as pool:
+            list(pool.map(lambda prompt: ask(url, prompt, plan.fresh_answer), part))
+        rates.append(plan.fresh * plan.fresh_answer / (time.perf_counter() - began))
+    return rates[-1]
+
+
+def copies(device: str) -> dict[str, float]:
+    """GB/s of a tier's own copies of blocks of 2 MiB, checksums included, beside one plain copy of as many bytes."""
+    import torch
+
+    from kvolt.transfer.cuda_memory import CudaMemory
+
+    memory = torch.randint(0, 255, (NUM_COPIED * COPIED_BYTES,), dtype=torch.uint8, device=device)
+    slab = Slab.on_device(CudaMemory(memory), COPIED_BYTES)
+    plain = torch.empty(memory.nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def best(act: Callable[[], object]) -> float:
+        took = []
+        for _ in range(4):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            act()
+            torch.cuda.synchronize()
+            took.append(time.perf_counter() - began)
+        return memory.nbytes / min(took) / 1e9
+
+    async def tier() -> tuple[float, float]:
+        cache = TieredCache([slab], 5 * NUM_COPIED, now=time.perf_counter)
+        down, up = [], []
+        await cache.start()
+        for number in range(5):  # the first makes and pins the memory
+            blocks = [_block(number, index) for index in range(NUM_COPIED)]
+            began = time.perf_counter()
+            assert await cache.offload(blocks, range(NUM_COPIED)) == NUM_COPIED
+            down.append(time.perf_counter() - began)
+        for number in range(5):
+            keys = [_block(number, index).key for index in range(NUM_COPIED)]
+            began = time.perf_counter()
+            assert (await cache.fetch(keys, range(NUM_COPIED))).num_blocks == NUM_COPIED
+            up.append(time.perf_counter() - began)
+        await cache.close()
+        return memory.nbytes / min(down) / 1e9, memory.nbytes / min(up) / 1e9
+
+    found = {"plain down": best(lambda: plain.copy_(memory)), "plain up": best(lambda: memory.copy_(plain))}
+    found["offload"], found["onboard"] = asyncio.run(tier())
+    found["offload / plain"] = found["offload"] / found["plain down"]
+    found["onboard / plain"] = found["onboard"] / found["plain up"]
+    print("copies", json.dumps(found), flush=True)
+    return found
+
+
+def _block(sequence: int, index: int) -> TierBlock:
+    key = BlockKey(hashlib.blake2b(f"{sequence}/{index}".encode(), digest_size=16).digest())
+    return TierBlock(key, SequenceHash(int.from_bytes(key[:8], "little")), None, None, 0)
+
+
+def systems(plan: Plan, folder: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    yield "without", ()
+    yield "host", ("--kv-host", plan.host)
+    where = ("--kv-disk-dir", str(folder / "kv"))
+    yield "disk", ("--kv-host", plan.small_host, "--kv-disk", plan.disk, *where)
+
+
+def run(plan: Plan, system: System, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    expected: list[str] | None = None
+    for name, flags in systems(plan, folder):
+        with served(system, folder, flags) as url:
+            ask(url, tokens(random.Random(1), 64), 4)  # what is compiled on the way is nobody's
+            speed = fresh(url, plan)
+            asked, texts = returning(url, plan)
+        expected = expected or texts
+        ttft = sorted(1e3 * each.ttft_s for each in asked)
+        found[name] = {
+            "TTFT mean ms": statistics.mean(ttft),
+            "TTFT p90 ms": ttft[int(0.9 * (len(ttft) - 1))],
+            "cached share": statistics.mean(each.cached / plan.prefix_tokens for each in asked),
+            "same text": sum(map(str.__eq__, expected, texts)) / len(texts),
+            "fresh tokens/s": speed,
+        }
+        print(name, json.dumps(found[name]), flush=True)
+    for name in ("host", "disk"):
+        found[name]["TTFT without / with"] = found["without"]["TTFT mean ms"] / found[name]["TTFT mean ms"]
+        found[name]["fresh with / without"] = (
+            found[name]["fresh tokens/s"] / found["without"]["fresh tokens/s"]
+        )
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kv.returning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="default: results/returning_cpu.json")
+    options = parser.parse_args()
+    is_gpu = options.device != "cpu"
+    plan = GPU if is_gpu else CPU
+    with tempfile.TemporaryDirectory(prefix="returning-") as name:
+        folder = Path(name)
+        arguments: dict[str, str | int] = {
+            "served_name": "m",
+            "block_size": 16,
+            "kv_blocks": plan.device_blocks,
+        }
+        model = "smollm2-135m"
+        if is_gpu:
+            model = str(tiny_checkpoint(folder / "model", num_shards=4, **LLAMA_8B))
+            arguments |= {"device": options.device, "dtype": "bfloat16", "max_num_seqs": 32}
+        else:
+            arguments |= {"dtype": "float32"}
+        copied = copies(options.device) if is_gpu else None
+        results = run(plan, System(model=model, arguments=arguments), folder)
+    out = options.out or RESULTS / "returning_cpu.json"
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(
+        json.dumps({"plan": msgspec.to_builtins(plan), "copies": copied, **results}, indent=1) + "\n"
+    )
+    return 0 if all(each["same text"] == 1.0 for each in results.values()) or is_gpu else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
