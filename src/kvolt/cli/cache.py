@@ -137,9 +137,8 @@ def _evict(args: argparse.Namespace) -> int:
         elif args.all:
             keys = [each.block.key for each in part.blocks]
         else:
-            keys = [
-                each.block.key for each in part.blocks if each.block.key.hex().startswith(tuple(args.key))
-            ]
+            wanted = tuple(key.lower() for key in args.key if key)
+            keys = [each.block.key for each in part.blocks if each.block.key.hex().startswith(wanted)]
         num_gone += evict(part, keys) if keys else 0
     print(f"{num_gone:,} blocks are forgotten")
     return 0

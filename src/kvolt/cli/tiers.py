@@ -19,9 +19,11 @@ from kvolt.kv.tiers.disk import DiskFiles
 from kvolt.kv.tiers.sizes import parse_capacity
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.cache_directory import cache_directory
+from kvolt.runtime.memory import free_bytes
 from kvolt.runtime.settings import TierSettings, WorkerSettings
 
 _NEEDED = {"KvVisible", "KvMovable", "KvPlaced", "KvTierable", "Prefill"}
+_LEAST_BLOCKS = 4
 _STAGING_BYTES = 256 << 20
 """Of the host's memory, where a disk is wanted and no tier above it: what blocks pass through."""
 
@@ -75,22 +77,42 @@ def tiering_of(tiers: TierSettings) -> NewTiering | None:
         files = None
         if tiers.disk:
             num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(shape.slot_bytes, num_device)
-            files = DiskFiles(_folder(tiers.disk_dir), shape, max(num_slots, 1))
+            _check_size(num_slots, shape, "disk")
+            files = DiskFiles(_folder(tiers.disk_dir), shape, num_slots)
+        num_host = max(_STAGING_BYTES // shape.slot_bytes, _LEAST_BLOCKS)
         if tiers.host:
             num_host = parse_capacity(tiers.host, "tiers.host").blocks(shape.slot_bytes, num_device)
-        else:
-            num_host = _STAGING_BYTES // shape.slot_bytes
+        _check_host(num_host, shape)
         cache = TieredCache(
             slabs,
-            max(num_host, 2),
+            num_host,
             files=files,
             eviction=tiers.eviction,
             disk_touches=tiers.disk_touches,
-            now=now,
         )
         return Tiering(tiered, cache, now, tell, info.step_model, info.block_size)
 
     return new
+
+
+def _check_size(num_blocks: int, shape: BlockShape, tier: str) -> None:
+    if num_blocks < _LEAST_BLOCKS:
+        raise ConfigError(
+            f"the {tier} tier would hold {num_blocks} blocks of {shape.slot_bytes:,} bytes",
+            key=f"tiers.{tier}",
+            remedy=f"give it {_LEAST_BLOCKS * shape.slot_bytes:,} bytes or more, or leave it out",
+        )
+
+
+def _check_host(num_blocks: int, shape: BlockShape) -> None:
+    _check_size(num_blocks, shape, "host")
+    num_bytes, available = num_blocks * shape.slot_bytes, free_bytes()
+    if num_bytes > available:
+        raise ConfigError(
+            f"the host tier would take {num_bytes / 2**30:.1f} GiB, and the host has {available / 2**30:.1f} GiB left",
+            key="tiers.host",
+            remedy="give it less; what does not fit can go to a disk (--kv-disk)",
+        )
 
 
 def _folder(text: str) -> Path:

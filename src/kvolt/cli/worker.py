@@ -97,6 +97,12 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         group = with_model(group, args.model or group.model, args.engine)
     count = group.per_process if args.workers is None else args.workers
     group = with_tiers(msgspec.structs.replace(group, per_process=count), args)
+    if count > 1 and are_wanted(group.tiers):
+        raise ConfigError(
+            f"{count} workers in one process have no tiers",
+            key="tiers",
+            remedy="start a process for each worker",
+        )
     engine_name, arguments = check_engine(with_arguments(group, args.arg, args.lora))
     devices = args.devices.split(",") if args.devices else group.devices
     spec = EngineSpec(

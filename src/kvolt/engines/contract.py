@@ -241,6 +241,8 @@ class SealedKv(msgspec.Struct, frozen=True):
     parent: BlockKey | None = None
     """Of the block before the first; None where that begins the sequence."""
     parent_hash: SequenceHash | None = None
+    expires_in_s: float = 0.0
+    """They stay where they are for so long, unless they are let go before."""
 
 
 @runtime_checkable

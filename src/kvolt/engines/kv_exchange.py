@@ -42,7 +42,7 @@ def held_of(blocks: Sequence[BlockId], names: Names) -> KvHeld:
     return KvHeld(tuple(blocks[: len(names)]), tuple(names.keys), tuple(names.sequence_hashes))
 
 
-def _sealed(blocks: Sequence[BlockId], names: Names, first: int) -> SealedKv:
+def _sealed(blocks: Sequence[BlockId], names: Names, first: int, hold_s: float) -> SealedKv:
     above = names[first - 1] if first else None
     return SealedKv(
         first,
@@ -51,6 +51,7 @@ def _sealed(blocks: Sequence[BlockId], names: Names, first: int) -> SealedKv:
         tuple(names.sequence_hashes[first:]),
         None if above is None else above.key,
         None if above is None else above.sequence_hash,
+        hold_s,
     )
 
 
@@ -110,11 +111,11 @@ class KvExchange:
             raise NotFound(f"no blocks are kept of {request_id}", kind="handoff", name=request_id)
         return held_of(*kept)
 
-    def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
-        """As of KvTierable; who calls it sees to their end."""
+    def pin_sealed(self, name: RequestId, hold_s: float) -> tuple[SealedKv, ...]:
+        """As of KvTierable; who calls it sees to it that they are let go after that time."""
         pool = self._scheduler.pool
         return tuple(
-            _sealed(*each)
+            _sealed(*each, hold_s)
             for each in self._scheduler.pin_sealed(name, max(int(pool.num_blocks * _PINNED_SHARE), 1))
         )
 

@@ -133,6 +133,11 @@ class Prefills:
         self._scheduler.cancel_arrivals(request_id)
         self._unwatch(request_id)
 
+    @property
+    def hold_s(self) -> float:
+        """How long something is kept for others."""
+        return self._hold_s
+
     def hold(self, name: RequestId) -> None:
         """Something is held under that name, which is let go as a prompt is that nobody fetches."""
         self._expiry[name] = self.expires_at

@@ -363,7 +363,7 @@ class SimEngine:
     # --- KvTierable
 
     async def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
-        found = self._exchange.pin_sealed(name)
+        found = self._exchange.pin_sealed(name, self._prefills.hold_s)
         if found:
             self._prefills.hold(name)
             self._watch_expiry()

@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 import msgspec
 
 from kvolt.core.card import EngineInfo
-from kvolt.core.errors import KvoltError
+from kvolt.core.errors import EngineFailed, KvoltError
 from kvolt.core.ids import BlockKey, RequestId
-from kvolt.core.kv_events import KvChange, Stored, Tier
+from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.core.latency import StepModel
 from kvolt.core.request import Request
 from kvolt.engines.contract import Engine, KvMovable, KvPlaced, KvTierable, KvVisible, Prefill, SealedKv
@@ -37,6 +37,20 @@ _REST_S = 0.02
 """Between two batches: what is completed meanwhile goes together."""
 _SPARE = 0.9
 """Of the time to compute blocks again, that to bring them may take: both are guesses, and to compute is certain."""
+
+
+_OFFLOADED_AT_ONCE = 256
+"""Blocks."""
+_MARGIN_S = 2.0
+"""What may be between the engine's clock and ours."""
+_MOST_AT_ONCE = 16
+"""Requests that blocks are brought for."""
+_MOST_S = 10.0
+"""For the blocks of a request to come."""
+_TOLD_AT_ONCE = 1 << 15
+"""Blocks in one event."""
+_PROBE_EVERY = 16
+"""Of the prompts for which it would be sooner to compute, the one for which blocks are brought all the same."""
 
 
 class TieredEngine(KvVisible, KvMovable, KvPlaced, KvTierable, Prefill, Protocol):
@@ -76,19 +90,26 @@ class Tiering:
         self._block_size = block_size
         self._sealed = asyncio.Event()
         self._crew = Crew("tiering")
+        self._offloading: asyncio.Task[None] | None = None
+        self._num_onboarding = 0
         self.hits = HitWindow()
         self.num_tokens = 0
         """Of prompts, those whose KV was brought."""
+        self._num_refusals = 0
         self.num_declined = 0
         """Blocks that were computed again though they could have been brought, since that was sooner."""
 
     async def start(self) -> None:
+        """Of what is found on a disk is told by the first `tell_changes`."""
         await self.cache.start()
         await self._engine.pin_sealed(_PINNED)  # from now on it remembers what it completes
-        self._tell_changes()
-        self._crew.start(self._offload_on(), "offload")
+        self.cache.on_change = self.tell_changes
+        self._offloading = self._crew.start(self._offload_on(), "offload")
 
     async def close(self) -> None:
+        if self._offloading is not None:  # before the crew, which lets go of what is held for it
+            self._offloading.cancel()
+            await asyncio.wait([self._offloading])
         await self._crew.close()
         await self.cache.close()
 
@@ -105,28 +126,41 @@ class Tiering:
             self._sealed.clear()
             try:
                 await self.offload()
-            except KvoltError as error:  # the engine's: it has ended, or is about to
-                log.warning("blocks are not offloaded: %s", error)
+            except Exception as error:  # the engine has ended, or is about to; else the next may be better
+                log.warning("blocks are not offloaded: %r", error)
             await asyncio.sleep(_REST_S)
 
     async def offload(self) -> int:
         """All that was completed until now; how many blocks were new to the tiers."""
         num_new = 0
         while True:
+            began_at = self._now()
             sealed = await self._engine.pin_sealed(_PINNED)
             if not sealed:
                 return num_new
             try:
                 for run in sealed:
-                    num_new += await self.cache.offload(_blocks(run), run.blocks)
+                    num_new += await self._offload(run, began_at)
             finally:
-                await asyncio.shield(self._crew.start(self._engine.release_prefill(_PINNED), "release"))
-            self._tell_changes()
+                await asyncio.shield(self._crew.start(self._release(_PINNED), "release"))
+            self.tell_changes()
+
+    async def _offload(self, run: SealedKv, began_at: float) -> int:
+        """In parts, between which others have their turn. Blocks that may not be held any more are not looked at, and
+        what was copied of them is not kept: the bytes may be another's, and the checksum would be right."""
+        ends_at = began_at + run.expires_in_s - min(_MARGIN_S, run.expires_in_s / 4)
+        blocks, num_new = _blocks(run), 0
+        for start in range(0, len(blocks), _OFFLOADED_AT_ONCE):
+            if self._now() >= ends_at:
+                break
+            some = slice(start, start + _OFFLOADED_AT_ONCE)
+            num_new += await self.cache.offload(blocks[some], run.blocks[some], lambda: self._now() < ends_at)
+        return num_new
 
     def clear(self) -> int:
         """Forget all that nobody is at; how many blocks."""
         num_gone = self.cache.clear()
-        self._tell_changes()
+        self.tell_changes()
         return num_gone
 
     # --- up
@@ -145,22 +179,30 @@ class Tiering:
     async def onboard(self, request: Request) -> Onboarded:
         """Bring what is here of a request's prompt, if that is sooner than to compute it. It is to be submitted at
         once, or `let_go`. Never an error but a cancellation, which leaves nothing."""
-        began_at = self._now()
-        try:
-            keys = self._engine.kv_keys(request)
-            num_present = await self._engine.match(request) // self._block_size
-            tiers = self.cache.tiers_of(keys, num_present)
-            num_wanted = self._worth(request, num_present, tiers)
-            found = Fetched()
-            if num_wanted:
-                found = await self._bring(request, keys[: num_present + num_wanted])
-            self.hits.add(len(keys), found.by_tier)
-        except KvoltError as error:
-            log.warning("blocks of %s were not brought back: %s", request.request_id, error)
+        if self._num_onboarding >= _MOST_AT_ONCE:  # they would wait for each other, and hold blocks meanwhile
             return _NOTHING
-        self._tell_changes()
+        began_at = self._now()
+        self._num_onboarding += 1
+        try:
+            found = await self._onboard(request)
+        except Exception as error:  # whatever it was, the prompt can be computed
+            log.warning("blocks of %s were not brought back: %r", request.request_id, error)
+            return _NOTHING
+        finally:
+            self._num_onboarding -= 1
+        self.tell_changes()
         self.num_tokens += found.num_blocks * self._block_size
         return Onboarded(found.num_blocks, found.by_tier, self._now() - began_at)
+
+    async def _onboard(self, request: Request) -> Fetched:
+        keys = self._engine.kv_keys(request)
+        num_present = await self._engine.match(request) // self._block_size
+        num_wanted = self._worth(request, num_present, self.cache.tiers_of(keys, num_present))
+        found = Fetched()
+        if num_wanted:
+            found = await self._bring(request, keys[: num_present + num_wanted])
+        self.hits.add(len(keys), found.by_tier)
+        return found
 
     async def _bring(self, request: Request, keys: tuple[BlockKey, ...]) -> Fetched:
         room = await self._engine.make_room(keys, request.sequence_hashes[: len(keys)])
@@ -169,11 +211,18 @@ class Tiering:
         found, kept_for = Fetched(), None
         try:
             wanted = keys[room.num_present : room.num_present + len(room.blocks)]
-            found = await self.cache.fetch(wanted, room.blocks)
+            async with asyncio.timeout(_MOST_S):
+                found = await self.cache.fetch(wanted, room.blocks)
             kept_for = request.request_id
+        except TimeoutError:
+            log.warning("blocks of %s did not come within %g s", request.request_id, _MOST_S)
         finally:
-            settling = self._engine.settle_kv(room, found.num_blocks, kept_for)
-            await asyncio.shield(self._crew.start(settling, "settle"))
+            settling = self._crew.start(self._engine.settle_kv(room, found.num_blocks, kept_for), "settle")
+            try:
+                await asyncio.shield(settling)
+            except asyncio.CancelledError:
+                self.let_go(request.request_id)
+                raise
         return found
 
     def let_go(self, request_id: RequestId) -> None:
@@ -198,6 +247,10 @@ class Tiering:
                 total_s = fetch_s / _SPARE + self._prompt_s(num_tokens, num_present + index)
                 if total_s < best_s:
                     best, best_s = index, total_s
+        if best < len(tiers):
+            self._num_refusals += 1
+            if self._num_refusals % _PROBE_EVERY == 0:
+                return len(tiers)  # a tier that was slow once would be held to be so for ever
         self.num_declined += len(tiers) - best
         return best
 
@@ -206,10 +259,11 @@ class Tiering:
         num_cached = min(num_blocks * self._block_size, num_tokens - 1)
         return self._model.prefill_s(num_tokens, num_cached)
 
-    def _tell_changes(self) -> None:
-        changes = self.cache.take_changes()
-        if changes:
-            self._tell(changes)
+    def tell_changes(self) -> None:
+        """Of blocks in tiers, to who routes."""
+        for change in self.cache.take_changes():
+            for part in _in_parts(change):
+                self._tell((part,))
 
 
 NewTiering = Callable[
@@ -240,14 +294,36 @@ async def bring_back(
             return
         requests.enter(entry)
         submit(request)
-    except KvoltError as error:
+    except Exception as error:  # one request's, whatever it was
+        failure = (
+            error if isinstance(error, KvoltError) else EngineFailed(f"it failed ({type(error).__name__})")
+        )
+        if failure is not error:
+            log.exception("bringing back KV for %s failed", request_id)
         tiering.let_go(request_id)
         entry = requests.close(request_id, FAILED)
         if entry is not None:
-            entry.stream.end(error)
+            entry.stream.end(failure)
     finally:
         if then is not None and not is_begun:
             then.close()
+
+
+def _in_parts(change: KvChange) -> Iterator[KvChange]:
+    """Events have a size: what is too much for one is several."""
+    if isinstance(change, Cleared) or change.num_blocks <= _TOLD_AT_ONCE:
+        yield change
+        return
+    hashes, position = change.sequence_hashes, 0
+    parent = change.parent if isinstance(change, Stored) else None
+    for start in range(0, len(hashes), _TOLD_AT_ONCE):
+        part = hashes[start : start + _TOLD_AT_ONCE]
+        if isinstance(change, Removed):
+            yield Removed.of(part, change.tier)
+        else:
+            position = (change.start_position or 0) + start
+            yield Stored.of(part, parent, position, change.tier)
+            parent = part[-1]
 
 
 def _blocks(run: SealedKv) -> list[TierBlock]:

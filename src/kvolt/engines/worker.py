@@ -146,6 +146,7 @@ class Worker:
         if self.handoffs is not None and knows_blocks_before:
             info = msgspec.structs.replace(info, transfer_addresses={MEETING: self.handoffs.where})
             self.info = info
+        await self._start_tiers(info)
         self._set_health(State.READY)
         self._runtime.add_details("engine", self._describe)
         self._serve_control(component)
@@ -157,10 +158,22 @@ class Worker:
         instance = await self._runtime.serve_streams(self._generate, self._on_stream, info=info)
         self._instance = instance.id
         self._measure(info, component, began_at)
-        if self._new_tiering is not None:
-            self.tiering = self._new_tiering(self._engine, info, self._clock.monotonic, self._tell_tiers)
-            await self.tiering.start()
+        if self.tiering is not None:
+            self.tiering.tell_changes()
         log.info("serving %s as %s with the %s engine", card.name, info.role, info.engine)
+
+    async def _start_tiers(self, info: EngineInfo) -> None:
+        """Before anybody is served: what is wrong with them is told at the start."""
+        if self._new_tiering is None:
+            return
+        now, tell = self._clock.monotonic, self._tell_tiers
+        try:
+            tiering = await asyncio.to_thread(self._new_tiering, self._engine, info, now, tell)
+            await tiering.start()
+        except BaseException:
+            await self._engine.close()
+            raise
+        self.tiering = tiering
 
     def _measure(self, info: EngineInfo, component: str, began_at: float) -> None:
         clock, metrics = self._clock, self.metrics
@@ -312,7 +325,11 @@ class Worker:
         """Give a request back that has not begun, or let go of a prompt that nobody will fetch; whether it was so."""
         if request_id not in self._open:
             return self.handoffs is not None and self.handoffs.drop(request_id)
-        if not await self._engine.withdraw(request_id):
+        waiting = self._open.get(request_id)
+        is_elsewhere = (
+            waiting is not None and not waiting.is_inside
+        )  # its KV is on its way, and nothing has begun
+        if not is_elsewhere and not await self._engine.withdraw(request_id):
             return False
         entry = self._open.close(request_id, WITHDRAWN)
         if entry is not None:
@@ -441,6 +458,9 @@ class Worker:
             return
         try:
             answer = await perform(self._engine, self.features, request)
+            if isinstance(request, ClearKv) and self.tiering is not None:
+                num_cleared = (answer.cleared_blocks or 0) + self.tiering.clear()
+                answer = msgspec.structs.replace(answer, cleared_blocks=num_cleared)
         finally:  # also when who asked has gone meanwhile
             await self._tell_loras()
         yield answer

@@ -22,6 +22,7 @@ async def _pinned(run: Run) -> list[SealedKv]:
         found += more
     for each in found:
         assert len(each.blocks) == len(each.keys) == len(each.hashes) > 0
+        assert each.expires_in_s > 0
         assert (each.parent is None) == (each.parent_hash is None) == (each.first == 0)
     return found
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvolt.core.delta import Delta
 from kvolt.core.hashing import SequenceHasher
@@ -63,7 +64,7 @@ async def tiered(
     await engine.start()
     slabs = engine.kv_slabs()
     files = None if folder is None else DiskFiles(folder, BlockShape.of(slabs), 256)
-    cache = TieredCache(slabs, num_host, files=files, now=time.monotonic)
+    cache = TieredCache(slabs, num_host, files=files)
     told: list[KvChange] = []
     tiering = Tiering(engine, cache, time.monotonic, told.extend, model, BLOCK)
     found = Tiered(engine, cache, tiering, told=told)
@@ -110,6 +111,13 @@ async def until_offloaded(at: Tiered, num_blocks: int) -> None:
             await asyncio.sleep(0.002)
 
 
+async def at_rest(at: Tiered) -> None:
+    """Nothing stays held, once what is being copied is."""
+    async with asyncio.timeout(10):
+        while at.engine.load().kv_used_blocks:
+            await asyncio.sleep(0.002)
+
+
 async def test_a_prompt_that_left_the_device_comes_back_from_the_host() -> None:
     async with tiered() as at:
         expected, onboarded = await at.answer(request("first", 10))
@@ -122,7 +130,7 @@ async def test_a_prompt_that_left_the_device_comes_back_from_the_host() -> None:
         assert tokens == expected
         assert (onboarded.num_blocks, onboarded.by_tier) == (8, ((Tier.HOST, 8),))
         assert at.cached("again") == 8 * BLOCK
-        assert at.engine.load().kv_used_blocks == 0, "nothing stays held"
+        await at_rest(at)
 
 
 async def test_answers_are_kept_as_prompts_are() -> None:
@@ -190,9 +198,7 @@ async def test_who_is_cancelled_holds_nothing(tmp_path: Path) -> None:
             await asyncio.wait([onboarding])
             if not onboarding.cancelled():
                 at.tiering.let_go(RequestId("gone"))
-        async with asyncio.timeout(10):
-            while at.engine.load().kv_used_blocks:
-                await asyncio.sleep(0.002)
+        await at_rest(at)
 
 
 @pytest.mark.parametrize("num_host", [2, 5])
@@ -211,3 +217,45 @@ async def test_a_small_host_under_many_requests_gives_right_answers(num_host: in
             await asyncio.gather(*(ask(index) for index in range(2)))
             await asyncio.gather(*(ask(index) for index in range(2, 5)))
             at.said.clear()
+
+
+async def test_whatever_goes_wrong_below_the_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*arguments: object) -> None:
+        raise OSError("no memory")
+
+    async with tiered() as at:
+        expected, _ = await at.answer(request("first", 10))
+        await until_offloaded(at, 8)
+        await at.engine.clear_kv()
+        monkeypatch.setattr(at.cache, "fetch", broken)
+        tokens, onboarded = await at.answer(request("again", 10))
+        assert tokens == expected
+        assert onboarded.num_blocks == 0
+        await at_rest(at)
+
+
+async def test_a_tier_that_was_slow_once_is_tried_again() -> None:
+    async with tiered(model=LatencyModel(base_s=1e-3, prefill_token_s=1e-5)) as at:
+        await at.answer(request("first", 10))
+        await until_offloaded(at, 8)
+        at.cache.stats[Tier.HOST].block_s = 10.0
+        brought = []
+        for number in range(40):
+            await at.engine.clear_kv()
+            brought.append((await at.answer(request(f"again {number}", 10)))[1].num_blocks)
+        assert brought[0] == 0
+        assert brought[-1] == 8, "by then it is known to be quick"
+
+
+async def test_blocks_that_may_not_be_held_any_more_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with tiered() as at:
+        real = at.engine.pin_sealed
+
+        async def expired(name: RequestId) -> object:
+            return tuple(replace(each, expires_in_s=0.0) for each in await real(name))
+
+        monkeypatch.setattr(at.engine, "pin_sealed", expired)
+        await at.answer(request("first", 10))
+        await asyncio.sleep(0.2)
+        assert len(at.cache.host) == 0
+        await at_rest(at)

@@ -422,7 +422,7 @@ class ToyEngine:
         timer = loop.call_later(self._arguments.expiry_s, self._release, name)
         self._held[name] = ([*held, *entries], num_reserved + len(entries), timer)
         told = _placed(entries)
-        return SealedKv(0, told.blocks, told.keys, told.hashes)
+        return SealedKv(0, told.blocks, told.keys, told.hashes, expires_in_s=self._arguments.expiry_s)
 
     # --- Prefill
 

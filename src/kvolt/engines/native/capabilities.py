@@ -100,7 +100,7 @@ class Capabilities:
     def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
         self._need_blocks()
         self._core.runner.wait()  # on a device a block that is named may still be written
-        found = self._exchange.pin_sealed(name)
+        found = self._exchange.pin_sealed(name, self._prefills.hold_s)
         if found:
             self._prefills.hold(name)
         return found

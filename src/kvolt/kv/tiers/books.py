@@ -3,7 +3,8 @@
 Owns the state, name, checksum and readers of every slot. Knows no bytes and no clock: who calls it moves those. As in a
 pool, a block is found by its key from `register` on; unlike there, nobody computes in a slot, so that a block has no
 holder but who writes or reads it, and one whose parent is not here is of use all the same: the parent may lie in
-another tier. Still, of two blocks of a chain the deeper goes first (`evict`).
+another tier. Still, of two blocks of a chain the deeper goes first: only those that none here follows can go, and the
+one before them after them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NewType
 
 from kvolt.core.errors import ConfigError, KvoltError
@@ -22,6 +24,9 @@ from kvolt.kv.names import Names
 from kvolt.kv.tiers.eviction import new_eviction
 
 Slot = NewType("Slot", int)
+
+_LOOKS = 1024
+"""Blocks that are looked at for one that can go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +56,8 @@ class _Entry:
     state: BlockState
     num_holders: int
     checksum: int = 0
-    is_kept_below: bool = False
-    """Whether a lower tier has it as well."""
+    asked_at: int = 0
+    """A number that grows with each time that any block is asked for."""
 
     def move(self, move: BlockMove) -> None:
         self.state = next_state(BlockId(self.slot), self.state, move)
@@ -79,6 +84,7 @@ class TierBooks:
         self._num_children: dict[BlockKey, int] = {}
         """Of keys that blocks here follow, whether they are here or not."""
         self._num_writing = 0
+        self._num_asked = 0
         self._hashes = ToldHashes()
         self._log = ChangeLog(2 * num_slots, tier)
 
@@ -121,15 +127,19 @@ class TierBooks:
     def slot(self, key: BlockKey) -> Slot:
         return self._found(key).slot
 
-    def hold(self, keys: Iterable[BlockKey]) -> list[Slot]:
-        """They stay as they are until `release`. All must be here. Asked for deepest first, so that a parent is always
-        younger than its children."""
+    def hold(self, keys: Iterable[BlockKey], *, is_asked: bool = True) -> list[Slot]:
+        """They stay as they are until `release`. All must be here. `is_asked`: by somebody who wants them, which keeps
+        them for longer."""
         entries = [self._found(key) for key in keys]
+        self._num_asked += is_asked
         for entry in reversed(entries):
             if not entry.num_holders:
                 entry.move(BlockMove.ACQUIRE)
             entry.num_holders += 1
-            self._eviction.touch(entry.block.key)
+            if is_asked:
+                entry.asked_at = self._num_asked
+                if self._is_leaf(entry):
+                    self._eviction.touch(entry.block.key)
         return [entry.slot for entry in entries]
 
     def release(self, keys: Iterable[BlockKey]) -> None:
@@ -138,8 +148,7 @@ class TierBooks:
             entry.num_holders -= 1
             if not entry.num_holders:
                 entry.move(BlockMove.RELEASE)
-                if self._over_size:
-                    self._evict_one()
+        self._shrink()
 
     # --- writing
 
@@ -163,6 +172,9 @@ class TierBooks:
         self._entries[block.key] = entry
         self._num_writing += 1
         if block.parent is not None:
+            above = self._entries.get(block.parent)
+            if above is not None and _is_found(above) and self._is_leaf(above):
+                self._eviction.drop(block.parent)
             self._num_children[block.parent] = self._num_children.get(block.parent, 0) + 1
 
     def seal(self, key: BlockKey, checksum: int) -> None:
@@ -173,16 +185,18 @@ class TierBooks:
 
     def register(self, keys: Iterable[BlockKey]) -> None:
         """They can be found from now on, and are let go by who wrote them."""
+        self._num_asked += 1
         for key in keys:
             entry = self._entries[key]
             entry.move(BlockMove.REGISTER)
             self._num_writing -= 1
+            entry.asked_at = self._num_asked
             self._tell(entry.block)
-            self._eviction.admit(key)
+            if self._is_leaf(entry):
+                self._eviction.admit(key)
             entry.num_holders -= 1
             entry.move(BlockMove.RELEASE)
-        while self._over_size and self._evict_one():
-            pass
+        self._shrink()
 
     def cancel(self, keys: Iterable[BlockKey]) -> None:
         """What was reserved for them was not written."""
@@ -190,7 +204,7 @@ class TierBooks:
             entry = self._entries.pop(key)
             entry.move(BlockMove.RELEASE)
             self._num_writing -= 1
-            self._leave(entry.block)
+            self._leave(entry)
             self._give_back(entry.slot)
 
     def restore(self, block: TierBlock, slot: Slot, checksum: int) -> None:
@@ -208,24 +222,14 @@ class TierBooks:
 
     # --- going
 
-    def kept_below(self, keys: Iterable[BlockKey]) -> None:
-        """A lower tier has them now: they can go at no loss."""
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is not None:
-                entry.is_kept_below = True
-
-    def is_kept_below(self, key: BlockKey) -> bool:
-        entry = self._entries.get(key)
-        return entry is not None and entry.is_kept_below
-
     def forget(self, keys: Iterable[BlockKey]) -> int:
         """They are not found any more, as far as nobody is at them; how many."""
         num_gone = 0
         for key in keys:
             entry = self._entries.get(key)
             if entry is not None and entry.state is BlockState.INACTIVE:
-                self._eviction.drop(key)
+                if self._is_leaf(entry):
+                    self._eviction.drop(key)
                 self._remove(entry)
                 num_gone += 1
         return num_gone
@@ -238,8 +242,7 @@ class TierBooks:
             )
         self.num_slots = num_slots
         self._eviction.resize(num_slots)
-        while self._over_size and self._evict_one():
-            pass
+        self._shrink()
 
     def condemned(self) -> list[Slot]:
         """Slots of blocks that are not found any more: `bury` them once that would be known after a crash, too."""
@@ -264,9 +267,14 @@ class TierBooks:
 
     # ---
 
-    @property
-    def _over_size(self) -> bool:
-        return len(self._entries) > self.num_slots
+    def _shrink(self) -> None:
+        """As far as nobody is at what is too much."""
+        while len(self._entries) > self.num_slots and self._evict_one():
+            pass
+
+    def _is_leaf(self, entry: _Entry) -> bool:
+        """Whether none here follows it."""
+        return entry.block.key not in self._num_children
 
     def _found(self, key: BlockKey) -> _Entry:
         entry = self._entries.get(key)
@@ -290,16 +298,17 @@ class TierBooks:
             pass
 
     def _evict_one(self) -> bool:
-        key = self._eviction.evict(self._may_go) or self._eviction.evict(self._is_inactive)
-        if key is None:
+        key = self._eviction.evict(self._is_inactive)
+        entry = self._entries[BlockKey(key)] if isinstance(key, bytes) else self._some_inactive()
+        if entry is None:
             return False
-        assert isinstance(key, bytes)
-        self._remove(self._entries[BlockKey(key)])
+        self._remove(entry)
         return True
 
-    def _may_go(self, key: object) -> bool:
-        """Of a chain the deepest first: what is before it is of use without it."""
-        return self._is_inactive(key) and not self._num_children.get(key)  # type: ignore[call-overload]
+    def _some_inactive(self) -> _Entry | None:
+        """Where somebody is at every block that none follows. Not looked for long: that passes."""
+        some = islice(self._entries.values(), _LOOKS)
+        return next((entry for entry in some if entry.state is BlockState.INACTIVE), None)
 
     def _is_inactive(self, key: object) -> bool:
         return self._entries[key].state is BlockState.INACTIVE  # type: ignore[index]
@@ -307,7 +316,7 @@ class TierBooks:
     def _remove(self, entry: _Entry) -> None:
         block = entry.block
         del self._entries[block.key]
-        self._leave(block)
+        self._leave(entry)
         gone = self._hashes.remove_all([block.sequence_hash])
         self._log.remove_run(gone)
         if self._is_durable:
@@ -317,13 +326,19 @@ class TierBooks:
             entry.move(BlockMove.EVICT)
             self._give_back(entry.slot)
 
-    def _leave(self, block: TierBlock) -> None:
-        if block.parent is not None:
-            left = self._num_children[block.parent] - 1
-            if left:
-                self._num_children[block.parent] = left
-            else:
-                del self._num_children[block.parent]
+    def _leave(self, entry: _Entry) -> None:
+        """The one before it can go once no other follows it: at once, if it was asked for no later."""
+        parent = entry.block.parent
+        if parent is None:
+            return
+        left = self._num_children[parent] - 1
+        if left:
+            self._num_children[parent] = left
+            return
+        del self._num_children[parent]
+        above = self._entries.get(parent)
+        if above is not None and _is_found(above):
+            self._eviction.admit(parent, is_old=above.asked_at <= entry.asked_at)
 
     def _give_back(self, slot: Slot) -> None:
         heapq.heappush(self._free, slot)
@@ -347,7 +362,8 @@ class TierBooks:
             if entry.block.parent is not None:
                 children[entry.block.parent] = children.get(entry.block.parent, 0) + 1
         assert children == self._num_children, "children are miscounted"
-        assert len(self._eviction) == len(self), f"{len(self)} are here, {len(self._eviction)} could go"
+        num_leaves = sum(_is_found(entry) and self._is_leaf(entry) for entry in self._entries.values())
+        assert len(self._eviction) == num_leaves, f"{num_leaves} none follows, {len(self._eviction)} could go"
 
 
 def _told(block: TierBlock) -> tuple[Names, SequenceHash | None, int]:

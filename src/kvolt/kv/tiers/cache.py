@@ -10,12 +10,12 @@ keep for them meanwhile.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,23 +23,24 @@ from kvolt.core.errors import KvoltError
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
 from kvolt.kv.changes import Change
-from kvolt.kv.tiers.books import TierBlock, TierBooks
+from kvolt.kv.tiers.books import Slot, TierBlock, TierBooks
 from kvolt.kv.tiers.disk import DiskFiles, check_read
 from kvolt.kv.tiers.eviction import TouchFilter
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
+from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.runtime.tasks import Crew
 from kvolt.transfer.memory import Numbers, Slab
 
 log = logging.getLogger(__name__)
 
-Value = TypeVar("Value")
-
-_BATCH_BYTES = 32 << 20
+_BATCH_BYTES = 256 << 20
 """Moved between two tiers at a time."""
-_MOST_BATCH = 256
-_KNOWN_BLOCKS = 16
-"""That have come from a tier, before its speed is known."""
+_MOST_BATCH = 1024
+_LATELY = 0.25
+"""What the last load counts, where the speed of a tier is worked out."""
 _GUESSED_BYTES_PER_S = {Tier.HOST: 4e9, Tier.DISK: 0.5e9}
+_RESTORED_AT_ONCE = 512
+"""Blocks that are found again, before others have a turn."""
 _PAUSE_S = 5.0
 """After a disk would not take blocks, before it is asked again."""
 _FLUSH_S = 5.0
@@ -54,9 +55,19 @@ class TierStats:
     num_loaded: int = 0
     stored_s: float = 0.0
     loaded_s: float = 0.0
-    num_evicted: int = 0
+    block_s: float | None = None
+    """How long it takes to load one, by those that were lately."""
     failures: Counter[str] = field(default_factory=Counter)
     """Blocks by what became of them: corrupt, unread, unwritten, no_room."""
+
+    def loaded(self, count: int, took_s: float) -> None:
+        self.num_loaded += count
+        self.loaded_s += took_s
+        if count:
+            each_s = took_s / count
+            before_s = each_s if self.block_s is None else self.block_s
+            # One slow load may be chance; a quick one is what it can do.
+            self.block_s = min((1 - _LATELY) * before_s + _LATELY * each_s, 2.0 * each_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,6 @@ class TieredCache:
         files: DiskFiles | None = None,
         eviction: str = "lru",
         disk_touches: int = 1,
-        now: Callable[[], float],
     ) -> None:
         """`slabs`: the engine's memory, by ranks. `disk_touches`: how often a block is to be seen before it is written
         to the disk, which wears it out."""
@@ -93,7 +103,6 @@ class TieredCache:
         self.shape = files.shape if files is not None else BlockShape.of(slabs)
         self._memory = SlotMemory(self.shape, num_host_blocks, self._slabs[0].device)
         self._files = files
-        self._now = now
         self.host = TierBooks(Tier.HOST, num_host_blocks, eviction)
         self.disk = (
             None if files is None else TierBooks(Tier.DISK, files.num_slots, eviction, is_durable=True)
@@ -103,36 +112,63 @@ class TieredCache:
         )
         self._waiting: OrderedDict[BlockKey, None] = OrderedDict()
         """To be written to the disk."""
+        self._writing: asyncio.Task[None] | None = None
         self._coming: dict[BlockKey, asyncio.Future[None]] = {}
         """Being brought from the disk: over when it is here, or not."""
         self._has_waiting = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._num_clears = 0
+        self.on_change: Callable[[], None] = lambda: None
+        """Told when blocks have come to the disk or gone from it, besides what was asked for."""
         self._crew = Crew("kv tiers")
-        self._threads = {tier: ThreadPoolExecutor(1, f"kv-{tier}") for tier in (Tier.HOST, Tier.DISK)}
+        self._host_thread, self._disk_thread = TierThread("kv-host"), TierThread("kv-disk")
+        self._memory_thread = TierThread("kv-memory")
         self.stats = {tier: TierStats() for tier in (Tier.HOST, Tier.DISK)}
         self.num_dropped = 0
         """Blocks that were worth the disk and went before it was their turn."""
 
     async def start(self) -> None:
-        """What the disk has is found from now on."""
+        """What the disk has is found from now on. The host's memory is made meanwhile."""
+        self._crew.start(self._grow(), "make memory")
         if self.disk is None or self._files is None:
             return
-        for written in await self._in_thread(Tier.DISK, self._files.recover):
+        found, _ = await self._disk_thread.run(self._files.recover)
+        for number, written in enumerate(found):
             self.disk.restore(written.block, written.slot, written.checksum)
+            if number % _RESTORED_AT_ONCE == 0:
+                await asyncio.sleep(0)
         self.disk.restored()
-        self._crew.start(self._write_on(), "write to disk")
+        self._writing = self._crew.start(self._write_on(), "write to disk")
+
+    async def _grow(self) -> None:
+        """All of it, part by part and between other work: blocks that come first would wait for each part."""
+        try:
+            for num_slots in self._memory.steps():
+                await self._memory_thread.run(self._memory.reach, num_slots)
+        except OSError as error:
+            num_slots = self._memory.num_reached
+            log.warning("the host tier has memory for %d blocks only: %s", num_slots, error)
+            self.host.resize(max(num_slots, 1))
 
     async def close(self) -> None:
         """What waits for the disk is written, as far as that is quick."""
-        await self._crew.close()
+        self._closing.set()
+        self._has_waiting.set()
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=_FLUSH_S)
         try:
             async with asyncio.timeout(_FLUSH_S):
-                while self._waiting and self.disk is not None:
+                while (self._waiting or self._condemned) and self.disk is not None:
                     if not await self._write_batch():
                         break
         except TimeoutError:
             log.warning("%d blocks were not written to the disk tier in time", len(self._waiting))
-        for thread in self._threads.values():
-            thread.shutdown(wait=True)
+        await self._crew.close()
+        await asyncio.to_thread(self._give_back)
+
+    def _give_back(self) -> None:
+        for thread in (self._host_thread, self._disk_thread, self._memory_thread):
+            thread.close()
         self._memory.close()
         if self._files is not None:
             self._files.close()
@@ -167,10 +203,8 @@ class TieredCache:
     def block_s(self, tier: Tier) -> float:
         """How long it takes to bring one block from there, by what was measured, or a guess before that."""
         above_s = self.block_s(Tier.HOST) if tier is Tier.DISK else 0.0
-        stats = self.stats[tier]
-        if stats.num_loaded < _KNOWN_BLOCKS:
-            return above_s + self.shape.block_bytes / _GUESSED_BYTES_PER_S[tier]
-        return above_s + stats.loaded_s / stats.num_loaded
+        known_s = self.stats[tier].block_s
+        return above_s + (self.shape.block_bytes / _GUESSED_BYTES_PER_S[tier] if known_s is None else known_s)
 
     def take_changes(self) -> tuple[Change, ...]:
         """Since the last time, for who routes."""
@@ -179,8 +213,10 @@ class TieredCache:
 
     def clear(self) -> int:
         """Forget what nobody is at; how many blocks."""
+        self._num_clears += 1  # what is under way is not kept
         num_gone = self.host.forget(self.host)
         self._waiting.clear()
+        self._has_waiting.set()  # the disk is to know of it
         return num_gone + (0 if self.disk is None else self.disk.forget(self.disk))
 
     # --- down
@@ -189,104 +225,134 @@ class TieredCache:
         """The places of those that would be new to the host."""
         return [index for index, block in enumerate(blocks) if not self.host.knows(block.key)]
 
-    async def offload(self, blocks: Sequence[TierBlock], numbers: Sequence[int]) -> int:
-        """Copy blocks of the engine's memory, which stay as they are meanwhile; how many were new and are kept."""
+    async def offload(
+        self, blocks: Sequence[TierBlock], numbers: Sequence[int], are_held: Callable[[], bool] = lambda: True
+    ) -> int:
+        """Copy blocks of the engine's memory; how many were new and are kept. `are_held`: whether they were as they
+        should be until now; where they were not, others' bytes may have been copied."""
+        stats, cleared = self.stats[Tier.HOST], self._num_clears
+        num_lacking = len(self.lacking(blocks))
         reserved = self.host.reserve(blocks)
-        if len(reserved) < len(self.lacking(blocks)):
-            self.stats[Tier.HOST].failures["no_room"] += len(self.lacking(blocks)) - len(reserved)
+        stats.failures["no_room"] += num_lacking - len(reserved)
+        keys = [blocks[index].key for index, _ in reserved]
+        if keys:
+            slots = _numbers(slot for _, slot in reserved)
+            sources = _numbers(numbers[index] for index, _ in reserved)
+            try:
+                sums, took_s = await self._host_thread.run(
+                    self._memory.fill, slots, keys, self._slabs, sources
+                )
+            except BaseException as error:
+                self.host.cancel(keys)
+                if not isinstance(error, Exception):
+                    raise
+                log.warning("blocks could not be offloaded: %s", str(error))
+                stats.failures["unwritten"] += len(keys)
+                return 0
+            if not are_held() or cleared != self._num_clears:
+                self.host.cancel(keys)
+                stats.failures["late"] += len(keys)
+                return 0
+            for key, checksum in zip(keys, sums.tolist(), strict=True):
+                self.host.seal(key, checksum)
+            self.host.register(keys)
+            stats.num_stored += len(keys)
+            stats.stored_s += took_s
         for block in blocks:
             self._want_on_disk(block.key)
-        if not reserved:
-            return 0
-        keys = [blocks[index].key for index, _ in reserved]
-        slots = _numbers(slot for _, slot in reserved)
-        sources = _numbers(numbers[index] for index, _ in reserved)
-        try:
-            began_at = self._now()
-            sums = await self._in_thread(Tier.HOST, self._memory.fill, slots, keys, self._slabs, sources)
-        except BaseException as error:
-            self.host.cancel(keys)
-            if not isinstance(error, Exception):
-                raise
-            log.warning("blocks could not be offloaded: %s", str(error))
-            self.stats[Tier.HOST].failures["unwritten"] += len(keys)
-            return 0
-        for key, checksum in zip(keys, sums.tolist(), strict=True):
-            self.host.seal(key, checksum)
-        self.host.register(keys)
-        stats = self.stats[Tier.HOST]
-        stats.num_stored += len(keys)
-        stats.stored_s += self._now() - began_at
-        self._has_waiting.set()
         return len(keys)
 
     def _want_on_disk(self, key: BlockKey) -> None:
-        if self.disk is None or self.disk.knows(key) or not self._filter.sees(key):
+        if self.disk is None or self.disk.knows(key) or not self.host.has(key) or not self._filter.sees(key):
             return
         self._waiting[key] = None
         if len(self._waiting) > self.host.num_slots:
             self._waiting.popitem(last=False)
             self.num_dropped += 1
+        self._has_waiting.set()
 
     async def _write_on(self) -> None:
-        while True:
+        """Until it `is_closing`: a batch that has begun is ended."""
+        while not self._is_closing:
             await self._has_waiting.wait()
             self._has_waiting.clear()
-            while self._waiting:
+            while not self._is_closing and (self._waiting or self._condemned):
                 if not await self._write_batch():
-                    await asyncio.sleep(_PAUSE_S)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_PAUSE_S):
+                            await self._closing.wait()
+
+    @property
+    def _is_closing(self) -> bool:
+        return self._closing.is_set()
+
+    @property
+    def _condemned(self) -> list[Slot]:
+        return self.disk.condemned() if self.disk is not None else []
 
     async def _write_batch(self) -> bool:
         """What waits first; whether the disk takes blocks."""
         assert self.disk is not None
-        assert self._files is not None
-        disk, stats = self.disk, self.stats[Tier.DISK]
         blocks: list[TierBlock] = []
         while self._waiting and len(blocks) < self._at_once:
             key, _ = self._waiting.popitem(last=False)
-            if self.host.has(key) and not disk.knows(key):
+            if self.host.has(key) and not self.disk.knows(key):
                 blocks.append(self.host.block(key))
-            elif not disk.knows(key):
+            elif not self.disk.knows(key):
                 self.num_dropped += 1
-        if not blocks:
-            return True
-        disk.make_room(len(blocks))
-        keys: list[BlockKey] = []
+        keys = [block.key for block in blocks]
+        held = self.host.hold(keys, is_asked=False)
         try:
-            condemned = disk.condemned()
-            if condemned:
-                await self._in_thread(Tier.DISK, self._files.remove, condemned)
-                disk.bury(condemned)
-                stats.num_evicted += len(condemned)
-            reserved = disk.reserve(blocks)
-            written = [blocks[index] for index, _ in reserved]
-            keys = [block.key for block in written]
-            held = self.host.hold(keys)
-            sums = [self.host.checksum(key) for key in keys]
-            began_at = self._now()
-            try:
-                slots = [slot for _, slot in reserved]
-                await self._in_thread(
-                    Tier.DISK, self._files.write, written, sums, slots, self._memory, _numbers(held)
-                )
-            finally:
-                self.host.release(keys)
-        except KvoltError as error:
-            disk.cancel(keys)
-            reason = str(error.fields.get("reason"))
-            stats.failures["no_room" if reason == "no_room" else "unwritten"] += len(blocks)
-            log.warning("%d blocks were not written to the disk tier: %s", len(blocks), error.message)
+            self.disk.make_room(len(blocks))
+            await self._bury()
+            await self._write(blocks, held)
+        except Exception as error:  # the next may be better: nobody else would go on with this
+            no_room = isinstance(error, KvoltError) and error.fields.get("reason") == "no_room"
+            self.stats[Tier.DISK].failures["no_room" if no_room else "unwritten"] += len(blocks)
+            told = error.message if isinstance(error, KvoltError) else repr(error)
+            log.warning("%d blocks were not written to the disk tier: %s", len(blocks), told)
             return False
-        except BaseException:
-            disk.cancel(keys)
-            raise
+        finally:
+            self.host.release(keys)
+            self.on_change()
+        return True
+
+    async def _bury(self) -> None:
+        """What is not to be found any more is so for good."""
+        assert self.disk is not None
+        assert self._files is not None
+        condemned = self._condemned
+        if condemned:
+            await self._disk_thread.run(self._files.remove, condemned)
+            self.disk.bury(condemned)
+
+    async def _write(self, blocks: Sequence[TierBlock], held: Sequence[Slot]) -> None:
+        assert self.disk is not None
+        assert self._files is not None
+        disk, stats, cleared = self.disk, self.stats[Tier.DISK], self._num_clears
+        reserved = disk.reserve(blocks)
+        written = [blocks[index] for index, _ in reserved]
+        keys, slots = [block.key for block in written], [slot for _, slot in reserved]
+        sums = [self.host.checksum(key) for key in keys]
+        sources = _numbers(held[index] for index, _ in reserved)
+        if not keys:
+            return
+        is_written = False
+        try:
+            _, took_s = await self._disk_thread.run(
+                self._files.write, written, sums, slots, self._memory, sources
+            )
+            is_written = True
+        finally:
+            if not is_written:
+                disk.cancel(keys)
         for key, checksum in zip(keys, sums, strict=True):
             disk.seal(key, checksum)
         disk.register(keys)
-        self.host.kept_below(keys)
+        if cleared != self._num_clears:
+            disk.forget(keys)
         stats.num_stored += len(keys)
-        stats.stored_s += self._now() - began_at
-        return True
+        stats.stored_s += took_s
 
     # --- up
 
@@ -326,10 +392,9 @@ class TieredCache:
             return 0
         stats = self.stats[Tier.HOST]
         slots = _numbers(map(self.host.slot, keys))
-        began_at = self._now()
         try:
-            sums = await self._in_thread(
-                Tier.HOST, self._memory.empty, slots, keys, self._slabs, _numbers(numbers)
+            sums, took_s = await self._host_thread.run(
+                self._memory.empty, slots, keys, self._slabs, _numbers(numbers)
             )
             wanted = map(self.host.checksum, keys)
             are_good = [found == due for found, due in zip(sums.tolist(), wanted, strict=True)]
@@ -338,8 +403,7 @@ class TieredCache:
         num_good = are_good.index(False) if False in are_good else len(keys)
         if num_good < len(keys):
             self._lost(Tier.HOST, keys[num_good])
-        stats.num_loaded += num_good
-        stats.loaded_s += self._now() - began_at
+        stats.loaded(num_good, took_s)
         return num_good
 
     async def _bring(self, keys: Sequence[BlockKey]) -> _Brought:
@@ -375,12 +439,11 @@ class TieredCache:
         coming = {key: loop.create_future() for key in wanted}
         self._coming.update(coming)
         slots = disk.hold(wanted)
-        began_at = self._now()
-        are_good = [False] * len(wanted)
+        are_good, took_s = [False] * len(wanted), 0.0
         sums = [disk.checksum(key) for key in wanted]
         try:
-            are_good = await self._in_thread(
-                Tier.DISK, check_read, self._files, wanted, sums, slots, self._memory, into
+            are_good, took_s = await self._disk_thread.run(
+                check_read, self._files, wanted, sums, slots, self._memory, into
             )
         finally:
             disk.release(wanted)
@@ -388,7 +451,6 @@ class TieredCache:
                 if is_good:
                     self.host.seal(key, checksum)
                     self.host.register([key])
-                    self.host.kept_below([key])
                 else:
                     self.host.cancel([key])
                 del self._coming[key]
@@ -396,8 +458,7 @@ class TieredCache:
         for key, is_good in zip(wanted, are_good, strict=True):
             if not is_good:
                 self._lost(Tier.DISK, key)
-        stats.num_loaded += sum(are_good)
-        stats.loaded_s += self._now() - began_at
+        stats.loaded(sum(are_good), took_s)
 
     def _lost(self, tier: Tier, key: BlockKey) -> None:
         """It is not what it was: nobody finds it there any more."""
@@ -414,16 +475,6 @@ class TieredCache:
     @property
     def _at_once(self) -> int:
         return max(min(_BATCH_BYTES // self.shape.slot_bytes, _MOST_BATCH, self.host.num_slots // 4), 1)
-
-    async def _in_thread(self, tier: Tier, call: Callable[..., Value], *arguments: object) -> Value:
-        """Its value; cancelled, this ends after the call has: what it works on is kept for it so long."""
-        working = asyncio.get_running_loop().run_in_executor(self._threads[tier], call, *arguments)
-        try:
-            return await asyncio.shield(working)
-        except asyncio.CancelledError:
-            await asyncio.wait([working])
-            working.exception()
-            raise
 
     def check_integrity(self) -> None:
         self.host.check_integrity()

@@ -16,6 +16,7 @@ import errno
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 _FILE_BYTES = 1 << 30
 _MOST_OWNERS = 64
 """Of one folder at a time: each has a part of it."""
+_LOCK_LOOKS, _LOCK_PAUSE_S = 3, 0.05
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -74,9 +76,11 @@ class DiskFiles:
         try:
             self.folder, self._lock = _own(folder / f"v{FORMAT}-{shape.piece_bytes}x{shape.num_ranks}")
             about = About(FORMAT, shape.piece_bytes, shape.num_ranks, num_slots)
-            (self.folder / "about.json").write_bytes(msgspec.json.encode(about))
+            new = self.folder / "about.json.new"
+            new.write_bytes(msgspec.json.encode(about))
+            new.replace(self.folder / "about.json")
             self._journal = Journal(self.folder)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"blocks cannot be kept in {folder}: {error}",
                 key="kv_disk_dir",
@@ -93,15 +97,27 @@ class DiskFiles:
 
     def recover(self) -> list[Written]:
         """What is there. Once, and first."""
+        try:
+            return self._recover()
+        except OSError as error:
+            raise ConfigError(
+                f"what is kept in {self.folder} cannot be read: {error}",
+                key="kv_disk_dir",
+                remedy="make room on that disk, or remove the folder: nothing in it is the only copy",
+            ) from None
+
+    def _recover(self) -> list[Written]:
         found = self._journal.recover(self.num_slots)
         sizes = {number: self._size(number) for number in {each.slot // self._per_file for each in found}}
         end = self.shape.slot_bytes
-        return [
-            each
-            for each in found
-            if (each.slot % self._per_file) * end + self.shape.block_bytes
-            <= sizes[each.slot // self._per_file]
-        ]
+        whole: list[Written] = []
+        cut: list[Written] = []
+        for each in found:
+            number, place = divmod(each.slot, self._per_file)
+            is_there = place * end + self.shape.block_bytes <= sizes[number]
+            (whole if is_there else cut).append(each)
+        self._journal.remove([each.slot for each in cut])  # their slots will hold others
+        return whole
 
     def write(
         self,
@@ -238,15 +254,23 @@ def _own(folder: Path) -> tuple[Path, int]:
         part.mkdir(parents=True, exist_ok=True)
         lock = os.open(part / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
+            for _ in range(_LOCK_LOOKS):
+                if _locked(lock):
+                    return part, lock
+                time.sleep(_LOCK_PAUSE_S)  # it may be somebody who only looks
         except BaseException:
             os.close(lock)
             raise
-        else:
-            return part, lock
+        os.close(lock)
     raise OSError(errno.EBUSY, f"{_MOST_OWNERS} others have it")
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _takes_direct(folder: Path) -> bool:

@@ -6,6 +6,7 @@ which `is_owned` explains. Synchronous.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from kvolt.kv.tiers.disk import About, file_of, slots_per_file
 from kvolt.kv.tiers.journal import FORMAT, Journal, Written, read_journal
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 
-_AT_ONCE = 64
+_AT_ONCE, _AT_ONCE_BYTES = 64, 64 << 20
 _ALL_SLOTS = 1 << 40
 
 
@@ -52,7 +53,13 @@ def parts_in(folder: Path) -> list[Part]:
 
 
 def _part(folder: Path) -> Part:
-    about = msgspec.json.decode((folder / "about.json").read_bytes(), type=About)
+    try:
+        about = msgspec.json.decode((folder / "about.json").read_bytes(), type=About)
+        blocks = read_journal(folder, _ALL_SLOTS)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"{folder} cannot be read: {error}", key="dir", remedy="remove it: nothing in it is the only copy"
+        ) from None
     if about.format != FORMAT:
         raise ConfigError(
             f"{folder} was written by another version (format {about.format}, this is {FORMAT})",
@@ -60,7 +67,6 @@ def _part(folder: Path) -> Part:
             remedy="remove it: nothing in it is the only copy",
         )
     shape = BlockShape(about.piece_bytes, about.num_ranks)
-    blocks = read_journal(folder, _ALL_SLOTS)
     return Part(
         folder=folder,
         shape=shape,
@@ -85,23 +91,24 @@ def _is_owned(folder: Path) -> bool:
 
 
 def read_blocks(part: Part, blocks: Sequence[Written]) -> Iterator[tuple[Written, bytes | None]]:
-    """Each with its bytes; None where they are not what was written."""
-    memory = SlotMemory(part.shape, _AT_ONCE)
-    memory.reach(_AT_ONCE)
+    """Each with its bytes; None where they are not what was written, or cannot be read."""
     size = part.shape.slot_bytes
+    at_once = max(min(_AT_ONCE, _AT_ONCE_BYTES // size), 1)
+    memory = SlotMemory(part.shape, at_once)
     per_file = slots_per_file(part.shape)
     try:
-        for start in range(0, len(blocks), _AT_ONCE):
-            some = blocks[start : start + _AT_ONCE]
+        for start in range(0, len(blocks), at_once):
+            some = blocks[start : start + at_once]
             places = np.arange(len(some), dtype=np.int64)
             [(home, _, _)] = memory.by_part(places)
             for index, each in enumerate(some):
-                home.memory[index * size : (index + 1) * size] = bytes(size)
-                with (
-                    open(file_of(part.folder, each.slot // per_file), "rb", buffering=0) as file,
-                    home.memory[index * size : (index + 1) * size] as view,
-                ):
-                    os.preadv(file.fileno(), [view], (each.slot % per_file) * size)
+                with home.memory[index * size : (index + 1) * size] as view:
+                    view[:] = bytes(size)
+                    with (
+                        contextlib.suppress(OSError),
+                        open(file_of(part.folder, each.slot // per_file), "rb", buffering=0) as file,
+                    ):
+                        os.preadv(file.fileno(), [view], (each.slot % per_file) * size)
             sums = memory.checksums(places, [each.block.key for each in some]).tolist()
             for index, (each, found) in enumerate(zip(some, sums, strict=True)):
                 is_good = found == each.checksum

@@ -1,7 +1,7 @@
 """Which block goes when a tier is full: the rules that can be chosen. Pure.
 
-Each keeps an order over what is in a cache, by its own memory of what was asked for. `evict` asks of each candidate
-whether it may go; one that may not, since it is read or others below it are there, stays and is looked at again later.
+Each keeps an order over what could go from a cache, by its own memory of what was asked for. `evict` asks of each
+candidate whether it may; one that may not, since it is being read, stays and is looked at again later: few are.
 `docs/tiers.md` has what they reach on real traces, beside the best that is possible.
 """
 
@@ -26,8 +26,8 @@ class Eviction(Protocol[Key]):
 
     def __len__(self) -> int: ...
 
-    def admit(self, key: Key) -> None:
-        """It is in the cache from now on."""
+    def admit(self, key: Key, *, is_old: bool = False) -> None:
+        """It could go from now on; `is_old`: as soon as any other."""
         ...
 
     def touch(self, key: Key) -> None:
@@ -59,8 +59,10 @@ class Lru(Generic[Key]):
     def __iter__(self) -> Iterator[Key]:
         return iter(self._order)
 
-    def admit(self, key: Key) -> None:
+    def admit(self, key: Key, *, is_old: bool = False) -> None:
         self._order[key] = None
+        if is_old:
+            self._order.move_to_end(key, last=False)
 
     def touch(self, key: Key) -> None:
         self._order.move_to_end(key)
@@ -100,12 +102,12 @@ class S3Fifo(Generic[Key]):
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
 
-    def admit(self, key: Key) -> None:
-        if key in self._ghosts:
-            del self._ghosts[key]
-            self._main[key] = 0
-        else:
-            self._small[key] = 0
+    def admit(self, key: Key, *, is_old: bool = False) -> None:
+        queue = self._main if key in self._ghosts else self._small
+        self._ghosts.pop(key, None)
+        queue[key] = 0
+        if is_old:
+            queue.move_to_end(key, last=False)
 
     def touch(self, key: Key) -> None:
         queue = self._small if key in self._small else self._main
@@ -170,9 +172,13 @@ class TinyLfu(Generic[Key]):
     def __len__(self) -> int:
         return len(self._window) + len(self._main)
 
-    def admit(self, key: Key) -> None:
-        self._count(key)
-        self._window[key] = None
+    def admit(self, key: Key, *, is_old: bool = False) -> None:
+        if is_old:
+            self._main[key] = None
+            self._main.move_to_end(key, last=False)
+        else:
+            self._count(key)
+            self._window[key] = None
 
     def touch(self, key: Key) -> None:
         self._count(key)

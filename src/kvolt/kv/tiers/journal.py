@@ -13,6 +13,8 @@ Owns the format, and the file, which is written anew once most of it is past. Sy
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,6 +27,8 @@ from kvolt.core.block_key import BLOCK_KEY_BYTES
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.kv.tiers.books import Slot, TierBlock
 from kvolt.transfer import block_bytes
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 RECORD = np.dtype(
@@ -54,43 +58,59 @@ Records = npt.NDArray[np.void]
 
 
 class JournalFile:
-    """The file itself."""
+    """The file itself. OSError from any call; after one that failed it is as before, or the next one is refused."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / _NAME
-        self._descriptor = self._open()
-
-    def _open(self) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._descriptor = self._open(self._path)
+        self._num_bytes = os.fstat(self._descriptor).st_size
 
     def append(self, data: bytes) -> None:
         """On the disk on return."""
-        _write(self._descriptor, data)
-        os.fdatasync(self._descriptor)
+        try:
+            _write(self._descriptor, data)
+            os.fdatasync(self._descriptor)
+        except OSError:
+            # A part of a record would put all that follow in the wrong place.
+            os.ftruncate(self._descriptor, self._num_bytes)
+            raise
+        self._num_bytes += len(data)
 
     def replace(self, data: bytes) -> None:
         """The whole file at once: after a crash it is what it was, or this."""
         path = self._path.with_suffix(".new")
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        descriptor = self._open(path)
         try:
             _write(descriptor, data)
             os.fsync(descriptor)
-        finally:
+            path.replace(self._path)
+        except BaseException:
             os.close(descriptor)
-        path.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
+            raise
+        os.close(self._descriptor)
+        self._descriptor, self._num_bytes = descriptor, len(data)
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
-        os.close(self._descriptor)
-        self._descriptor = self._open()
+
+    def cut(self, num_bytes: int) -> None:
+        """To so many bytes."""
+        os.ftruncate(self._descriptor, num_bytes)
+        self._num_bytes = num_bytes
 
     def read(self) -> bytes:
         return self._path.read_bytes()
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+    @staticmethod
+    def _open(path: Path) -> int:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -125,6 +145,9 @@ class Journal:
         # What was passed over must not be found another time, when what stood against it is gone.
         num_told = int((_last_per_slot(whole)["is_there"] == 1).sum())
         if len(data) != whole.nbytes or num_told != len(found):
+            self._file.cut(
+                records.nbytes
+            )  # what comes next is in its place, also where there is no room to rewrite
             self._write_anew()
         return written
 
@@ -146,10 +169,12 @@ class Journal:
 
     def remove(self, slots: Iterable[Slot]) -> None:
         """They hold nothing any more; on return that is on the disk."""
-        gone = [slot for slot in slots if self._live.pop(slot, None) is not None]
+        gone = [slot for slot in slots if slot in self._live]
         records = np.zeros(len(gone), dtype=RECORD)
         records["slot"] = gone
         self._append(records)
+        for slot in gone:
+            del self._live[slot]
         self._tidy()
 
     def close(self) -> None:
@@ -173,7 +198,13 @@ class Journal:
             self._write_anew()
 
     def _write_anew(self) -> None:
-        self._file.replace(b"".join(self._live.values()))
+        """What is past is left out. Where that cannot be done now, what there is is true as well."""
+        try:
+            self._file.replace(b"".join(self._live.values()))
+        except OSError as error:
+            log.warning("the journal of a disk tier stays as long as it is: %s", error)
+            self._num_records = len(self._live)  # to be tried again some time
+            return
         self._num_records = len(self._live)
 
 

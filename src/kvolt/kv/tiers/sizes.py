@@ -10,7 +10,7 @@ from kvolt.core.errors import ConfigError
 
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
+_PATTERN = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)\s*([a-z]+)", re.IGNORECASE)
 
 
 class Capacity(msgspec.Struct, frozen=True):

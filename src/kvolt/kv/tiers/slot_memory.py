@@ -23,7 +23,7 @@ from kvolt.transfer.memory import Numbers, Pieces, Slab
 
 PAGE_BYTES = 4096
 _PART_BYTES = 256 << 20
-_TURN_BYTES = 32 << 20
+_TURN_BYTES = 256 << 20
 """Copied at a time: between two of these a copy that nobody waits for any more ends."""
 _SEED_BYTES = 8
 _RANK_KEY = 0x9E3779B97F4A7C15
@@ -88,8 +88,20 @@ class SlotMemory:
         while self._parts:
             self._parts.pop().close()
 
+    @property
+    def num_reached(self) -> int:
+        """Slots that there are now."""
+        return min(len(self._parts) * self._per_part, self.num_slots)
+
+    def steps(self) -> Iterator[int]:
+        """For `reach`, part by part up to all of it."""
+        yield from range(self._per_part, self.num_slots, self._per_part)
+        yield self.num_slots
+
     def reach(self, num_slots: int) -> None:
         """There are so many slots after this. OSError where the host has no more. Any thread."""
+        if len(self._parts) * self._per_part >= num_slots:
+            return
         with self._growing:
             while len(self._parts) * self._per_part < num_slots:
                 part = Slab.shared(self._per_part, self.shape.slot_bytes)

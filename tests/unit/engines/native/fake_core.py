@@ -285,7 +285,7 @@ class FakeCapabilities:
         self._exchange.settle(room, num_filled, keep_for, self._prefills.expires_at)
 
     def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
-        found = self._exchange.pin_sealed(name)
+        found = self._exchange.pin_sealed(name, self._prefills.hold_s)
         if found:
             self._prefills.hold(name)
         return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ async def cache_over(
     memory: Device, num_host: int = 16, folder: Path | None = None, num_disk: int = 64, **more: object
 ) -> AsyncIterator[TieredCache]:
     files = None if folder is None else DiskFiles(folder, BlockShape.of(memory.slabs), num_disk)
-    cache = TieredCache(memory.slabs, num_host, files=files, now=time.monotonic, **more)  # type: ignore[arg-type]
+    cache = TieredCache(memory.slabs, num_host, files=files, **more)  # type: ignore[arg-type]
     await cache.start()
     try:
         yield cache
@@ -276,3 +275,94 @@ async def test_two_owners_of_one_folder_have_a_part_each(tmp_path: Path) -> None
             await one.offload(blocks, range(4))
             await until_on_disk(one, 4)
             assert other.tiers_of(keys(blocks)) == []
+
+
+async def test_what_was_let_go_while_it_was_copied_is_not_kept() -> None:
+    """The bytes may be another prompt's, and their checksum right."""
+    with device() as memory:
+        async with cache_over(memory) as cache:
+            blocks = sequence("a", 4)
+            memory.compute(blocks, range(4))
+            assert await cache.offload(blocks, range(4), lambda: False) == 0
+            assert cache.tiers_of(keys(blocks)) == []
+            assert cache.stats[Tier.HOST].failures["late"] == 4
+
+
+async def test_all_that_is_offloaded_while_the_disk_is_busy_gets_there(tmp_path: Path) -> None:
+    with device() as memory:
+        async with cache_over(memory, num_host=64, folder=tmp_path) as cache:
+            for index, name in enumerate("abcdefgh"):
+                blocks = sequence(name, 6)
+                memory.compute(blocks, range(6 * index, 6 * index + 6))
+                await cache.offload(blocks, range(6 * index, 6 * index + 6))
+            await until_on_disk(cache, 48)
+            assert cache.num_dropped == 0
+
+
+async def test_a_full_disk_tier_goes_on_taking_blocks(tmp_path: Path) -> None:
+    with device() as memory:
+        async with cache_over(memory, num_host=12, folder=tmp_path, num_disk=8) as cache:
+            for name in "abcdefghij":
+                blocks = sequence(name, 4)
+                memory.compute(blocks, range(4))
+                await cache.offload(blocks, range(4))
+            async with asyncio.timeout(20):
+                while cache.disk is None or not cache.disk.has(sequence("j", 4)[3].key):
+                    await asyncio.sleep(0.005)
+            assert not cache.stats[Tier.DISK].failures
+
+
+async def test_what_is_cleared_is_not_found_by_the_next_process(tmp_path: Path) -> None:
+    with device() as memory:
+        blocks = sequence("a", 8)
+        memory.compute(blocks, range(8))
+        async with cache_over(memory, folder=tmp_path) as cache:
+            await cache.offload(blocks, range(8))
+            await until_on_disk(cache, 8)
+            assert cache.clear() == 16
+            assert cache.tiers_of(keys(blocks)) == []
+        async with cache_over(memory, folder=tmp_path) as cache:
+            assert cache.tiers_of(keys(blocks)) == []
+
+
+async def test_a_clear_while_blocks_are_copied_forgets_them(tmp_path: Path) -> None:
+    with device() as memory:
+        async with cache_over(memory, folder=tmp_path) as cache:
+            blocks = sequence("a", 8)
+            memory.compute(blocks, range(8))
+            offloading = asyncio.ensure_future(cache.offload(blocks, range(8)))
+            await asyncio.sleep(0)
+            cache.clear()
+            assert await offloading == 0
+            assert cache.tiers_of(keys(blocks)) == []
+
+
+async def test_a_journal_that_cannot_be_written_once_is_right_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a record in it would put all that follow in the wrong place."""
+    real = os.write
+    with device() as memory:
+        async with cache_over(memory, folder=tmp_path) as cache:
+            first = sequence("a", 4)
+            memory.compute(first, range(4))
+
+            def short(descriptor: int, data: bytes) -> int:
+                if not os.readlink(f"/proc/self/fd/{descriptor}").endswith("journal"):
+                    return real(descriptor, data)
+                real(descriptor, bytes(data)[:50])
+                raise OSError(errno.ENOSPC, "no space left on device")
+
+            monkeypatch.setattr(os, "write", short)
+            await cache.offload(first, range(4))
+            async with asyncio.timeout(20):
+                while not cache.stats[Tier.DISK].failures["no_room"]:
+                    await asyncio.sleep(0.005)
+            monkeypatch.setattr(os, "write", real)
+        async with cache_over(memory, folder=tmp_path) as cache:
+            second = sequence("b", 4)
+            memory.compute(second, range(4))
+            await cache.offload(second, range(4))
+            await until_on_disk(cache, 4)
+        async with cache_over(memory, folder=tmp_path) as cache:
+            assert cache.tiers_of(keys(second)) == [Tier.DISK] * 4
