@@ -1,0 +1,65 @@
+"""Tiers as flags and settings say them."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from kvolt.cli.tiers import tiering_of, with_tiers
+from kvolt.core.errors import ConfigError
+from kvolt.core.request import Role
+from kvolt.engines.contract import features_of
+from kvolt.engines.registry import EngineSpec
+from kvolt.engines.sim import SimArguments, SimEngine
+from kvolt.runtime.settings import TierSettings, WorkerSettings
+
+
+def flags(**given: str) -> argparse.Namespace:
+    return argparse.Namespace(**{"kv_host": None, "kv_disk": None, "kv_disk_dir": None, **given})
+
+
+def test_flags_come_before_the_config() -> None:
+    group = WorkerSettings(tiers=TierSettings(host="1GiB", disk="5GiB"))
+    assert with_tiers(group, flags(kv_host="2GiB")).tiers == TierSettings(host="2GiB", disk="5GiB")
+    assert with_tiers(group, flags()) == group
+
+
+def test_a_size_that_is_none_is_told_before_anything_is_started() -> None:
+    with pytest.raises(ConfigError, match="'plenty' is no size"):
+        with_tiers(WorkerSettings(), flags(kv_disk="plenty"))
+
+
+def test_without_sizes_there_are_none() -> None:
+    assert tiering_of(TierSettings()) is None
+
+
+async def refusal(tiers: TierSettings, **info: object) -> ConfigError:
+    engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.AGGREGATED), SimArguments())
+    started = await engine.start()
+    new = tiering_of(tiers)
+    assert new is not None
+    with pytest.raises(ConfigError) as told:
+        new(
+            engine,
+            replace(started, **{"features": features_of(engine), **info}),
+            time.monotonic,
+            lambda changes: None,
+        )
+    await engine.close()
+    return told.value
+
+
+async def test_what_cannot_be_is_told_with_a_remedy(tmp_path: Path) -> None:
+    assert "does not let others" in (await refusal(TierSettings(host="1GiB"), features=("KvEvents",))).message
+    assert "would hold" in (await refusal(TierSettings(host="1B"))).message
+    assert "GiB left" in (await refusal(TierSettings(host="4000TiB"))).message
+    where = str(tmp_path / "kv")
+    assert "would hold 0 blocks" in (await refusal(TierSettings(disk="1B", disk_dir=where))).message
+    (tmp_path / "file").touch()
+    told = await refusal(TierSettings(disk="1GiB", disk_dir=str(tmp_path / "file")))
+    assert "cannot be kept" in told.message
+    assert told.fields["remedy"]
