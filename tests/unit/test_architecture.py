@@ -45,6 +45,8 @@ PURE = [
     SOURCE / "journey" / "machine.py",
     SOURCE / "journey" / "resuming.py",
     *sorted(SOURCE.glob("kv/*.py")),
+    *(SOURCE / "kv" / "tiers" / f"{name}.py" for name in ("books", "eviction", "sizes")),
+    SOURCE / "engines" / "tier_hits.py",
     *sorted(SOURCE.glob("router/index*.py")),
     *(
         SOURCE / "transfer" / f"{name}.py"
@@ -119,7 +121,7 @@ PURE = [
 ]
 PURE += [
     SOURCE / "bench" / "traces" / f"{name}.py"
-    for name in ("analysis", "distribution", "prefixes", "reuse", "tokens", "transforms")
+    for name in ("analysis", "distribution", "prefixes", "reuse", "tiers", "tokens", "transforms")
 ]
 PURE += [
     SOURCE / "runtime" / f"{name}.py"
