@@ -35,6 +35,7 @@ from kvolt.bench.traces.sources import FileState, FoundTrace
 from kvolt.bench.traces.synthetic import Lognormal
 from kvolt.cli import flags
 from kvolt.cli.trace_page import analysis_text, sources_text
+from kvolt.cli.trace_tiers import add_tier_flags, tier_findings, tiers_text
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 from kvolt.runtime.config import LoadedConfig
@@ -47,6 +48,8 @@ before. No text. Mooncake JSONL, Azure CSV and ShareGPT JSON are read as they ar
                                                            what a running frontend is asked
   kvolt trace analyze trace.jsonl                          rates, lengths, what a prefix cache could find
   kvolt trace analyze trace.jsonl --lru 1000,20000         hit rates of LRU caches of so many blocks
+  kvolt trace analyze trace.jsonl --tiers host=64GiB,disk=1TiB
+                                                           what KV tiers of these sizes would find
   kvolt trace convert chats.json chats.jsonl               any format to JSON lines
   kvolt trace convert a.jsonl b.jsonl --speed 2 --limit 500 --block-size 64
   kvolt trace make small.jsonl --recipe small              the project's own small trace
@@ -69,6 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help=f"cache sizes in blocks (default: {','.join(str(size) for size in LRU_BLOCKS)})",
     )
+    add_tier_flags(analyzing)
     analyzing.set_defaults(without_config=_analyze)
     _add_convert(verbs.add_parser("convert", help="change a trace, or its format"), analyzing)
     _add_make(verbs.add_parser("make", help="a synthetic trace: chats with shared system prompts"))
@@ -168,6 +172,10 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 
 
 def _analyze(args: argparse.Namespace) -> int:
+    if args.tiers:
+        tiers = tier_findings(list(read_trace(args.file, _read_options(args))), args)
+        print(msgspec.json.encode(tiers).decode() if args.json else tiers_text(tiers))
+        return 0
     found = analyze(read_trace(args.file, _read_options(args)), _lru_sizes(args.lru))
     print(msgspec.json.encode(found).decode() if args.json else analysis_text(found))
     return 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from kvolt.cli.main import main
 from kvolt.cli.tiers import tiering_of, with_tiers
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
@@ -63,3 +65,19 @@ async def test_what_cannot_be_is_told_with_a_remedy(tmp_path: Path) -> None:
     told = await refusal(TierSettings(disk="1GiB", disk_dir=str(tmp_path / "file")))
     assert "cannot be kept" in told.message
     assert told.fields["remedy"]
+
+
+def test_what_tiers_would_find_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "small.jsonl")
+    assert main(["trace", "make", path, "--recipe", "small"]) == 0
+    capsys.readouterr()
+    assert main(["trace", "analyze", path, "--tiers", "host=50blocks,disk=100000blocks", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    host, disk = found["tiers"]
+    assert host["share"] > 0
+    assert found["share"] == pytest.approx(host["share"] + disk["share"])
+    assert found["share"] <= found["best_share"]
+    assert main(["trace", "analyze", path, "--tiers", "host=1GiB"]) == 0
+    assert "at best" in capsys.readouterr().out
+    assert main(["trace", "analyze", path, "--tiers", "host=1B"]) == 2
+    assert "holds no block" in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""`kvolt trace analyze --tiers`: what KV tiers of given sizes would find of a trace."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import msgspec
+
+from kvolt.bench.traces.tiers import best_hits, found_in_tiers
+from kvolt.core.errors import ConfigError
+from kvolt.core.trace import TraceRecord
+from kvolt.kv.tiers.eviction import EVICTIONS
+from kvolt.kv.tiers.sizes import parse_capacity
+
+DEFAULT_TOKEN_BYTES = 128 * 1024
+"""Of KV: Llama 8B in bfloat16."""
+
+
+class TierFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one tier: the share of prompt blocks that come from it."""
+
+    tier: str
+    blocks: int
+    share: float
+
+
+class TierFindings(msgspec.Struct, frozen=True, kw_only=True):
+    eviction: str
+    block_bytes: int
+    tiers: tuple[TierFinding, ...]
+    share: float
+    """Of all tiers together."""
+    best_share: float
+    """That one cache as large as all of them could have at best."""
+
+
+def add_tier_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tiers",
+        metavar="NAME=SIZE,...",
+        help="what KV tiers would find, the fastest first: device=40GiB,host=256GiB,disk=2TiB",
+    )
+    parser.add_argument(
+        "--token-bytes",
+        type=int,
+        default=DEFAULT_TOKEN_BYTES,
+        metavar="N",
+        help=f"KV bytes of a token (default: {DEFAULT_TOKEN_BYTES}, Llama 8B in bfloat16)",
+    )
+    parser.add_argument(
+        "--eviction", choices=sorted(EVICTIONS), default="lru", help="what goes first (default: lru)"
+    )
+
+
+def tier_findings(records: Sequence[TraceRecord], args: argparse.Namespace) -> TierFindings:
+    """ConfigError for sizes that are none, or a trace that says nothing of prefixes."""
+    sizes = {record.block_size for record in records if record.hash_ids}
+    if len(sizes) != 1:
+        raise ConfigError(
+            "the trace has no hash ids of one block size",
+            key="tiers",
+            remedy="`kvolt trace convert --block-size`",
+        )
+    block_bytes = sizes.pop() * args.token_bytes
+    names, blocks = [], []
+    for text in args.tiers.split(","):
+        name, _, size = text.partition("=")
+        number = parse_capacity(size, f"--tiers {name}").blocks(block_bytes, 0)
+        if number < 1:
+            raise ConfigError(
+                f"{text} holds no block of {block_bytes:,} bytes", key="tiers", remedy="give it more room"
+            )
+        names.append(name)
+        blocks.append(number)
+    found = found_in_tiers(records, blocks, args.eviction)
+    num_asked, num_best = best_hits(records, sum(blocks))
+    return TierFindings(
+        eviction=args.eviction,
+        block_bytes=block_bytes,
+        tiers=tuple(
+            TierFinding(tier=name, blocks=number, share=hits / max(found.num_blocks, 1))
+            for name, number, hits in zip(names, blocks, found.by_tier, strict=True)
+        ),
+        share=found.hit_rate,
+        best_share=num_best / max(num_asked, 1),
+    )
+
+
+def tiers_text(found: TierFindings) -> str:
+    lines = [f"tiers          {found.eviction}, blocks of {found.block_bytes / 2**20:,.1f} MiB"]
+    lines += [
+        f"  {each.tier:<12} {each.blocks:>12,} blocks  {each.share:6.1%} of prompt blocks"
+        for each in found.tiers
+    ]
+    lines += [f"  {'together':<12} {'':>12}         {found.share:6.1%}; {found.best_share:.1%} at best"]
+    return "\n".join(lines)
