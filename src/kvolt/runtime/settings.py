@@ -343,7 +343,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             description="An engine with work and no step for this long is unhealthy; ten times as long at first."
         ),
     ] = 30.0
-    tiers: TierSettings = TierSettings()
+    tiers: Annotated[
+        TierSettings,
+        Meta(description="Where KV goes that leaves the device: a table with host, disk and more."),
+    ] = TierSettings()
     args: Annotated[
         dict[str, Any],
         Meta(
