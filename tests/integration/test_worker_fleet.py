@@ -44,7 +44,7 @@ async def test_a_frontend_uses_all_workers_of_a_process_and_a_signal_drains_them
             names = {view["name"] for view in bench.status()}
             assert names >= {f"fleet-{number}" for number in range(COUNT)}
 
-            running = [asyncio.ensure_future(ask(150)) for _ in range(COUNT)]
+            running = [asyncio.ensure_future(ask(600)) for _ in range(COUNT)]
             await bench.until_computing(COUNT)
             workers.send(signal.SIGTERM)
             assert {tokens for _, tokens in await asyncio.gather(*running)} == {600}
