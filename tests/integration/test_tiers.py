@@ -70,9 +70,9 @@ class Serving:
         self.bench, self.worker, self.url = bench, worker, url
 
     async def metrics(self) -> str:
-        views = await self.bench.until_seen("frontend", "worker")
+        views = await self.bench.until_seen("frontend", self.worker.name)
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
-            return (await client.get(f"http://{views['worker'].admin}/metrics")).text
+            return (await client.get(f"http://{views[self.worker.name].admin}/metrics")).text
 
     async def until_stored(self, tier: str, num_blocks: int) -> None:
         text = ""
@@ -111,7 +111,8 @@ async def test_text_is_the_same_with_tiers_and_after_a_kill(bench: Bench) -> Non
     plain.worker.kill()
 
     tiers = ("--kv-host", "30blocks", "--kv-disk", "500blocks", "--kv-disk-dir", str(bench.folder / "kv"))
-    worker = bench.worker("worker", *tiers)
+    worker = bench.worker("tiered", *tiers)
+    await bench.until_seen("frontend", "tiered", timeout_s=START_S)  # and the one that was killed is gone
     await until_ready(plain.url, START_S)
     at = Serving(bench, worker, plain.url)
     async with httpx.AsyncClient(base_url=at.url, timeout=PATIENCE_S) as client:
@@ -126,8 +127,8 @@ async def test_text_is_the_same_with_tiers_and_after_a_kill(bench: Bench) -> Non
         assert figure(metrics, "kvolt_tier_hit_rate", "disk") > 0
 
         worker.kill()
-        again = bench.worker("worker", *tiers)
-        await again.says("serving tiny")
+        again = bench.worker("again", *tiers)
+        await bench.until_seen("frontend", "again", timeout_s=START_S)
         await until_ready(at.url, START_S)
         text, cached = await ask(client, PROMPTS[1])
         assert text == expected[1]
@@ -143,8 +144,8 @@ async def test_text_is_the_same_with_tiers_and_after_a_kill(bench: Bench) -> Non
         done = bench.run("cache", "verify", "--dir", str(bench.folder / "kv"))
         assert done.returncode == 1, done.stdout
         assert "corrupt: " in done.stdout
-        third = bench.worker("worker", *tiers)
-        await third.says("serving tiny")
+        third = bench.worker("third", *tiers)
+        await bench.until_seen("frontend", "third", timeout_s=START_S)
         await until_ready(at.url, START_S)
         assert await texts(client, PROMPTS) == expected, "spoiled blocks are computed again"
         await until(lambda: "is not what was written there" in third.err, what="a word about it")
