@@ -41,14 +41,6 @@ class TierBlock:
     """In its sequence."""
 
 
-def chain(names: Names, start: int = 0) -> Iterator[TierBlock]:
-    """The blocks of a sequence from `start` on, by the names of all of them."""
-    for index in range(start, len(names)):
-        parent = names.keys[index - 1] if index else None
-        above = names.sequence_hashes[index - 1] if index else None
-        yield TierBlock(names.keys[index], names.sequence_hashes[index], parent, above, index)
-
-
 @dataclass(slots=True)
 class _Entry:
     block: TierBlock

@@ -367,7 +367,7 @@ class TieredCache:
             for index, part in enumerate(parts):
                 brought = await (ahead or self._bring(part))
                 ahead = None
-                if index + 1 < len(parts):
+                if index + 1 < len(parts) and len(brought.keys) == len(part):
                     ahead = self._crew.start(self._bring(parts[index + 1]), "bring")
                 num_good = await self._up(brought.keys, numbers[num_here : num_here + len(brought.keys)])
                 num_here += num_good
@@ -375,14 +375,12 @@ class TieredCache:
                 if num_good < len(part):
                     break
         finally:
-            if ahead is not None:
-                await self._undo(ahead)
+            if ahead is not None:  # what it brings is not wanted any more
+                ahead.cancel()
+                ahead.add_done_callback(self._let_go)
         return Fetched(num_here, tuple(sorted(came.items())))
 
-    async def _undo(self, ahead: asyncio.Task[_Brought]) -> None:
-        """What was brought is not wanted any more."""
-        ahead.cancel()
-        await asyncio.wait([ahead])
+    def _let_go(self, ahead: asyncio.Task[_Brought]) -> None:
         if not ahead.cancelled() and ahead.exception() is None:
             self.host.release(ahead.result().keys)
 
