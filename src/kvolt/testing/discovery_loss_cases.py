@@ -129,7 +129,9 @@ async def wipe_is_put_back(harness: Harness) -> None:
             await asyncio.sleep(2 * harness.ttl_s)
             expect(not observer.deletes, f"a watcher sees no Delete: {observer.deletes}")
             expect(observer.content == content, "nor a change")
-    expect(dict(await (await harness.client()).get_prefix("p/")) == content, "a new client finds all keys")
+    # Owners put their keys back when they next renew; a slow machine may have kept one of them from it.
+    async with observing(await harness.client(), "p/") as [newcomer]:
+        await newcomer.until_content(content)
 
 
 async def wipe_while_lost(harness: Harness) -> None:

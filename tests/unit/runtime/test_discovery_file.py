@@ -125,7 +125,7 @@ async def test_a_hung_file_system_takes_one_thread_and_not_the_loop(
     client = FileDiscovery(
         tmp_path, SystemClock(), blocking, random.Random(1), 0.02, timeout_s=0.1, on_state=state
     )
-    lease = await client.lease(TTL_S)
+    lease = await client.lease(10 * TTL_S)
     await client.put("a", b"1", lease)
     scan, renew = Directory.scan, Directory.renew
 
@@ -141,6 +141,7 @@ async def test_a_hung_file_system_takes_one_thread_and_not_the_loop(
 
     try:
         async with observing(client, "") as [observer]:
+            await observer.until_content({"a": b"1"})
             monkeypatch.setattr(Directory, "scan", hang(scan))
             monkeypatch.setattr(Directory, "renew", hang(renew))
             await state.until(connected=False)
