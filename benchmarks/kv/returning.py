@@ -173,9 +173,9 @@ def copies(device: str) -> dict[str, float]:
             assert await cache.offload(blocks, range(NUM_COPIED)) == NUM_COPIED
             down.append(time.perf_counter() - began)
         for number in range(5):
-            keys = [_block(number, index).key for index in range(NUM_COPIED)]
+            blocks = [_block(number, index) for index in range(NUM_COPIED)]
             began = time.perf_counter()
-            assert (await cache.fetch(keys, range(NUM_COPIED))).num_blocks == NUM_COPIED
+            assert (await cache.fetch(blocks, range(NUM_COPIED))).num_blocks == NUM_COPIED
             up.append(time.perf_counter() - began)
         await cache.close()
         return memory.nbytes / min(down) / 1e9, memory.nbytes / min(up) / 1e9

@@ -16,6 +16,10 @@ from kvolt.engines.contract import Engine
 from kvolt.engines.tiering import NewTiering, TieredEngine, Tiering
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.disk import DiskFiles
+from kvolt.kv.tiers.disk_tier import DiskTier
+from kvolt.kv.tiers.lower import LowerTier
+from kvolt.kv.tiers.object_blocks import ObjectBlocks
+from kvolt.kv.tiers.object_tier import ObjectTier
 from kvolt.kv.tiers.sizes import parse_capacity
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.cache_directory import cache_directory
@@ -36,11 +40,21 @@ def add_tier_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv-disk", metavar="SIZE", help="and below that on a disk, which survives restarts")
     parser.add_argument("--kv-disk-dir", metavar="DIR", help="where (default: the user's cache folder)")
+    parser.add_argument(
+        "--kv-object",
+        metavar="URL",
+        help="and in a store that all workers share: s3://bucket/folder, gs://, az://, or a shared folder's path",
+    )
 
 
 def with_tiers(group: WorkerSettings, args: argparse.Namespace) -> WorkerSettings:
     """The same group with the tiers that flags say."""
-    given = {"host": args.kv_host, "disk": args.kv_disk, "disk_dir": args.kv_disk_dir}
+    given = {
+        "host": args.kv_host,
+        "disk": args.kv_disk,
+        "disk_dir": args.kv_disk_dir,
+        "object": args.kv_object,
+    }
     said = {key: value for key, value in given.items() if value is not None}
     tiers = msgspec.structs.replace(group.tiers, **said)
     for key in ("host", "disk"):
@@ -50,7 +64,7 @@ def with_tiers(group: WorkerSettings, args: argparse.Namespace) -> WorkerSetting
 
 
 def are_wanted(tiers: TierSettings) -> bool:
-    return bool(tiers.host or tiers.disk)
+    return bool(tiers.host or tiers.disk or tiers.object)
 
 
 def tiering_of(tiers: TierSettings) -> NewTiering | None:
@@ -68,28 +82,25 @@ def tiering_of(tiers: TierSettings) -> NewTiering | None:
             raise ConfigError(
                 f"the {info.engine} engine does not let others keep its KV in this setup",
                 key="tiers",
-                remedy="leave out --kv-host and --kv-disk",
+                remedy="leave out --kv-host, --kv-disk and --kv-object",
             )
         tiered = cast("TieredEngine", engine)
         slabs = tiered.kv_slabs()
         shape = BlockShape.of(slabs)
         num_device = info.capacity.kv_total_blocks
-        files = None
+        lower: list[tuple[LowerTier, int]] = []
         if tiers.disk:
             num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(shape.slot_bytes, num_device)
             _check_size(num_slots, shape, "disk")
             files = DiskFiles(_folder(tiers.disk_dir), shape, num_slots)
+            lower.append((DiskTier(files, tiers.eviction), tiers.disk_touches))
+        if tiers.object:
+            lower.append((ObjectTier(ObjectBlocks(tiers.object, shape), now), tiers.object_touches))
         num_host = max(_STAGING_BYTES // shape.slot_bytes, _LEAST_BLOCKS)
         if tiers.host:
             num_host = parse_capacity(tiers.host, "tiers.host").blocks(shape.slot_bytes, num_device)
         _check_host(num_host, shape)
-        cache = TieredCache(
-            slabs,
-            num_host,
-            files=files,
-            eviction=tiers.eviction,
-            disk_touches=tiers.disk_touches,
-        )
+        cache = TieredCache(slabs, num_host, lower, tiers.eviction)
         return Tiering(tiered, cache, now, tell, info.step_model, info.block_size)
 
     return new

@@ -9,8 +9,9 @@ from prometheus_client.registry import Collector
 
 from kvolt.core.kv_events import Tier
 from kvolt.engines.tiering import Tiering
+from kvolt.kv.tiers.lower import TierStats
 
-_TIERS = (Tier.HOST, Tier.DISK)
+_TIERS = (Tier.HOST, Tier.DISK, Tier.OBJECT)
 
 
 class TierMetrics(Collector):
@@ -39,12 +40,15 @@ class TierMetrics(Collector):
             labels=("tier",),
         )
         for tier in _TIERS:
-            books = [found for each in every if (found := each.cache.books(tier)) is not None]
-            if not books:
+            caches = [each.cache for each in every if tier in each.cache.stats]
+            if not caches:
                 continue
-            blocks.add_metric((tier,), sum(map(len, books)))
-            slots.add_metric((tier,), sum(each.num_slots for each in books))
-            used.add_metric((tier,), sum(each.cache.num_bytes(tier) for each in every))
+            sizes = [each.size(tier) for each in caches]
+            blocks.add_metric((tier,), sum(count for count, _ in sizes))
+            if all(most is not None for _, most in sizes):
+                slots.add_metric((tier,), sum(most or 0 for _, most in sizes))
+            num_bytes = (each.size(tier)[0] * each.shape.block_bytes for each in caches)
+            used.add_metric((tier,), sum(num_bytes))
             rates.add_metric((tier,), _hit_rate(every, tier))
         yield from (blocks, slots, used, rates)
 
@@ -57,7 +61,9 @@ class TierMetrics(Collector):
         ):
             family = CounterMetricFamily(f"kvolt_tier_{name}", text, labels=("tier",))
             for tier in _TIERS:
-                family.add_metric((tier,), sum(getattr(each.cache.stats[tier], attribute) for each in every))
+                stats = _stats(every, tier)
+                if stats:
+                    family.add_metric((tier,), sum(getattr(each, attribute) for each in stats))
             yield family
         failures = CounterMetricFamily(
             "kvolt_tier_failures",
@@ -65,11 +71,9 @@ class TierMetrics(Collector):
             labels=("tier", "reason"),
         )
         for tier in _TIERS:
-            reasons = {reason for each in every for reason in each.cache.stats[tier].failures}
-            for reason in sorted(reasons):
-                failures.add_metric(
-                    (tier, reason), sum(each.cache.stats[tier].failures[reason] for each in every)
-                )
+            stats = _stats(every, tier)
+            for reason in sorted({reason for each in stats for reason in each.failures}):
+                failures.add_metric((tier, reason), sum(each.failures[reason] for each in stats))
         yield failures
         declined = CounterMetricFamily(
             "kvolt_tier_declined_blocks", "KV blocks that were computed sooner than brought"
@@ -79,7 +83,7 @@ class TierMetrics(Collector):
 
     def _dynamo(self, every: Sequence[Tiering]) -> Iterator[Metric]:
         """Its h2d is host to disk where it offloads, and host to device where it onboards."""
-        host, disk = ([each.cache.stats[tier] for each in every] for tier in _TIERS)
+        host, disk, store = (_stats(every, tier) for tier in _TIERS)
         for name, text, value in (
             (
                 "kvbm_matched_tokens",
@@ -90,6 +94,12 @@ class TierMetrics(Collector):
             ("kvbm_offload_blocks_h2d", "Blocks from host to disk", sum(each.num_stored for each in disk)),
             ("kvbm_onboard_blocks_h2d", "Blocks from host to device", sum(each.num_loaded for each in host)),
             ("kvbm_onboard_blocks_d2d", "Blocks from disk to device", sum(each.num_loaded for each in disk)),
+            ("kvbm_offload_blocks_d2o", "Blocks to an object store", sum(each.num_stored for each in store)),
+            (
+                "kvbm_onboard_blocks_o2d",
+                "Blocks from an object store",
+                sum(each.num_loaded for each in store),
+            ),
         ):
             family = CounterMetricFamily(name, text)
             family.add_metric((), value)
@@ -98,6 +108,10 @@ class TierMetrics(Collector):
             rate = GaugeMetricFamily(f"kvbm_{tier}_cache_hit_rate", "As kvolt_tier_hit_rate")
             rate.add_metric((), _hit_rate(every, tier))
             yield rate
+
+
+def _stats(every: Sequence[Tiering], tier: Tier) -> list[TierStats]:
+    return [each.cache.stats[tier] for each in every if tier in each.cache.stats]
 
 
 def _hit_rate(every: Sequence[Tiering], tier: Tier) -> float:

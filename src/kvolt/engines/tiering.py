@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.errors import EngineFailed, KvoltError
-from kvolt.core.ids import BlockKey, RequestId
+from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.core.latency import StepModel
 from kvolt.core.request import Request
@@ -49,6 +49,8 @@ _MOST_S = 10.0
 """For the blocks of a request to come."""
 _TOLD_AT_ONCE = 1 << 15
 """Blocks in one event."""
+_LOOK_S = 0.05
+"""What the rest of a prompt should take at least to compute, for a far tier to be asked whether it has it."""
 _PROBE_EVERY = 16
 """Of the prompts for which it would be sooner to compute, the one for which blocks are brought all the same."""
 
@@ -103,7 +105,7 @@ class Tiering:
         """Of what is found on a disk is told by the first `tell_changes`."""
         await self.cache.start()
         await self._engine.pin_sealed(_PINNED)  # from now on it remembers what it completes
-        self.cache.on_change = self.tell_changes
+        self.cache.on_change(self.tell_changes)
         self._offloading = self._crew.start(self._offload_on(), "offload")
 
     async def close(self) -> None:
@@ -171,7 +173,7 @@ class Tiering:
             keys = self._engine.kv_keys(request)
         except KvoltError:  # the engine says so itself
             return False
-        if self.cache.has_any(keys):
+        if not self.cache.knows_all or self.cache.has_any(keys):
             return True
         self.hits.add(len(keys), ())
         return False
@@ -197,12 +199,26 @@ class Tiering:
     async def _onboard(self, request: Request) -> Fetched:
         keys = self._engine.kv_keys(request)
         num_present = await self._engine.match(request) // self._block_size
-        num_wanted = self._worth(request, num_present, self.cache.tiers_of(keys, num_present))
+        tiers = self.cache.tiers_of(keys, num_present)
+        if self._is_worth_looking(request, len(keys), num_present + len(tiers)):
+            await self.cache.look(keys[num_present + len(tiers) :])
+            tiers = self.cache.tiers_of(keys, num_present)
+        num_wanted = self._worth(request, num_present, tiers)
         found = Fetched()
         if num_wanted:
             found = await self._bring(request, keys[: num_present + num_wanted])
         self.hits.add(len(keys), found.by_tier)
         return found
+
+    def _is_worth_looking(self, request: Request, num_keys: int, num_known: int) -> bool:
+        """Whether a tier that does not know all it has is asked for the rest: that takes a moment, too."""
+        if self.cache.knows_all or num_known == num_keys:
+            return False
+        if self._model is None:
+            return True
+        num_tokens = len(request.token_ids)
+        saved_s = self._prompt_s(num_tokens, num_known) - self._prompt_s(num_tokens, num_keys)
+        return saved_s > _LOOK_S
 
     async def _bring(self, request: Request, keys: tuple[BlockKey, ...]) -> Fetched:
         room = await self._engine.make_room(keys, request.sequence_hashes[: len(keys)])
@@ -210,7 +226,8 @@ class Tiering:
             return Fetched()
         found, kept_for = Fetched(), None
         try:
-            wanted = keys[room.num_present : room.num_present + len(room.blocks)]
+            blocks = _chain(keys, request.sequence_hashes)
+            wanted = blocks[room.num_present : room.num_present + len(room.blocks)]
             async with asyncio.timeout(_MOST_S):
                 found = await self.cache.fetch(wanted, room.blocks)
             kept_for = request.request_id
@@ -327,9 +344,19 @@ def _in_parts(change: KvChange) -> Iterator[KvChange]:
 
 
 def _blocks(run: SealedKv) -> list[TierBlock]:
+    return _chain(run.keys, run.hashes, run.first, run.parent, run.parent_hash)
+
+
+def _chain(
+    keys: Sequence[BlockKey],
+    hashes: Sequence[SequenceHash],
+    first: int = 0,
+    parent: BlockKey | None = None,
+    parent_hash: SequenceHash | None = None,
+) -> list[TierBlock]:
+    """Blocks one below the other, for as many as there are keys."""
     blocks: list[TierBlock] = []
-    parent, parent_hash = run.parent, run.parent_hash
-    for index, (key, sequence_hash) in enumerate(zip(run.keys, run.hashes, strict=True), run.first):
+    for index, (key, sequence_hash) in enumerate(zip(keys, hashes, strict=False), first):
         blocks.append(TierBlock(key, sequence_hash, parent, parent_hash, index))
         parent, parent_hash = key, sequence_hash
     return blocks

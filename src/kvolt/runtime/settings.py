@@ -308,6 +308,16 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(ge=1, le=15, description="How often a block is to be seen before it is written to the disk."),
     ] = 1
+    object: Annotated[
+        str,
+        Meta(
+            description="A store that all workers share: s3://bucket/folder, gs://, az://, or a folder. Empty for none."
+        ),
+    ] = ""
+    object_touches: Annotated[
+        int,
+        Meta(ge=1, le=15, description="How often a block is to be seen before it is written to that store."),
+    ] = 2
     eviction: Annotated[
         Literal["lru", "s3fifo", "tinylfu"], Meta(description="Which blocks go when a tier is full.")
     ] = "lru"

@@ -23,6 +23,7 @@ from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.tiering import Onboarded, Tiering
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.disk import DiskFiles
+from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.tasks import Scope
 
@@ -63,8 +64,9 @@ async def tiered(
     engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.AGGREGATED), ENGINE)
     await engine.start()
     slabs = engine.kv_slabs()
-    files = None if folder is None else DiskFiles(folder, BlockShape.of(slabs), 256)
-    cache = TieredCache(slabs, num_host, files=files)
+    shape = BlockShape.of(slabs)
+    lower = [] if folder is None else [(DiskTier(DiskFiles(folder, shape, 256)), 1)]
+    cache = TieredCache(slabs, num_host, lower)
     told: list[KvChange] = []
     tiering = Tiering(engine, cache, time.monotonic, told.extend, model, BLOCK)
     found = Tiered(engine, cache, tiering, told=told)

@@ -118,6 +118,12 @@ class SlotMemory:
             which = np.flatnonzero(parts == number)
             yield self._parts[number], slots[which] - number * self._per_part, which
 
+    def block(self, slot: int) -> memoryview:
+        """The bytes of the block in a slot, without what fills it up to a page. To be released after use."""
+        [(part, [number], _)] = self.by_part(np.asarray([slot], dtype=np.int64))
+        start = int(number) * self.shape.slot_bytes
+        return part.memory[start : start + self.shape.block_bytes]
+
     def fill(self, slots: Numbers, keys: Sequence[BlockKey], slabs: Sequence[Slab], blocks: Numbers) -> Sums:
         """Blocks of an engine's memory into slots; their checksums. For any thread, one at a time."""
         return self._copy(slots, keys, slabs, blocks, is_in=True)

@@ -13,17 +13,22 @@ import pytest
 from tests.unit.kv.tiers.tier_lab import Device, device, keys, sequence
 
 from kvolt.core.kv_events import Removed, Stored, Tier
+from kvolt.kv.tiers.books import TierBooks
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.disk import DiskFiles
+from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.slot_memory import BlockShape
 
 
 @asynccontextmanager
 async def cache_over(
-    memory: Device, num_host: int = 16, folder: Path | None = None, num_disk: int = 64, **more: object
+    memory: Device, num_host: int = 16, folder: Path | None = None, num_disk: int = 64, disk_touches: int = 1
 ) -> AsyncIterator[TieredCache]:
-    files = None if folder is None else DiskFiles(folder, BlockShape.of(memory.slabs), num_disk)
-    cache = TieredCache(memory.slabs, num_host, files=files, **more)  # type: ignore[arg-type]
+    lower = []
+    if folder is not None:
+        files = DiskFiles(folder, BlockShape.of(memory.slabs), num_disk)
+        lower.append((DiskTier(files), disk_touches))
+    cache = TieredCache(memory.slabs, num_host, lower)
     await cache.start()
     try:
         yield cache
@@ -32,9 +37,15 @@ async def cache_over(
         await cache.close()
 
 
+def on_disk(cache: TieredCache) -> TierBooks:
+    [tier] = cache.lower
+    assert isinstance(tier, DiskTier)
+    return tier.books
+
+
 async def until_on_disk(cache: TieredCache, num_blocks: int) -> None:
     async with asyncio.timeout(20):
-        while cache.disk is None or len(cache.disk) < num_blocks:
+        while len(on_disk(cache)) < num_blocks:
             await asyncio.sleep(0.005)
 
 
@@ -47,7 +58,7 @@ async def test_blocks_come_back_from_the_host(num_ranks: int) -> None:
             assert await cache.offload(blocks, range(10)) == 10
             assert await cache.offload(blocks, range(10)) == 0, "they are here already"
             memory.wipe()
-            fetched = await cache.fetch(keys(blocks), range(30, 40))
+            fetched = await cache.fetch(blocks, range(30, 40))
             assert fetched.num_blocks == 10
             assert fetched.by_tier == ((Tier.HOST, 10),)
             assert all(memory.holds(block, 30 + index) for index, block in enumerate(blocks))
@@ -64,7 +75,7 @@ async def test_blocks_come_back_from_the_disk_when_the_host_has_others(tmp_path:
             memory.compute(second, range(10, 18))
             await cache.offload(second, range(10, 18))
             assert cache.tiers_of(keys(first)) == [Tier.DISK] * 6
-            fetched = await cache.fetch(keys(first), range(30, 36))
+            fetched = await cache.fetch(first, range(30, 36))
             assert fetched.num_blocks == 6
             assert fetched.by_tier == ((Tier.DISK, 6),)
             assert all(memory.holds(block, 30 + index) for index, block in enumerate(first))
@@ -82,7 +93,7 @@ async def test_the_disk_is_found_again_by_the_next_process(tmp_path: Path) -> No
             stored = [change for change in cache.take_changes() if isinstance(change, Stored)]
             assert sum(change.num_blocks for change in stored) == 12
             assert {change.tier for change in stored} == {Tier.DISK}
-            assert (await cache.fetch(keys(blocks), range(12))).num_blocks == 12
+            assert (await cache.fetch(blocks, range(12))).num_blocks == 12
             assert all(memory.holds(block, index) for index, block in enumerate(blocks))
 
 
@@ -95,10 +106,9 @@ async def test_a_disk_that_is_larger_or_smaller_the_next_time_keeps_what_it_can(
         for num_disk, num_found in ((40, 12), (7, 7), (40, 7)):
             memory.wipe()
             async with cache_over(memory, folder=tmp_path, num_disk=num_disk) as cache:
-                assert cache.disk is not None
-                assert len(cache.disk) == num_found
-                present = [block for block in blocks if cache.disk.has(block.key)]
-                assert (await cache.fetch(keys(present), range(num_found))).num_blocks == num_found
+                assert len(on_disk(cache)) == num_found
+                present = [block for block in blocks if on_disk(cache).has(block.key)]
+                assert (await cache.fetch(present, range(num_found))).num_blocks == num_found
                 assert all(memory.holds(block, index) for index, block in enumerate(present))
 
 
@@ -112,7 +122,7 @@ async def test_a_prefix_comes_from_wherever_each_block_lies(tmp_path: Path) -> N
                 await until_on_disk(cache, start + 4)
             assert cache.tiers_of(keys(blocks)) == [Tier.DISK] * 8 + [Tier.HOST] * 4
             memory.wipe()
-            fetched = await cache.fetch(keys(blocks), range(20, 32))
+            fetched = await cache.fetch(blocks, range(20, 32))
             assert fetched.num_blocks == 12, "a host that holds four is enough to bring twelve"
             assert all(memory.holds(block, 20 + index) for index, block in enumerate(blocks))
 
@@ -126,7 +136,7 @@ async def test_a_flipped_bit_in_the_host_is_a_miss() -> None:
             slot = cache.host.slot(blocks[3].key)
             part = next(cache._memory.by_part(__import__("numpy").array([slot])))[0]
             part.memory[slot * cache.shape.slot_bytes + 77] ^= 4
-            assert (await cache.fetch(keys(blocks), range(20, 26))).num_blocks == 3
+            assert (await cache.fetch(blocks, range(20, 26))).num_blocks == 3
             assert cache.tiers_of(keys(blocks)) == [Tier.HOST] * 3, "nobody finds it any more"
             assert cache.stats[Tier.HOST].failures["corrupt"] == 1
 
@@ -151,7 +161,7 @@ async def test_a_spoiled_file_is_a_miss_from_there_on(tmp_path: Path, spoil: str
         memory.wipe()
         async with cache_over(memory, folder=tmp_path) as cache:
             num_good = 0 if spoil == "gone" else 5
-            assert (await cache.fetch(keys(blocks), range(8))).num_blocks == num_good
+            assert (await cache.fetch(blocks, range(8))).num_blocks == num_good
             assert all(memory.holds(block, index) for index, block in enumerate(blocks[:num_good]))
             memory.compute(blocks, range(8))
             await cache.offload(blocks, range(8))
@@ -166,7 +176,7 @@ async def test_a_read_error_is_a_miss_of_that_block(tmp_path: Path, monkeypatch:
             await cache.offload(blocks, range(8))
         memory.wipe()
         async with cache_over(memory, folder=tmp_path) as cache:
-            bad = cache.disk.slot(blocks[2].key) * cache.shape.slot_bytes  # type: ignore[union-attr]
+            bad = on_disk(cache).slot(blocks[2].key) * cache.shape.slot_bytes
             read = os.preadv
 
             def failing(descriptor: int, views: list[memoryview], at: int) -> int:
@@ -175,7 +185,7 @@ async def test_a_read_error_is_a_miss_of_that_block(tmp_path: Path, monkeypatch:
                 return read(descriptor, views, at)
 
             monkeypatch.setattr(os, "preadv", failing)
-            assert (await cache.fetch(keys(blocks), range(8))).num_blocks == 2
+            assert (await cache.fetch(blocks, range(8))).num_blocks == 2
             assert all(memory.holds(block, index) for index, block in enumerate(blocks[:2]))
 
 
@@ -194,9 +204,8 @@ async def test_a_full_disk_costs_nothing_but_the_disk(
             async with asyncio.timeout(20):
                 while not cache.stats[Tier.DISK].failures["no_room"]:
                     await asyncio.sleep(0.005)
-            assert (await cache.fetch(keys(blocks), range(20, 28))).num_blocks == 8
-            assert cache.disk is not None
-            assert len(cache.disk) == 0
+            assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 8
+            assert len(on_disk(cache)) == 0
 
 
 async def test_a_full_tier_lets_go_of_what_was_asked_for_longest_ago(tmp_path: Path) -> None:
@@ -208,15 +217,15 @@ async def test_a_full_tier_lets_go_of_what_was_asked_for_longest_ago(tmp_path: P
                 await cache.offload(blocks, range(4))
                 await until_on_disk(cache, 4 if name == "a" else 8 if name == "b" else 12)
             cache.take_changes()
-            assert (await cache.fetch(keys(sequence("a", 4)), range(4))).num_blocks == 4
+            assert (await cache.fetch(sequence("a", 4), range(4))).num_blocks == 4
             blocks = sequence("d", 4)
             memory.compute(blocks, range(4))
             await cache.offload(blocks, range(4))
             async with asyncio.timeout(20):
-                while cache.disk is None or not cache.disk.has(blocks[3].key):
+                while not on_disk(cache).has(blocks[3].key):
                     await asyncio.sleep(0.005)
-            assert cache.disk.match(keys(sequence("a", 4))) == 4
-            assert cache.disk.match(keys(sequence("b", 4))) == 0
+            assert on_disk(cache).match(keys(sequence("a", 4))) == 4
+            assert on_disk(cache).match(keys(sequence("b", 4))) == 0
             removed = [change for change in cache.take_changes() if isinstance(change, Removed)]
             gone = {each for change in removed if change.tier is Tier.DISK for each in change.sequence_hashes}
             assert gone == {block.sequence_hash for block in sequence("b", 4)}
@@ -230,8 +239,7 @@ async def test_what_is_seen_once_is_not_written_where_that_is_wanted(tmp_path: P
             await cache.offload(blocks, range(4))
             await cache.offload(blocks[:2], range(2))
             await until_on_disk(cache, 2)
-            assert cache.disk is not None
-            assert cache.disk.match(keys(blocks)) == 2
+            assert on_disk(cache).match(keys(blocks)) == 2
 
 
 async def test_two_who_want_the_same_blocks_read_them_once(tmp_path: Path) -> None:
@@ -242,7 +250,7 @@ async def test_two_who_want_the_same_blocks_read_them_once(tmp_path: Path) -> No
             await cache.offload(blocks, range(8))
         async with cache_over(memory, folder=tmp_path) as cache:
             found = await asyncio.gather(
-                cache.fetch(keys(blocks), range(20, 28)), cache.fetch(keys(blocks), range(30, 38))
+                cache.fetch(blocks, range(20, 28)), cache.fetch(blocks, range(30, 38))
             )
             assert [each.num_blocks for each in found] == [8, 8]
             assert cache.stats[Tier.DISK].num_loaded == 8
@@ -258,13 +266,13 @@ async def test_who_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None:
             await cache.offload(blocks, range(8))
         async with cache_over(memory, folder=tmp_path) as cache:
             for delay_s in (0.0, 0.001, 0.003):
-                fetching = asyncio.ensure_future(cache.fetch(keys(blocks), range(20, 28)))
+                fetching = asyncio.ensure_future(cache.fetch(blocks, range(20, 28)))
                 await asyncio.sleep(delay_s)
                 fetching.cancel()
                 await asyncio.wait([fetching])
                 cache.check_integrity()
                 assert not cache._coming
-            assert (await cache.fetch(keys(blocks), range(20, 28))).num_blocks == 8
+            assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 8
 
 
 async def test_two_owners_of_one_folder_have_a_part_each(tmp_path: Path) -> None:
@@ -307,7 +315,7 @@ async def test_a_full_disk_tier_goes_on_taking_blocks(tmp_path: Path) -> None:
                 memory.compute(blocks, range(4))
                 await cache.offload(blocks, range(4))
             async with asyncio.timeout(20):
-                while cache.disk is None or not cache.disk.has(sequence("j", 4)[3].key):
+                while not on_disk(cache).has(sequence("j", 4)[3].key):
                     await asyncio.sleep(0.005)
             assert not cache.stats[Tier.DISK].failures
 

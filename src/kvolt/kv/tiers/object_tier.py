@@ -1,0 +1,196 @@
+"""ObjectTier: blocks in an object store that many share. Knows which it has as far as it has asked.
+
+What is there is nobody's alone: others write and remove, so what is known of it is a guess that a read corrects. Of a
+prompt's blocks those from the first on are mostly there or not, so that the end of them is found by a few questions,
+some of them at once (`look`). Bounded in what it remembers. Routers are not told of it: every worker reaches it alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from kvolt.core.errors import KvoltError
+from kvolt.core.ids import BlockKey
+from kvolt.core.kv_events import Tier
+from kvolt.kv.changes import Change
+from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.tiers.lower import TierStats
+from kvolt.kv.tiers.object_blocks import Came, ObjectBlocks
+from kvolt.kv.tiers.slot_memory import SlotMemory
+from kvolt.kv.tiers.tier_thread import TierThread
+from kvolt.transfer.memory import Numbers
+
+log = logging.getLogger(__name__)
+
+_MOST_KNOWN = 1 << 18
+_MOST_ABSENT = 1 << 14
+_ABSENT_S = 10.0
+"""After a block was not there, before it is asked for again."""
+_QUESTIONS = 16
+"""At once: a prompt of 4,000 blocks takes three rounds of them."""
+_AT_ONCE = 64
+"""Blocks, between which others have their turn: who does not want the rest any more waits for no more than these."""
+_LOOK_S = 0.5
+"""For all of them."""
+_PAUSE_S = 10.0
+"""After the store did not answer, before it is asked again."""
+
+
+class ObjectTier:
+    """A `LowerTier`."""
+
+    tier = Tier.OBJECT
+    num_slots = None
+    has_chores = False
+
+    def __init__(self, blocks: ObjectBlocks, now: Callable[[], float] = time.monotonic) -> None:
+        self._blocks = blocks
+        self._now = now
+        self.stats = TierStats()
+        self._known: OrderedDict[BlockKey, None] = OrderedDict()
+        """Read or written lately, or found by a `look`."""
+        self._writing: set[BlockKey] = set()
+        self._absent: OrderedDict[BlockKey, float] = OrderedDict()
+        """Until when it is not asked for."""
+        self._asked_again_at = 0.0
+        # Three: a prompt does not wait behind what is written, nor a question behind a prompt.
+        self._readers, self._writers = TierThread("kv-object-read"), TierThread("kv-object-write")
+        self._askers = TierThread("kv-object-ask")
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    async def start(self) -> None:
+        """Nothing is read ahead: a store may have more blocks than there is memory to know them."""
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._give_back)
+
+    def _give_back(self) -> None:
+        for thread in (self._readers, self._writers, self._askers):
+            thread.close()
+        self._blocks.close()
+
+    def has(self, key: BlockKey) -> bool:
+        return key in self._known
+
+    def knows(self, key: BlockKey) -> bool:
+        return key in self._known or key in self._writing
+
+    # --- finding
+
+    async def look(self, keys: Sequence[BlockKey]) -> None:
+        start = next((index for index, key in enumerate(keys) if key not in self._known), len(keys))
+        now = self._now()
+        if start == len(keys) or now < self._asked_again_at or self._absent.get(keys[start], 0.0) > now:
+            return
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                await self._find_end(keys, start)
+        except TimeoutError:
+            log.warning("%s did not say within %g s what it has", self._blocks.url, _LOOK_S)
+            self._asked_again_at = self._now() + _PAUSE_S
+        except KvoltError as error:
+            self._out_of_reach(error)
+
+    async def _find_end(self, keys: Sequence[BlockKey], start: int) -> None:
+        """Of blocks from `start` on, those that are there; `end`: the first that is known not to be."""
+        end = len(keys)
+        while start < end:
+            places = _spread(start, end, _QUESTIONS)
+            are_there, _ = await self._askers.run(self._blocks.are_there, [keys[place] for place in places])
+            num_there = are_there.index(False) if False in are_there else len(places)
+            if num_there < len(places):
+                end = places[num_there]
+            if num_there:
+                self._learn(keys[start : places[num_there - 1] + 1])
+                start = places[num_there - 1] + 1
+        if end < len(keys):
+            self._miss(keys[end])
+
+    def _learn(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            self._known[key] = None
+            self._known.move_to_end(key)
+            self._absent.pop(key, None)
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def _miss(self, key: BlockKey) -> None:
+        self._known.pop(key, None)
+        self._absent[key] = self._now() + _ABSENT_S
+        self._absent.move_to_end(key)
+        if len(self._absent) > _MOST_ABSENT:
+            self._absent.popitem(last=False)
+
+    def _out_of_reach(self, error: KvoltError) -> None:
+        log.warning("the object tier is out of reach for %g s: %s", _PAUSE_S, error.message)
+        self._asked_again_at = self._now() + _PAUSE_S
+
+    # --- moving
+
+    async def write(
+        self, blocks: Sequence[TierBlock], checksums: Sequence[int], memory: SlotMemory, slots: Numbers
+    ) -> None:
+        keys = [block.key for block in blocks]
+        self._writing.update(keys)
+        try:
+            for start in range(0, len(keys), _AT_ONCE):
+                some = slice(start, start + _AT_ONCE)
+                are_new, took_s = await self._writers.run(
+                    self._blocks.write, keys[some], checksums[some], memory, slots[some]
+                )
+                self._learn(keys[some])
+                self.stats.stored(sum(are_new), took_s)
+        finally:
+            self._writing.difference_update(keys)
+
+    async def read(self, blocks: Sequence[TierBlock], memory: SlotMemory, slots: Numbers) -> list[int | None]:
+        keys = [block.key for block in blocks]
+        came: list[int | None] = []
+        try:
+            for start in range(0, len(keys), _AT_ONCE):
+                some = slice(start, start + _AT_ONCE)
+                found, took_s = await self._readers.run(self._blocks.read, keys[some], memory, slots[some])
+                came += [self._came(key, each) for key, each in zip(keys[some], found, strict=True)]
+                self.stats.loaded(sum(each is not None for each in came[some]), took_s)
+        except KvoltError as error:
+            self._out_of_reach(error)
+            self.stats.failures["unread"] += len(keys) - len(came)
+        return came + [None] * (len(keys) - len(came))
+
+    def _came(self, key: BlockKey, found: Came) -> int | None:
+        if isinstance(found, int):
+            self._learn([key])
+            return found
+        self._miss(key)
+        self.stats.failures["gone" if found is None else "corrupt"] += 1
+        if found is not None:
+            log.error("block %s of the object tier is computed again: %s", key.hex(), found.reason)
+        return None
+
+    def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
+        """That they are there; they stay, since others use them."""
+        if keys is None:
+            self._known.clear()
+            self._absent.clear()
+        for key in keys or ():
+            self._known.pop(key, None)
+        return 0
+
+    def take_changes(self) -> tuple[Change, ...]:
+        return ()
+
+    def check_integrity(self) -> None:
+        assert len(self._known) <= _MOST_KNOWN
+        assert not self._known.keys() & self._absent.keys(), "a block is there, and is not"
+
+
+def _spread(start: int, end: int, most: int) -> list[int]:
+    """So many places at most of these, the first among them, evenly spread."""
+    count = min(end - start, most)
+    return [start + number * (end - start) // count for number in range(count)]

@@ -1,0 +1,136 @@
+"""TierWriter: blocks of the host that wait for a tier below it, written a batch at a time and at leisure.
+
+Owns which of them are worth it, in which order they go, and what becomes of them when that tier will not take them:
+it is asked again after a pause, and blocks that the host drops meanwhile are not kept. Bounded by the host's size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+
+from kvolt.core.errors import KvoltError
+from kvolt.core.ids import BlockKey
+from kvolt.kv.tiers.books import TierBooks
+from kvolt.kv.tiers.eviction import TouchFilter
+from kvolt.kv.tiers.lower import LowerTier
+from kvolt.kv.tiers.slot_memory import SlotMemory
+from kvolt.runtime.tasks import Crew
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S = 5.0
+"""After a tier would not take blocks, before it is asked again."""
+_FLUSH_S = 5.0
+"""For what waits, when all ends."""
+
+
+class TierWriter:
+    """See the module. `start` it after the tier, and `close` it before."""
+
+    def __init__(
+        self, lower: LowerTier, host: TierBooks, memory: SlotMemory, touches: int, at_once: int
+    ) -> None:
+        """`touches`: how often a block is to be seen before it is worth it. `at_once`: blocks in a batch."""
+        self.lower = lower
+        self._host = host
+        self._memory = memory
+        self._at_once = at_once
+        self._filter: TouchFilter[BlockKey] = TouchFilter(touches, 4 * host.num_slots, 4 * host.num_slots)
+        self._waiting: OrderedDict[BlockKey, None] = OrderedDict()
+        self._has_waiting = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None
+        self._num_clears = 0
+        self.on_change: Callable[[], None] = lambda: None
+        """Told when blocks have come to the tier, or gone from it."""
+        self.num_dropped = 0
+        """Blocks that were worth it and went before it was their turn."""
+
+    def start(self, crew: Crew) -> None:
+        self._writing = crew.start(self._write_on(), f"write to {self.lower.tier}")
+
+    async def close(self) -> None:
+        """What waits is written, as far as that is quick."""
+        self._closing.set()
+        self._has_waiting.set()
+        if self._writing is None:
+            return
+        await asyncio.wait([self._writing], timeout=_FLUSH_S)
+        try:
+            async with asyncio.timeout(_FLUSH_S):
+                while self._waiting or self.lower.has_chores:
+                    if not await self._write_batch():
+                        break
+        except TimeoutError:
+            log.warning(
+                "%d blocks were not written to the %s tier in time", len(self._waiting), self.lower.tier
+            )
+
+    def want(self, key: BlockKey) -> None:
+        """It was seen: written in its turn, if that is worth it."""
+        if self.lower.knows(key) or not self._host.has(key) or not self._filter.sees(key):
+            return
+        self._waiting[key] = None
+        if len(self._waiting) > self._host.num_slots:
+            self._waiting.popitem(last=False)
+            self.num_dropped += 1
+        self._has_waiting.set()
+
+    def clear(self) -> int:
+        """Forget what waits, what is on its way, and what is there; how many of the last."""
+        self._num_clears += 1
+        self._waiting.clear()
+        self._has_waiting.set()  # the tier may have to be told for good
+        return self.lower.forget()
+
+    # ---
+
+    async def _write_on(self) -> None:
+        """Until it `is_closing`: a batch that has begun is ended."""
+        while not self._is_closing:
+            await self._has_waiting.wait()
+            self._has_waiting.clear()
+            while not self._is_closing and (self._waiting or self.lower.has_chores):
+                if not await self._write_batch():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_PAUSE_S):
+                            await self._closing.wait()
+
+    @property
+    def _is_closing(self) -> bool:
+        return self._closing.is_set()
+
+    async def _write_batch(self) -> bool:
+        """What waits first; whether the tier takes blocks."""
+        keys: list[BlockKey] = []
+        while self._waiting and len(keys) < self._at_once:
+            key, _ = self._waiting.popitem(last=False)
+            if self.lower.knows(key):
+                continue
+            if self._host.has(key):
+                keys.append(key)
+            else:
+                self.num_dropped += 1
+        blocks, cleared = [self._host.block(key) for key in keys], self._num_clears
+        sums = [self._host.checksum(key) for key in keys]
+        slots = np.asarray(self._host.hold(keys, is_asked=False), dtype=np.int64)
+        try:
+            await self.lower.write(blocks, sums, self._memory, slots)
+        except Exception as error:  # the next may be better: nobody else would go on with this
+            no_room = isinstance(error, KvoltError) and error.fields.get("reason") == "no_room"
+            self.lower.stats.failures["no_room" if no_room else "unwritten"] += len(blocks)
+            told = error.message if isinstance(error, KvoltError) else repr(error)
+            log.warning("%d blocks were not written to the %s tier: %s", len(blocks), self.lower.tier, told)
+            return False
+        finally:
+            self._host.release(keys)
+            if cleared != self._num_clears:
+                self.lower.forget(keys)
+            self.on_change()
+        return True
