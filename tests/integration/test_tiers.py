@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -85,14 +86,8 @@ class Serving:
         for _ in range(200):
             if await enough():
                 return
-            await _pause()
+            await asyncio.sleep(0.1)
         raise AssertionError(text)
-
-
-async def _pause() -> None:
-    import asyncio
-
-    await asyncio.sleep(0.1)
 
 
 async def serving(bench: Bench, *tiers: str) -> Serving:
@@ -149,3 +144,32 @@ async def test_text_is_the_same_with_tiers_and_after_a_kill(bench: Bench) -> Non
         await until_ready(at.url, START_S)
         assert await texts(client, PROMPTS) == expected, "spoiled blocks are computed again"
         await until(lambda: "is not what was written there" in third.err, what="a word about it")
+
+
+async def test_one_worker_uses_what_another_has_written_to_a_store(bench: Bench) -> None:
+    """Two workers write to one store at the same time; a third that has never seen a prompt finds its KV there."""
+    store = str(bench.folder / "store")
+    tiers = ("--kv-host", "200blocks", "--kv-object", store)
+    plain = await serving(bench)
+    async with httpx.AsyncClient(base_url=plain.url, timeout=PATIENCE_S) as client:
+        expected = await texts(client, PROMPTS)
+        plain.worker.kill()
+        writers = [bench.worker(name, *tiers) for name in ("one", "two")]
+        await bench.until_seen("frontend", "one", "two", timeout_s=START_S)
+        await until_ready(plain.url, START_S)
+        for _ in range(40):
+            found = await asyncio.gather(*(ask(client, prompt) for prompt in PROMPTS for _ in range(2)))
+            assert [text for text, _ in found] == [text for text in expected for _ in range(2)]
+            if sum(path.is_file() for path in Path(store).rglob("*")) >= 45:
+                break
+        for writer in writers:
+            writer.kill()
+        done = bench.run("cache", "verify", "--object", store)
+        assert done.returncode == 0, done.stdout
+        bench.worker("third", *tiers)
+        await bench.until_seen("frontend", "third", timeout_s=START_S)
+        await until_ready(plain.url, START_S)
+        text, cached = await ask(client, PROMPTS[0])
+        assert text == expected[0]
+        assert cached >= 5 * BLOCK_SIZE, "it came from the store"
+        assert await texts(client, PROMPTS) == expected

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from kvolt.cli.cache_objects import (
+    evict_objects,
+    export_object,
+    list_objects,
+    stat_objects,
+    verify_objects,
+)
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
 from kvolt.engines.models.fetch_progress import size_text
@@ -14,8 +23,9 @@ from kvolt.kv.tiers.disk_view import Part, evict, parts_in, read_blocks, verify
 from kvolt.runtime.cache_directory import cache_directory
 
 HELP = """
-KV blocks that workers keep on a disk (`kvolt serve --kv-host 4GiB --kv-disk 50GiB`). Each worker has a part of the
-folder. Nothing in it is the only copy: what is removed is computed again.
+KV blocks that workers keep on a disk (`kvolt serve --kv-host 4GiB --kv-disk 50GiB`), each in a part of the folder, or
+share in an object store (`--kv-object s3://bucket/kv`). Nothing there is the only copy: what is removed is computed
+again.
 
   kvolt cache stat                        how much is there, and who has it
   kvolt cache ls                          every block: its key, place in its sequence, part
@@ -23,22 +33,31 @@ folder. Nothing in it is the only copy: what is removed is computed again.
   kvolt cache evict --corrupt             forget what does not verify
   kvolt cache evict --all                 forget everything
   kvolt cache export 3fb0... block.bin    the bytes of one block
+
+All of these take --object URL. A store is shared, and grows: remove what is old now and then, or by a bucket's rule.
+
+  kvolt cache evict --object s3://bucket/kv --older-than 7d
 """
+
+
+Verb = Callable[[argparse.Namespace], int]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    for name, run, text in (
-        ("stat", _stat, "how much is there, and who has it"),
-        ("ls", _ls, "every block"),
-        ("verify", _verify, "read all blocks and check them"),
-        ("evict", _evict, "forget blocks"),
-        ("export", _export, "the bytes of one block"),
+    for name, of_disk, of_store, text in (
+        ("stat", _stat, stat_objects, "how much is there, and who has it"),
+        ("ls", _ls, list_objects, "every block"),
+        ("verify", _verify, verify_objects, "read all blocks and check them"),
+        ("evict", _evict, evict_objects, "forget blocks"),
+        ("export", _export, export_object, "the bytes of one block"),
     ):
         verb = verbs.add_parser(name, help=text, description=text)
-        verb.add_argument(
+        where = verb.add_mutually_exclusive_group()
+        where.add_argument(
             "--dir", metavar="DIR", help="folder of --kv-disk-dir (default: the user's cache folder)"
         )
+        where.add_argument("--object", metavar="URL", help="store of --kv-object")
         if name in ("stat", "ls"):
             verb.add_argument("--json", action="store_true", help="for programs")
         if name == "evict":
@@ -46,16 +65,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
             which.add_argument("--all", action="store_true", help="everything")
             which.add_argument("--corrupt", action="store_true", help="what does not verify")
             which.add_argument(
+                "--older-than", metavar="AGE", help="what a store has for longer: 30m, 12h or 7d"
+            )
+            which.add_argument(
                 "--key", action="append", metavar="HEX", help="a block, by its key or the start of it"
             )
         if name == "export":
             verb.add_argument("key", metavar="HEX", help="the block's key, or the start of it")
             verb.add_argument("file", help="where its bytes go")
-        verb.set_defaults(without_config=run)
+        verb.set_defaults(without_config=partial(_run, of_disk, of_store))
 
 
 def run(_args: argparse.Namespace, _loaded: object) -> int:
     raise AssertionError("every sub-verb does without the config")
+
+
+def _run(of_disk: Verb, of_store: Verb, args: argparse.Namespace) -> int:
+    return of_store(args) if args.object else of_disk(args)
 
 
 def _parts(args: argparse.Namespace) -> list[Part]:
@@ -130,6 +156,12 @@ def _bad_of(part: Part) -> list[BlockKey]:
 
 
 def _evict(args: argparse.Namespace) -> int:
+    if args.older_than:
+        raise ConfigError(
+            "a disk does not know how old its blocks are",
+            key="older-than",
+            remedy="name a store with --object; a disk tier makes room by itself",
+        )
     num_gone = 0
     for part in _parts(args):
         if args.corrupt:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import importlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +23,8 @@ from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.transfer.memory import Numbers
 
 FORMAT = 1
+ROOT = f"kv{FORMAT}"
+"""Folder of all blocks in a store."""
 _HEAD = struct.Struct("<4sHH16sQQIxxxx")
 _MAGIC = b"KVOB"
 _AT_ONCE = 16
@@ -32,15 +34,6 @@ _MOST_RETRIES = 2
 
 Value = TypeVar("Value")
 Item = TypeVar("Item")
-
-
-class ObjectFound(NamedTuple):
-    """One object, as the store lists it."""
-
-    key: BlockKey
-    path: str
-    num_bytes: int
-    written_at: datetime
 
 
 class Spoiled(NamedTuple):
@@ -62,7 +55,7 @@ class ObjectBlocks:
         self.shape = shape
         self._store = open_store(url)
         self._library = importlib.import_module("obstore")
-        self._folder = f"kv{FORMAT}/{shape.piece_bytes}x{shape.num_ranks}"
+        self._folder = folder_of(shape)
         self._threads = ThreadPoolExecutor(_AT_ONCE, "kv-object")
         self._is_conditional = True
 
@@ -170,6 +163,11 @@ class ObjectBlocks:
         )
 
 
+def folder_of(shape: BlockShape) -> str:
+    """Where blocks of a shape lie in any store: others would be of no use to who has this one."""
+    return f"{ROOT}/{shape.piece_bytes}x{shape.num_ranks}"
+
+
 def open_store(url: str) -> Any:
     """Of `s3://bucket/folder`, `gs://`, `az://`, `file:///folder` or a folder's path. ConfigError."""
     try:
@@ -198,27 +196,3 @@ def open_store(url: str) -> Any:
             key="tiers.object",
             remedy="s3://bucket/folder with AWS_* in the environment, gs://, az://, or the path of a shared folder",
         ) from None
-
-
-def objects_in(url: str) -> Iterator[ObjectFound]:
-    """All blocks there, of any shape. TransferFailed where the store does not say."""
-    store, library = open_store(url), importlib.import_module("obstore")
-    try:
-        for batch in library.list(store, f"kv{FORMAT}"):
-            for each in batch:
-                try:
-                    key = BlockKey(bytes.fromhex(each["path"].rsplit("/", 1)[-1]))
-                except ValueError:
-                    continue  # not ours
-                yield ObjectFound(key, each["path"], each["size"], each["last_modified"])
-    except (OSError, library.exceptions.BaseError) as error:
-        raise TransferFailed(f"{url} does not answer: {error}", path=url, reason="list") from None
-
-
-def remove_objects(url: str, found: Sequence[ObjectFound]) -> None:
-    """TransferFailed where the store does not do it."""
-    store, library = open_store(url), importlib.import_module("obstore")
-    try:
-        library.delete(store, [each.path for each in found])
-    except (OSError, library.exceptions.BaseError) as error:
-        raise TransferFailed(f"{url} does not answer: {error}", path=url, reason="delete") from None

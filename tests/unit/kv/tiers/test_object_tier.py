@@ -1,0 +1,241 @@
+"""The object tier, beyond what any tier promises: others write and remove there, and it may be out of reach."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.unit.kv.tiers.tier_lab import Device, device, keys, sequence
+
+from kvolt.core.errors import ConfigError, TransferFailed
+from kvolt.core.ids import BlockKey
+from kvolt.core.kv_events import Tier
+from kvolt.kv.tiers import object_blocks, object_tier
+from kvolt.kv.tiers.cache import TieredCache
+from kvolt.kv.tiers.disk import DiskFiles
+from kvolt.kv.tiers.disk_tier import DiskTier
+from kvolt.kv.tiers.object_blocks import ObjectBlocks
+from kvolt.kv.tiers.object_tier import ObjectTier
+from kvolt.kv.tiers.slot_memory import BlockShape
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@asynccontextmanager
+async def cache_over(
+    memory: Device, url: str, num_host: int = 32, touches: int = 1, clock: Clock | None = None
+) -> AsyncIterator[TieredCache]:
+    tier = ObjectTier(ObjectBlocks(url, BlockShape.of(memory.slabs)), clock or Clock())
+    cache = TieredCache(memory.slabs, num_host, [(tier, touches)])
+    await cache.start()
+    try:
+        yield cache
+        cache.check_integrity()
+    finally:
+        await cache.close()
+
+
+async def until_stored(cache: TieredCache, num_blocks: int) -> None:
+    async with asyncio.timeout(60):
+        while cache.stats[Tier.OBJECT].num_stored < num_blocks:
+            await asyncio.sleep(0.005)
+
+
+async def test_one_worker_uses_what_another_has_written(tmp_path: Path) -> None:
+    blocks = sequence("a", 20)
+    with device() as memory:
+        memory.compute(blocks, range(20))
+        async with cache_over(memory, str(tmp_path)) as cache:
+            await cache.offload(blocks, range(20))
+            await until_stored(cache, 20)
+        memory.wipe()
+        async with cache_over(memory, str(tmp_path)) as other:
+            assert other.tiers_of(keys(blocks)) == []
+            assert not other.knows_all
+            await other.look(keys(blocks))
+            assert other.tiers_of(keys(blocks)) == [Tier.OBJECT] * 20
+            fetched = await other.fetch(blocks, range(20))
+            assert fetched.by_tier == ((Tier.OBJECT, 20),)
+            assert all(memory.holds(block, index) for index, block in enumerate(blocks))
+            assert other.tiers_of(keys(blocks)) == [Tier.HOST] * 20, "and it is nearer now"
+            assert other.take_changes(), "of which routers hear"
+
+
+async def test_two_writers_of_the_same_blocks_write_them_once(tmp_path: Path) -> None:
+    blocks = sequence("a", 24)
+    with device() as memory:
+        memory.compute(blocks, range(24))
+        async with cache_over(memory, str(tmp_path)) as one, cache_over(memory, str(tmp_path)) as two:
+            await asyncio.gather(one.offload(blocks, range(24)), two.offload(blocks, range(24)))
+            async with asyncio.timeout(60):
+                while len(one.lower[0]) < 24 or len(two.lower[0]) < 24:
+                    await asyncio.sleep(0.005)
+            assert one.stats[Tier.OBJECT].num_stored + two.stats[Tier.OBJECT].num_stored == 24
+        memory.wipe()
+        async with cache_over(memory, str(tmp_path)) as third:
+            await third.look(keys(blocks))
+            assert (await third.fetch(blocks, range(24))).num_blocks == 24
+            assert all(memory.holds(block, index) for index, block in enumerate(blocks))
+
+
+async def test_what_others_removed_is_a_miss_from_there_on(tmp_path: Path) -> None:
+    blocks = sequence("a", 10)
+    with device() as memory:
+        memory.compute(blocks, range(10))
+        clock = Clock()
+        async with cache_over(memory, str(tmp_path), clock=clock) as cache:
+            await cache.offload(blocks, range(10))
+            await until_stored(cache, 10)
+            cache.host.forget(cache.host)
+            [path] = tmp_path.rglob(blocks[6].key.hex())
+            path.unlink()
+            assert (await cache.fetch(blocks, range(20, 30))).num_blocks == 6
+            assert cache.stats[Tier.OBJECT].failures["gone"] == 1
+            assert cache.tiers_of(keys(blocks))[:6] == [Tier.HOST] * 6
+            assert len(cache.tiers_of(keys(blocks))) == 6
+
+
+async def test_what_is_not_there_is_not_asked_for_at_every_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    are_there = ObjectBlocks.are_there
+
+    def counted(self: ObjectBlocks, keys: Sequence[BlockKey]) -> list[bool]:
+        asked.append(len(keys))
+        return are_there(self, keys)
+
+    monkeypatch.setattr(ObjectBlocks, "are_there", counted)
+    blocks = sequence("a", 300)
+    with device() as memory:
+        clock = Clock()
+        async with cache_over(memory, str(tmp_path), clock=clock) as cache:
+            for _ in range(3):
+                await cache.look(keys(blocks))
+            assert len(asked) == 1, "one round, of a few questions"
+            assert asked[0] <= 16
+            clock.now_s += 60.0
+            await cache.look(keys(blocks))
+            assert len(asked) == 2, "somebody may have written it meanwhile"
+
+
+async def test_a_block_is_written_when_it_is_seen_again(tmp_path: Path) -> None:
+    blocks = sequence("a", 4)
+    with device() as memory:
+        memory.compute(blocks, range(4))
+        async with cache_over(memory, str(tmp_path), touches=2) as cache:
+            await cache.offload(blocks, range(4))
+            await cache.offload(blocks[:2], range(2))
+            await until_stored(cache, 2)
+        assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {
+            block.key.hex() for block in blocks[:2]
+        }
+
+
+async def test_a_store_that_does_not_answer_is_left_alone_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes calls and says nothing: whoever asks waits half a second once, and what is written is not kept."""
+    monkeypatch.setattr(object_blocks, "_CALL_S", 0.5)
+    monkeypatch.setattr(object_blocks, "_MOST_RETRIES", 0)
+    monkeypatch.setattr(object_tier, "_LOOK_S", 0.2)
+    for name, value in (("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "y"), ("REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    blocks = sequence("a", 4)
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent, device() as memory:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        memory.compute(blocks, range(4))
+        clock = Clock()
+        clock.now_s = 100.0
+        async with cache_over(memory, "s3://kv-blocks/x", clock=clock) as cache:
+            await cache.look(keys(blocks))
+            assert cache.tiers_of(keys(blocks)) == []
+            asked = asyncio.get_running_loop().time()
+            await cache.look(keys(blocks))
+            assert asyncio.get_running_loop().time() - asked < 0.2, "it is not asked again at once"
+            await cache.offload(blocks, range(4))
+            async with asyncio.timeout(60):
+                while not cache.stats[Tier.OBJECT].failures["unwritten"]:
+                    await asyncio.sleep(0.01)
+            assert (await cache.fetch(blocks, range(10, 14))).num_blocks == 4, "the host has them"
+
+
+async def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = sequence("a", 8)
+
+    def fails(self: ObjectBlocks, *_: object) -> object:
+        raise TransferFailed("the network is away", path=self.url, reason="away")
+
+    with device() as memory:
+        memory.compute(blocks, range(8))
+        async with cache_over(memory, str(tmp_path)) as cache:
+            await cache.offload(blocks, range(8))
+            await until_stored(cache, 8)
+            cache.host.forget(cache.host)
+            with monkeypatch.context() as broken:
+                broken.setattr(ObjectBlocks, "_get", fails)
+                assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 0
+            assert cache.stats[Tier.OBJECT].failures["unread"] == 8
+            assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 8, "it is back"
+
+
+async def test_blocks_of_three_tiers_come_as_one_prefix(tmp_path: Path) -> None:
+    blocks = sequence("a", 12)
+    with device() as memory:
+        memory.compute(blocks, range(12))
+        shape = BlockShape.of(memory.slabs)
+        disk = DiskTier(DiskFiles(tmp_path / "disk", shape, 64))
+        store = ObjectTier(ObjectBlocks(str(tmp_path / "store"), shape))
+        cache = TieredCache(memory.slabs, 16, [(disk, 1), (store, 1)])
+        await cache.start()
+        try:
+            await cache.offload(blocks, range(12))
+            await until_stored(cache, 12)
+            async with asyncio.timeout(60):
+                while len(disk) < 12:
+                    await asyncio.sleep(0.005)
+            cache.host.forget(keys(blocks[4:]))
+            disk.forget(keys(blocks[8:]))
+            expected = [Tier.HOST] * 4 + [Tier.DISK] * 4 + [Tier.OBJECT] * 4
+            assert cache.tiers_of(keys(blocks)) == expected
+            memory.wipe()
+            fetched = await cache.fetch(blocks, range(20, 32))
+            assert dict(fetched.by_tier) == {Tier.HOST: 4, Tier.DISK: 4, Tier.OBJECT: 4}
+            assert all(memory.holds(block, 20 + index) for index, block in enumerate(blocks))
+            async with asyncio.timeout(60):
+                while len(disk) < 12:  # what came from afar is worth the disk
+                    await asyncio.sleep(0.005)
+            cache.check_integrity()
+        finally:
+            await cache.close()
+
+
+async def test_what_a_clear_overtakes_is_not_kept(tmp_path: Path) -> None:
+    blocks = sequence("a", 4)
+    with device() as memory:
+        memory.compute(blocks, range(4))
+        async with cache_over(memory, str(tmp_path)) as cache:
+            await cache.offload(blocks, range(4))
+            await until_stored(cache, 4)
+            cache.host.forget(cache.host)
+            fetching = asyncio.ensure_future(cache.fetch(blocks, range(4)))
+            await asyncio.sleep(0)
+            cache.clear()
+            assert (await fetching).num_blocks == 0
+            assert len(cache.host) == 0
+
+
+def test_no_store_of_that_name() -> None:
+    with pytest.raises(ConfigError) as told:
+        ObjectBlocks("nosuch://bucket/x", BlockShape(10))
+    assert "s3://bucket/folder" in str(told.value.fields["remedy"])
