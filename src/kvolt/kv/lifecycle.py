@@ -19,7 +19,8 @@ Where bytes and their name are kept apart, as on a disk, there are two states mo
     WRITING --seal--> SEALED --register--> REGISTERED        INACTIVE --condemn--> EVICTING --evict--> FREE
 
 A SEALED block has its bytes and their checksum, and is not found yet. An EVICTING block is not found any more, and
-its memory is not to be used again before that is known for good.
+its memory is not to be used again before that is known for good. What is found complete by who begins is INACTIVE at
+once (`restore`).
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class BlockMove(StrEnum):
     FORGET = "forget"
     RELEASE = "release"
     """The last holder lets go."""
+    RESTORE = "restore"
+    """It was found complete, by who begins."""
     ACQUIRE = "acquire"
     CONDEMN = "condemn"
     EVICT = "evict"
@@ -68,6 +71,7 @@ class BlockMove(StrEnum):
 TRANSITIONS: Mapping[tuple[BlockState, BlockMove], BlockState] = MappingProxyType(
     {
         (BlockState.FREE, BlockMove.ALLOCATE): BlockState.WRITING,
+        (BlockState.FREE, BlockMove.RESTORE): BlockState.INACTIVE,
         (BlockState.WRITING, BlockMove.REGISTER): BlockState.REGISTERED,
         (BlockState.WRITING, BlockMove.DUPLICATE): BlockState.DUPLICATE,
         (BlockState.WRITING, BlockMove.RELEASE): BlockState.FREE,

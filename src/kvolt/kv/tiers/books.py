@@ -163,6 +163,10 @@ class TierBooks:
         entry.move(BlockMove.ALLOCATE)
         self._entries[block.key] = entry
         self._num_writing += 1
+        self._follow(block)
+
+    def _follow(self, block: TierBlock) -> None:
+        """The one before it cannot go any more."""
         if block.parent is not None:
             above = self._entries.get(block.parent)
             if above is not None and _is_found(above) and self._is_leaf(above):
@@ -201,16 +205,20 @@ class TierBooks:
 
     def restore(self, block: TierBlock, slot: Slot, checksum: int) -> None:
         """It was found in its slot, where nobody reads or writes yet."""
-        entry = _Entry(block, slot, BlockState.FREE, 1)
-        self._enter(entry)
+        entry = _Entry(block, slot, BlockState.FREE, 0, checksum)
+        entry.move(BlockMove.RESTORE)
+        self._entries[block.key] = entry
+        self._follow(block)
         self._num_touched = max(self._num_touched, slot + 1)
-        self.seal(block.key, checksum)
-        self.register([block.key])
+        self._tell(block)
+        if self._is_leaf(entry):
+            self._eviction.admit(block.key)
 
     def restored(self) -> None:
         """All has been: what no block lies in is free."""
         used = {entry.slot for entry in self._entries.values()}
         self._free = [Slot(slot) for slot in range(self._num_touched) if slot not in used]
+        self._shrink()
 
     # --- going
 
