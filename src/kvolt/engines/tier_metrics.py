@@ -40,14 +40,14 @@ class TierMetrics(Collector):
             labels=("tier",),
         )
         for tier in _TIERS:
-            caches = [each.cache for each in every if tier in each.cache.stats]
-            if not caches:
+            hosts = [each.cache.host for each in every if tier in each.cache.host.stats]
+            if not hosts:
                 continue
-            sizes = [each.size(tier) for each in caches]
+            sizes = [each.size(tier) for each in hosts]
             blocks.add_metric((tier,), sum(count for count, _ in sizes))
             if all(most is not None for _, most in sizes):
                 slots.add_metric((tier,), sum(most or 0 for _, most in sizes))
-            num_bytes = (each.size(tier)[0] * each.shape.block_bytes for each in caches)
+            num_bytes = (each.size(tier)[0] * each.shape.block_bytes for each in hosts)
             used.add_metric((tier,), sum(num_bytes))
             rates.add_metric((tier,), _hit_rate(every, tier))
         yield from (blocks, slots, used, rates)
@@ -111,7 +111,7 @@ class TierMetrics(Collector):
 
 
 def _stats(every: Sequence[Tiering], tier: Tier) -> list[TierStats]:
-    return [each.cache.stats[tier] for each in every if tier in each.cache.stats]
+    return [each.cache.host.stats[tier] for each in every if tier in each.cache.host.stats]
 
 
 def _hit_rate(every: Sequence[Tiering], tier: Tier) -> float:

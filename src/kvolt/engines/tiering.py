@@ -105,7 +105,7 @@ class Tiering:
         """Of what is found on a disk is told by the first `tell_changes`."""
         await self.cache.start()
         await self._engine.pin_sealed(_PINNED)  # from now on it remembers what it completes
-        self.cache.on_change(self.tell_changes)
+        self.cache.host.on_change(self.tell_changes)
         self._offloading = self._crew.start(self._offload_on(), "offload")
 
     async def close(self) -> None:
@@ -161,7 +161,7 @@ class Tiering:
 
     def clear(self) -> int:
         """Forget all that nobody is at; how many blocks."""
-        num_gone = self.cache.clear()
+        num_gone = self.cache.host.clear()
         self.tell_changes()
         return num_gone
 
@@ -173,7 +173,7 @@ class Tiering:
             keys = self._engine.kv_keys(request)
         except KvoltError:  # the engine says so itself
             return False
-        if not self.cache.knows_all or self.cache.has_any(keys):
+        if not self.cache.host.knows_all or self.cache.host.has_any(keys):
             return True
         self.hits.add(len(keys), ())
         return False
@@ -199,10 +199,10 @@ class Tiering:
     async def _onboard(self, request: Request) -> Fetched:
         keys = self._engine.kv_keys(request)
         num_present = await self._engine.match(request) // self._block_size
-        tiers = self.cache.tiers_of(keys, num_present)
+        tiers = self.cache.host.tiers_of(keys, num_present)
         if self._is_worth_looking(request, len(keys), num_present + len(tiers)):
-            await self.cache.look(keys[num_present + len(tiers) :])
-            tiers = self.cache.tiers_of(keys, num_present)
+            await self.cache.host.look(keys[num_present + len(tiers) :])
+            tiers = self.cache.host.tiers_of(keys, num_present)
         num_wanted = self._worth(request, num_present, tiers)
         found = Fetched()
         if num_wanted:
@@ -212,7 +212,7 @@ class Tiering:
 
     def _is_worth_looking(self, request: Request, num_keys: int, num_known: int) -> bool:
         """Whether a tier that does not know all it has is asked for the rest: that takes a moment, too."""
-        if self.cache.knows_all or num_known == num_keys:
+        if self.cache.host.knows_all or num_known == num_keys:
             return False
         if self._model is None:
             return True
@@ -258,7 +258,7 @@ class Tiering:
         num_tokens = len(request.token_ids)
         best, best_s, fetch_s = 0, self._prompt_s(num_tokens, num_present), 0.0
         for index, tier in enumerate(tiers, 1):
-            fetch_s += self.cache.block_s(tier)
+            fetch_s += self.cache.host.block_s(tier)
             is_end = index == len(tiers) or tiers[index] is not tier
             if is_end:  # only where the tier changes can it be better to stop
                 total_s = fetch_s / _SPARE + self._prompt_s(num_tokens, num_present + index)
@@ -278,7 +278,7 @@ class Tiering:
 
     def tell_changes(self) -> None:
         """Of blocks in tiers, to who routes."""
-        for change in self.cache.take_changes():
+        for change in self.cache.host.take_changes():
             for part in _in_parts(change):
                 self._tell((part,))
 

@@ -20,7 +20,7 @@ async def test_what_moved_and_what_is_there_is_told(tmp_path: Path) -> None:
         await until_offloaded(at, 8)
         await at.engine.clear_kv()
         await at.answer(request("again", 10))
-        at.cache.stats[Tier.DISK].failures["corrupt"] += 1
+        at.cache.host.stats[Tier.DISK].failures["corrupt"] += 1
         told = generate_latest(registry).decode()
     for line in (
         'kvolt_tier_blocks{tier="host"} 8.0',

@@ -84,7 +84,7 @@ async def tiered(
         scope.start(listen(), "listen")
         try:
             yield found
-            cache.check_integrity()
+            cache.host.check_integrity()
         finally:
             await tiering.close()
             await engine.close()
@@ -109,7 +109,7 @@ def asked(name: str, tokens: tuple[int, ...], max_tokens: int) -> Request:
 
 async def until_offloaded(at: Tiered, num_blocks: int) -> None:
     async with asyncio.timeout(20):
-        while len(at.cache.host) < num_blocks:
+        while len(at.cache.host.books) < num_blocks:
             await asyncio.sleep(0.002)
 
 
@@ -240,7 +240,7 @@ async def test_a_tier_that_was_slow_once_is_tried_again() -> None:
     async with tiered(model=LatencyModel(base_s=1e-3, prefill_token_s=1e-5)) as at:
         await at.answer(request("first", 10))
         await until_offloaded(at, 8)
-        at.cache.stats[Tier.HOST].block_s = 10.0
+        at.cache.host.stats[Tier.HOST].block_s = 10.0
         brought = []
         for number in range(40):
             await at.engine.clear_kv()
@@ -259,5 +259,5 @@ async def test_blocks_that_may_not_be_held_any_more_are_not_copied(monkeypatch: 
         monkeypatch.setattr(at.engine, "pin_sealed", expired)
         await at.answer(request("first", 10))
         await asyncio.sleep(0.2)
-        assert len(at.cache.host) == 0
+        assert len(at.cache.host.books) == 0
         await at_rest(at)

@@ -27,6 +27,7 @@ class DiskTier:
     """A `LowerTier`."""
 
     tier = Tier.DISK
+    is_shared = False
 
     def __init__(self, files: DiskFiles, eviction: str = "lru") -> None:
         self._files = files

@@ -8,7 +8,7 @@ that it was given, cancelled or not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -60,6 +60,11 @@ class LowerTier(Protocol):
     def stats(self) -> TierStats: ...
 
     @property
+    def is_shared(self) -> bool:
+        """Whether others write there, too: it may have more than it is known to have."""
+        ...
+
+    @property
     def num_slots(self) -> int | None:
         """Blocks that it can hold; None where that is not ours to say."""
         ...
@@ -108,7 +113,3 @@ class LowerTier(Protocol):
         ...
 
     def check_integrity(self) -> None: ...
-
-
-SpeedOf = Callable[[Tier], float]
-"""Seconds for one block from there."""

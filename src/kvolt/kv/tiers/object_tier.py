@@ -44,6 +44,7 @@ class ObjectTier:
     """A `LowerTier`."""
 
     tier = Tier.OBJECT
+    is_shared = True
     num_slots = None
     has_chores = False
 

@@ -32,13 +32,13 @@ async def cache_over(
     await cache.start()
     try:
         yield cache
-        cache.check_integrity()
+        cache.host.check_integrity()
     finally:
         await cache.close()
 
 
 def on_disk(cache: TieredCache) -> TierBooks:
-    [tier] = cache.lower
+    [tier] = cache.host.lower
     assert isinstance(tier, DiskTier)
     return tier.books
 
@@ -74,7 +74,7 @@ async def test_blocks_come_back_from_the_disk_when_the_host_has_others(tmp_path:
             second = sequence("b", 8)
             memory.compute(second, range(10, 18))
             await cache.offload(second, range(10, 18))
-            assert cache.tiers_of(keys(first)) == [Tier.DISK] * 6
+            assert cache.host.tiers_of(keys(first)) == [Tier.DISK] * 6
             fetched = await cache.fetch(first, range(30, 36))
             assert fetched.num_blocks == 6
             assert fetched.by_tier == ((Tier.DISK, 6),)
@@ -89,8 +89,8 @@ async def test_the_disk_is_found_again_by_the_next_process(tmp_path: Path) -> No
             await cache.offload(blocks, range(12))
         memory.wipe()
         async with cache_over(memory, folder=tmp_path) as cache:
-            assert cache.tiers_of(keys(blocks)) == [Tier.DISK] * 12
-            stored = [change for change in cache.take_changes() if isinstance(change, Stored)]
+            assert cache.host.tiers_of(keys(blocks)) == [Tier.DISK] * 12
+            stored = [change for change in cache.host.take_changes() if isinstance(change, Stored)]
             assert sum(change.num_blocks for change in stored) == 12
             assert {change.tier for change in stored} == {Tier.DISK}
             assert (await cache.fetch(blocks, range(12))).num_blocks == 12
@@ -120,7 +120,7 @@ async def test_a_prefix_comes_from_wherever_each_block_lies(tmp_path: Path) -> N
             for start in range(0, 12, 4):
                 await cache.offload(blocks[start : start + 4], range(start, start + 4))
                 await until_on_disk(cache, start + 4)
-            assert cache.tiers_of(keys(blocks)) == [Tier.DISK] * 8 + [Tier.HOST] * 4
+            assert cache.host.tiers_of(keys(blocks)) == [Tier.DISK] * 8 + [Tier.HOST] * 4
             memory.wipe()
             fetched = await cache.fetch(blocks, range(20, 32))
             assert fetched.num_blocks == 12, "a host that holds four is enough to bring twelve"
@@ -133,12 +133,12 @@ async def test_a_flipped_bit_in_the_host_is_a_miss() -> None:
             blocks = sequence("a", 6)
             memory.compute(blocks, range(6))
             await cache.offload(blocks, range(6))
-            slot = cache.host.slot(blocks[3].key)
-            part = next(cache._memory.by_part(__import__("numpy").array([slot])))[0]
-            part.memory[slot * cache.shape.slot_bytes + 77] ^= 4
+            slot = cache.host.books.slot(blocks[3].key)
+            part = next(cache.host.memory.by_part(__import__("numpy").array([slot])))[0]
+            part.memory[slot * cache.host.shape.slot_bytes + 77] ^= 4
             assert (await cache.fetch(blocks, range(20, 26))).num_blocks == 3
-            assert cache.tiers_of(keys(blocks)) == [Tier.HOST] * 3, "nobody finds it any more"
-            assert cache.stats[Tier.HOST].failures["corrupt"] == 1
+            assert cache.host.tiers_of(keys(blocks)) == [Tier.HOST] * 3, "nobody finds it any more"
+            assert cache.host.stats[Tier.HOST].failures["corrupt"] == 1
 
 
 @pytest.mark.parametrize("spoil", ["flip", "cut", "gone"])
@@ -165,7 +165,7 @@ async def test_a_spoiled_file_is_a_miss_from_there_on(tmp_path: Path, spoil: str
             assert all(memory.holds(block, index) for index, block in enumerate(blocks[:num_good]))
             memory.compute(blocks, range(8))
             await cache.offload(blocks, range(8))
-            assert cache.tiers_of(keys(blocks)) == [Tier.HOST] * 8, "computed again, it is kept again"
+            assert cache.host.tiers_of(keys(blocks)) == [Tier.HOST] * 8, "computed again, it is kept again"
 
 
 async def test_a_read_error_is_a_miss_of_that_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ async def test_a_read_error_is_a_miss_of_that_block(tmp_path: Path, monkeypatch:
             await cache.offload(blocks, range(8))
         memory.wipe()
         async with cache_over(memory, folder=tmp_path) as cache:
-            bad = on_disk(cache).slot(blocks[2].key) * cache.shape.slot_bytes
+            bad = on_disk(cache).slot(blocks[2].key) * cache.host.shape.slot_bytes
             read = os.preadv
 
             def failing(descriptor: int, views: list[memoryview], at: int) -> int:
@@ -202,7 +202,7 @@ async def test_a_full_disk_costs_nothing_but_the_disk(
             memory.compute(blocks, range(8))
             await cache.offload(blocks, range(8))
             async with asyncio.timeout(20):
-                while not cache.stats[Tier.DISK].failures["no_room"]:
+                while not cache.host.stats[Tier.DISK].failures["no_room"]:
                     await asyncio.sleep(0.005)
             assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 8
             assert len(on_disk(cache)) == 0
@@ -216,7 +216,7 @@ async def test_a_full_tier_lets_go_of_what_was_asked_for_longest_ago(tmp_path: P
                 memory.compute(blocks, range(4))
                 await cache.offload(blocks, range(4))
                 await until_on_disk(cache, 4 if name == "a" else 8 if name == "b" else 12)
-            cache.take_changes()
+            cache.host.take_changes()
             assert (await cache.fetch(sequence("a", 4), range(4))).num_blocks == 4
             blocks = sequence("d", 4)
             memory.compute(blocks, range(4))
@@ -226,7 +226,7 @@ async def test_a_full_tier_lets_go_of_what_was_asked_for_longest_ago(tmp_path: P
                     await asyncio.sleep(0.005)
             assert on_disk(cache).match(keys(sequence("a", 4))) == 4
             assert on_disk(cache).match(keys(sequence("b", 4))) == 0
-            removed = [change for change in cache.take_changes() if isinstance(change, Removed)]
+            removed = [change for change in cache.host.take_changes() if isinstance(change, Removed)]
             gone = {each for change in removed if change.tier is Tier.DISK for each in change.sequence_hashes}
             assert gone == {block.sequence_hash for block in sequence("b", 4)}
 
@@ -253,7 +253,7 @@ async def test_two_who_want_the_same_blocks_read_them_once(tmp_path: Path) -> No
                 cache.fetch(blocks, range(20, 28)), cache.fetch(blocks, range(30, 38))
             )
             assert [each.num_blocks for each in found] == [8, 8]
-            assert cache.stats[Tier.DISK].num_loaded == 8
+            assert cache.host.stats[Tier.DISK].num_loaded == 8
             for start in (20, 30):
                 assert all(memory.holds(block, start + index) for index, block in enumerate(blocks))
 
@@ -270,8 +270,8 @@ async def test_who_is_cancelled_leaves_nothing_behind(tmp_path: Path) -> None:
                 await asyncio.sleep(delay_s)
                 fetching.cancel()
                 await asyncio.wait([fetching])
-                cache.check_integrity()
-                assert not cache._coming
+                cache.host.check_integrity()
+                assert not cache.host._coming
             assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 8
 
 
@@ -282,7 +282,7 @@ async def test_two_owners_of_one_folder_have_a_part_each(tmp_path: Path) -> None
             memory.compute(blocks, range(4))
             await one.offload(blocks, range(4))
             await until_on_disk(one, 4)
-            assert other.tiers_of(keys(blocks)) == []
+            assert other.host.tiers_of(keys(blocks)) == []
 
 
 async def test_what_was_let_go_while_it_was_copied_is_not_kept() -> None:
@@ -292,8 +292,8 @@ async def test_what_was_let_go_while_it_was_copied_is_not_kept() -> None:
             blocks = sequence("a", 4)
             memory.compute(blocks, range(4))
             assert await cache.offload(blocks, range(4), lambda: False) == 0
-            assert cache.tiers_of(keys(blocks)) == []
-            assert cache.stats[Tier.HOST].failures["late"] == 4
+            assert cache.host.tiers_of(keys(blocks)) == []
+            assert cache.host.stats[Tier.HOST].failures["late"] == 4
 
 
 async def test_all_that_is_offloaded_while_the_disk_is_busy_gets_there(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ async def test_all_that_is_offloaded_while_the_disk_is_busy_gets_there(tmp_path:
                 memory.compute(blocks, range(6 * index, 6 * index + 6))
                 await cache.offload(blocks, range(6 * index, 6 * index + 6))
             await until_on_disk(cache, 48)
-            assert cache.num_dropped == 0
+            assert cache.host.num_dropped == 0
 
 
 async def test_a_full_disk_tier_goes_on_taking_blocks(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ async def test_a_full_disk_tier_goes_on_taking_blocks(tmp_path: Path) -> None:
             async with asyncio.timeout(20):
                 while not on_disk(cache).has(sequence("j", 4)[3].key):
                     await asyncio.sleep(0.005)
-            assert not cache.stats[Tier.DISK].failures
+            assert not cache.host.stats[Tier.DISK].failures
 
 
 async def test_what_is_cleared_is_not_found_by_the_next_process(tmp_path: Path) -> None:
@@ -327,10 +327,10 @@ async def test_what_is_cleared_is_not_found_by_the_next_process(tmp_path: Path) 
         async with cache_over(memory, folder=tmp_path) as cache:
             await cache.offload(blocks, range(8))
             await until_on_disk(cache, 8)
-            assert cache.clear() == 16
-            assert cache.tiers_of(keys(blocks)) == []
+            assert cache.host.clear() == 16
+            assert cache.host.tiers_of(keys(blocks)) == []
         async with cache_over(memory, folder=tmp_path) as cache:
-            assert cache.tiers_of(keys(blocks)) == []
+            assert cache.host.tiers_of(keys(blocks)) == []
 
 
 async def test_a_clear_while_blocks_are_copied_forgets_them(tmp_path: Path) -> None:
@@ -340,9 +340,9 @@ async def test_a_clear_while_blocks_are_copied_forgets_them(tmp_path: Path) -> N
             memory.compute(blocks, range(8))
             offloading = asyncio.ensure_future(cache.offload(blocks, range(8)))
             await asyncio.sleep(0)
-            cache.clear()
+            cache.host.clear()
             assert await offloading == 0
-            assert cache.tiers_of(keys(blocks)) == []
+            assert cache.host.tiers_of(keys(blocks)) == []
 
 
 async def test_a_journal_that_cannot_be_written_once_is_right_afterwards(
@@ -364,7 +364,7 @@ async def test_a_journal_that_cannot_be_written_once_is_right_afterwards(
             monkeypatch.setattr(os, "write", short)
             await cache.offload(first, range(4))
             async with asyncio.timeout(20):
-                while not cache.stats[Tier.DISK].failures["no_room"]:
+                while not cache.host.stats[Tier.DISK].failures["no_room"]:
                     await asyncio.sleep(0.005)
             monkeypatch.setattr(os, "write", real)
         async with cache_over(memory, folder=tmp_path) as cache:
@@ -373,4 +373,4 @@ async def test_a_journal_that_cannot_be_written_once_is_right_afterwards(
             await cache.offload(second, range(4))
             await until_on_disk(cache, 4)
         async with cache_over(memory, folder=tmp_path) as cache:
-            assert cache.tiers_of(keys(second)) == [Tier.DISK] * 4
+            assert cache.host.tiers_of(keys(second)) == [Tier.DISK] * 4

@@ -40,14 +40,14 @@ async def cache_over(
     await cache.start()
     try:
         yield cache
-        cache.check_integrity()
+        cache.host.check_integrity()
     finally:
         await cache.close()
 
 
 async def until_stored(cache: TieredCache, num_blocks: int) -> None:
     async with asyncio.timeout(60):
-        while cache.stats[Tier.OBJECT].num_stored < num_blocks:
+        while cache.host.stats[Tier.OBJECT].num_stored < num_blocks:
             await asyncio.sleep(0.005)
 
 
@@ -60,15 +60,15 @@ async def test_one_worker_uses_what_another_has_written(tmp_path: Path) -> None:
             await until_stored(cache, 20)
         memory.wipe()
         async with cache_over(memory, str(tmp_path)) as other:
-            assert other.tiers_of(keys(blocks)) == []
-            assert not other.knows_all
-            await other.look(keys(blocks))
-            assert other.tiers_of(keys(blocks)) == [Tier.OBJECT] * 20
+            assert other.host.tiers_of(keys(blocks)) == []
+            assert not other.host.knows_all
+            await other.host.look(keys(blocks))
+            assert other.host.tiers_of(keys(blocks)) == [Tier.OBJECT] * 20
             fetched = await other.fetch(blocks, range(20))
             assert fetched.by_tier == ((Tier.OBJECT, 20),)
             assert all(memory.holds(block, index) for index, block in enumerate(blocks))
-            assert other.tiers_of(keys(blocks)) == [Tier.HOST] * 20, "and it is nearer now"
-            assert other.take_changes(), "of which routers hear"
+            assert other.host.tiers_of(keys(blocks)) == [Tier.HOST] * 20, "and it is nearer now"
+            assert other.host.take_changes(), "of which routers hear"
 
 
 async def test_two_writers_of_the_same_blocks_write_them_once(tmp_path: Path) -> None:
@@ -78,12 +78,12 @@ async def test_two_writers_of_the_same_blocks_write_them_once(tmp_path: Path) ->
         async with cache_over(memory, str(tmp_path)) as one, cache_over(memory, str(tmp_path)) as two:
             await asyncio.gather(one.offload(blocks, range(24)), two.offload(blocks, range(24)))
             async with asyncio.timeout(60):
-                while len(one.lower[0]) < 24 or len(two.lower[0]) < 24:
+                while len(one.host.lower[0]) < 24 or len(two.host.lower[0]) < 24:
                     await asyncio.sleep(0.005)
-            assert one.stats[Tier.OBJECT].num_stored + two.stats[Tier.OBJECT].num_stored == 24
+            assert one.host.stats[Tier.OBJECT].num_stored + two.host.stats[Tier.OBJECT].num_stored == 24
         memory.wipe()
         async with cache_over(memory, str(tmp_path)) as third:
-            await third.look(keys(blocks))
+            await third.host.look(keys(blocks))
             assert (await third.fetch(blocks, range(24))).num_blocks == 24
             assert all(memory.holds(block, index) for index, block in enumerate(blocks))
 
@@ -96,13 +96,13 @@ async def test_what_others_removed_is_a_miss_from_there_on(tmp_path: Path) -> No
         async with cache_over(memory, str(tmp_path), clock=clock) as cache:
             await cache.offload(blocks, range(10))
             await until_stored(cache, 10)
-            cache.host.forget(cache.host)
+            cache.host.books.forget(cache.host.books)
             [path] = tmp_path.rglob(blocks[6].key.hex())
             path.unlink()
             assert (await cache.fetch(blocks, range(20, 30))).num_blocks == 6
-            assert cache.stats[Tier.OBJECT].failures["gone"] == 1
-            assert cache.tiers_of(keys(blocks))[:6] == [Tier.HOST] * 6
-            assert len(cache.tiers_of(keys(blocks))) == 6
+            assert cache.host.stats[Tier.OBJECT].failures["gone"] == 1
+            assert cache.host.tiers_of(keys(blocks))[:6] == [Tier.HOST] * 6
+            assert len(cache.host.tiers_of(keys(blocks))) == 6
 
 
 async def test_what_is_not_there_is_not_asked_for_at_every_prompt(
@@ -121,11 +121,11 @@ async def test_what_is_not_there_is_not_asked_for_at_every_prompt(
         clock = Clock()
         async with cache_over(memory, str(tmp_path), clock=clock) as cache:
             for _ in range(3):
-                await cache.look(keys(blocks))
+                await cache.host.look(keys(blocks))
             assert len(asked) == 1, "one round, of a few questions"
             assert asked[0] <= 16
             clock.now_s += 60.0
-            await cache.look(keys(blocks))
+            await cache.host.look(keys(blocks))
             assert len(asked) == 2, "somebody may have written it meanwhile"
 
 
@@ -158,14 +158,14 @@ async def test_a_store_that_does_not_answer_is_left_alone_for_a_while(
         clock = Clock()
         clock.now_s = 100.0
         async with cache_over(memory, "s3://kv-blocks/x", clock=clock) as cache:
-            await cache.look(keys(blocks))
-            assert cache.tiers_of(keys(blocks)) == []
+            await cache.host.look(keys(blocks))
+            assert cache.host.tiers_of(keys(blocks)) == []
             asked = asyncio.get_running_loop().time()
-            await cache.look(keys(blocks))
+            await cache.host.look(keys(blocks))
             assert asyncio.get_running_loop().time() - asked < 0.2, "it is not asked again at once"
             await cache.offload(blocks, range(4))
             async with asyncio.timeout(60):
-                while not cache.stats[Tier.OBJECT].failures["unwritten"]:
+                while not cache.host.stats[Tier.OBJECT].failures["unwritten"]:
                     await asyncio.sleep(0.01)
             assert (await cache.fetch(blocks, range(10, 14))).num_blocks == 4, "the host has them"
 
@@ -181,11 +181,11 @@ async def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.M
         async with cache_over(memory, str(tmp_path)) as cache:
             await cache.offload(blocks, range(8))
             await until_stored(cache, 8)
-            cache.host.forget(cache.host)
+            cache.host.books.forget(cache.host.books)
             with monkeypatch.context() as broken:
                 broken.setattr(ObjectBlocks, "_get", fails)
                 assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 0
-            assert cache.stats[Tier.OBJECT].failures["unread"] == 8
+            assert cache.host.stats[Tier.OBJECT].failures["unread"] == 8
             assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 8, "it is back"
 
 
@@ -204,10 +204,10 @@ async def test_blocks_of_three_tiers_come_as_one_prefix(tmp_path: Path) -> None:
             async with asyncio.timeout(60):
                 while len(disk) < 12:
                     await asyncio.sleep(0.005)
-            cache.host.forget(keys(blocks[4:]))
+            cache.host.books.forget(keys(blocks[4:]))
             disk.forget(keys(blocks[8:]))
             expected = [Tier.HOST] * 4 + [Tier.DISK] * 4 + [Tier.OBJECT] * 4
-            assert cache.tiers_of(keys(blocks)) == expected
+            assert cache.host.tiers_of(keys(blocks)) == expected
             memory.wipe()
             fetched = await cache.fetch(blocks, range(20, 32))
             assert dict(fetched.by_tier) == {Tier.HOST: 4, Tier.DISK: 4, Tier.OBJECT: 4}
@@ -215,7 +215,7 @@ async def test_blocks_of_three_tiers_come_as_one_prefix(tmp_path: Path) -> None:
             async with asyncio.timeout(60):
                 while len(disk) < 12:  # what came from afar is worth the disk
                     await asyncio.sleep(0.005)
-            cache.check_integrity()
+            cache.host.check_integrity()
         finally:
             await cache.close()
 
@@ -227,12 +227,12 @@ async def test_what_a_clear_overtakes_is_not_kept(tmp_path: Path) -> None:
         async with cache_over(memory, str(tmp_path)) as cache:
             await cache.offload(blocks, range(4))
             await until_stored(cache, 4)
-            cache.host.forget(cache.host)
+            cache.host.books.forget(cache.host.books)
             fetching = asyncio.ensure_future(cache.fetch(blocks, range(4)))
             await asyncio.sleep(0)
-            cache.clear()
+            cache.host.clear()
             assert (await fetching).num_blocks == 0
-            assert len(cache.host) == 0
+            assert len(cache.host.books) == 0
 
 
 def test_no_store_of_that_name() -> None:
