@@ -72,7 +72,7 @@ async def known(client: EndpointClient, *names: str) -> list[Instance]:
 
 
 @pytest.mark.parametrize(
-    ("number", "reason", "num_tokens"), [(signal.SIGKILL, "closed", 100), (signal.SIGSTOP, "heartbeat", 260)]
+    ("number", "reason", "num_tokens"), [(signal.SIGKILL, "closed", 100), (signal.SIGSTOP, "heartbeat", 600)]
 )
 async def test_callers_of_a_lost_worker(
     bench: Bench, number: signal.Signals, reason: str, num_tokens: int
@@ -93,7 +93,7 @@ async def test_callers_of_a_lost_worker(
         after_s = [caller.ended_at - struck_at for caller in mine]
         assert not any(caller.ended_at for caller in callers if caller.instance is safe), "streams too short"
         # At once when the socket closes; after plane.dead_after_s when it does not.
-        assert max(after_s) < 5.0
+        assert max(after_s) < PATIENCE_S / 2
         for caller in mine:
             assert isinstance(caller.error, WorkerLost)
             assert caller.error.fields["reason"] == reason

@@ -59,8 +59,12 @@ async def test_a_router_process_explains_for_its_frontends(tmp_path: Path) -> No
             f'[[workers]]\nmodel = "{MODEL}"\ncount = 2\nargs = {{speed = 50}}\n'
         )
         _, url = await bench.serve("--processes", "2", "--router", "latency")
-        await ask(url, PROMPT)
-        told = explained(bench, PROMPT)
+        told: dict[str, Any] = {}
+        for _ in range(10):  # a router that is slow to answer is done without
+            await ask(url, PROMPT)
+            told = explained(bench, PROMPT)
+            if told["decided_by"] == "router":
+                break
         assert told["decided_by"] == "router"
         assert told["candidates"][0]["terms"]["overlap_blocks"] > 0
         assert told["candidates"][0]["held_by"] == "events, exact"

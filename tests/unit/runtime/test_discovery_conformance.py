@@ -106,7 +106,7 @@ def test_mem_virtual(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=discovery_suite.name)
 async def test_file(case: Case, tmp_path: Path) -> None:
-    await run_case(case, lambda: FileHarness(tmp_path, SystemClock(), ThreadBlocking(), 0.2, poll_s=0.02))
+    await run_case(case, lambda: FileHarness(tmp_path, SystemClock(), ThreadBlocking(), 0.6, poll_s=0.02))
 
 
 @pytest.mark.parametrize("case", CASES, ids=discovery_suite.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -215,8 +216,15 @@ async def test_a_read_that_is_stopped_writes_no_more(
     monkeypatch.setattr(device_memory, "DEVICE_TURN_BYTES", BLOCK)
     theirs, ours = FakeDevice(NUM * BLOCK, 1), FakeDevice(NUM * BLOCK, 2)
     offer = source.offer(theirs.slab(BLOCK), range(NUM), SOON_S)
+    is_known = threading.Event()
+
+    def stop() -> None:
+        assert is_known.wait(SOON_S)
+        read.cancel()
+
+    ours.on_move = stop
     read = target.read(offer.ticket, ours.slab(BLOCK), range(NUM), SOON_S)
-    ours.on_move = read.cancel
+    is_known.set()
     with pytest.raises(Cancelled):
         await read
     now = ours.bytes.copy()
