@@ -11,7 +11,7 @@ from kvolt.core.kv_events import Tier
 from kvolt.engines.tiering import Tiering
 from kvolt.kv.tiers.lower import TierStats
 
-_TIERS = (Tier.HOST, Tier.DISK, Tier.OBJECT)
+_TIERS = (Tier.HOST, Tier.DISK, Tier.OBJECT, Tier.PEER)
 
 
 class TierMetrics(Collector):
@@ -83,7 +83,7 @@ class TierMetrics(Collector):
 
     def _dynamo(self, every: Sequence[Tiering]) -> Iterator[Metric]:
         """Its h2d is host to disk where it offloads, and host to device where it onboards."""
-        host, disk, store = (_stats(every, tier) for tier in _TIERS)
+        host, disk, store, _ = (_stats(every, tier) for tier in _TIERS)
         for name, text, value in (
             (
                 "kvbm_matched_tokens",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -49,8 +50,8 @@ _MOST_S = 10.0
 """For the blocks of a request to come."""
 _TOLD_AT_ONCE = 1 << 15
 """Blocks in one event."""
-_LOOK_S = 0.05
-"""What the rest of a prompt should take at least to compute, for a far tier to be asked whether it has it."""
+_SPENT_LOOKING = 0.25
+"""Of the time to compute the rest of a prompt, what a far tier may take to say whether it has it."""
 _PROBE_EVERY = 16
 """Of the prompts for which it would be sooner to compute, the one for which blocks are brought all the same."""
 
@@ -200,8 +201,11 @@ class Tiering:
         keys = self._engine.kv_keys(request)
         num_present = await self._engine.match(request) // self._block_size
         tiers = self.cache.host.tiers_of(keys, num_present)
-        if self._is_worth_looking(request, len(keys), num_present + len(tiers)):
-            await self.cache.host.look(keys[num_present + len(tiers) :])
+        num_known = num_present + len(tiers)
+        if num_known < len(keys) and not self.cache.host.knows_all:
+            await self.cache.host.look(
+                keys[num_known:], self._worth_of_looking(request, num_known, len(keys))
+            )
             tiers = self.cache.host.tiers_of(keys, num_present)
         num_wanted = self._worth(request, num_present, tiers)
         found = Fetched()
@@ -210,15 +214,13 @@ class Tiering:
         self.hits.add(len(keys), found.by_tier)
         return found
 
-    def _is_worth_looking(self, request: Request, num_keys: int, num_known: int) -> bool:
-        """Whether a tier that does not know all it has is asked for the rest: that takes a moment, too."""
-        if self.cache.host.knows_all or num_known == num_keys:
-            return False
+    def _worth_of_looking(self, request: Request, num_known: int, num_keys: int) -> float:
+        """How long it may take to ask whether the rest of a prompt is there: a part of what to compute it takes."""
         if self._model is None:
-            return True
+            return math.inf
         num_tokens = len(request.token_ids)
         saved_s = self._prompt_s(num_tokens, num_known) - self._prompt_s(num_tokens, num_keys)
-        return saved_s > _LOOK_S
+        return _SPENT_LOOKING * saved_s
 
     async def _bring(self, request: Request, keys: tuple[BlockKey, ...]) -> Fetched:
         room = await self._engine.make_room(keys, request.sequence_hashes[: len(keys)])

@@ -30,12 +30,16 @@ NUM_SLOTS = 32
 class Harness(Protocol):
     """What the suite needs besides the port."""
 
-    def open(self) -> LowerTier:
+    async def open(self) -> LowerTier:
         """The tier over its one place, with room for 32 blocks of `SHAPE` or more. Of each the one before is closed."""
         ...
 
     def spoil(self, key: BlockKey) -> None:
         """Change a bit of a block that is there, behind the tier's back."""
+        ...
+
+    async def close(self) -> None:
+        """What is over when a case is."""
         ...
 
 
@@ -108,7 +112,7 @@ def _keys(blocks: Sequence[TierBlock]) -> list[BlockKey]:
 
 @asynccontextmanager
 async def _bench(harness: Harness) -> AsyncIterator[_Bench]:
-    tier = harness.open()
+    tier = await harness.open()
     await tier.start()
     bench = _Bench(tier)
     try:
@@ -248,5 +252,8 @@ def name(case: Case) -> str:
 
 
 async def run_case(case: Case, harness: Harness, timeout_s: float = 120.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        await case(harness)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await case(harness)
+    finally:
+        await harness.close()

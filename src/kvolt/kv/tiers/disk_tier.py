@@ -27,7 +27,7 @@ class DiskTier:
     """A `LowerTier`."""
 
     tier = Tier.DISK
-    is_shared = False
+    look_s = None
 
     def __init__(self, files: DiskFiles, eviction: str = "lru") -> None:
         self._files = files

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -145,12 +146,13 @@ class HostTier:
     @property
     def knows_all(self) -> bool:
         """Whether there is no more in the tiers than is known: nothing to `look` for."""
-        return not any(each.is_shared for each in self.lower)
+        return all(each.look_s is None for each in self.lower)
 
-    async def look(self, keys: Sequence[BlockKey]) -> None:
-        """Find out what tiers have of these, where that is not known. Not for long."""
+    async def look(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
+        """Find out what tiers have of these, where that is not known and the answer comes within `worth_s`, about."""
         for each in self.lower:
-            await each.look(keys)
+            if each.look_s is not None and each.look_s < worth_s:
+                await each.look(keys)
 
     def block_s(self, tier: Tier) -> float:
         """How long it takes to bring one block from there, by what was measured, or a guess before that."""

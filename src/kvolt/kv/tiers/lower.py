@@ -60,8 +60,8 @@ class LowerTier(Protocol):
     def stats(self) -> TierStats: ...
 
     @property
-    def is_shared(self) -> bool:
-        """Whether others write there, too: it may have more than it is known to have."""
+    def look_s(self) -> float | None:
+        """How long a `look` takes, about; None for a tier that knows all it has, since nobody else writes there."""
         ...
 
     @property

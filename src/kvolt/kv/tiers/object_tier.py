@@ -44,7 +44,7 @@ class ObjectTier:
     """A `LowerTier`."""
 
     tier = Tier.OBJECT
-    is_shared = True
+    look_s: float | None = 0.02
     num_slots = None
     has_chores = False
 

@@ -16,9 +16,12 @@ from kvolt.core.ids import BlockKey
 from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.disk import DiskFiles, file_of
 from kvolt.kv.tiers.disk_tier import DiskTier
+from kvolt.kv.tiers.host_tier import HostTier
 from kvolt.kv.tiers.lower import LowerTier
 from kvolt.kv.tiers.object_blocks import ObjectBlocks, open_store
 from kvolt.kv.tiers.object_tier import ObjectTier
+from kvolt.kv.tiers.pool_server import PoolServer
+from kvolt.kv.tiers.pool_tier import PoolTier
 from kvolt.kv.tiers.slot_memory import SlotMemory
 from kvolt.testing import lower_tier_suite
 from kvolt.testing.lower_tier_suite import CASES, NUM_SLOTS, SHAPE, Case, run_case
@@ -66,7 +69,7 @@ class DiskHarness:
         self._folder = folder
         self._tier: DiskTier | None = None
 
-    def open(self) -> LowerTier:
+    async def open(self) -> LowerTier:
         self._tier = DiskTier(DiskFiles(self._folder, SHAPE, 4 * NUM_SLOTS))
         return self._tier
 
@@ -76,13 +79,41 @@ class DiskHarness:
         with open(file_of(self._tier.folder, 0), "r+b") as file:
             _flip(file, slot * SHAPE.slot_bytes + 700)
 
+    async def close(self) -> None:
+        pass
+
+
+class PoolHarness:
+    """The pool stays while a worker comes, goes and comes again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "pool.sock"
+        self._server: PoolServer | None = None
+
+    async def open(self) -> LowerTier:
+        if self._server is None:
+            self._server = PoolServer(self._path, lambda shape: HostTier(shape, 4 * NUM_SLOTS))
+            await self._server.start()
+        return PoolTier(self._path, SHAPE)
+
+    def spoil(self, key: BlockKey) -> None:
+        assert self._server is not None
+        host = self._server.host
+        assert host is not None
+        with host.memory.block(host.books.slot(key)) as view:
+            view[700] ^= 4
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+
 
 class ObjectHarness:
     def __init__(self, url: str) -> None:
         self._url = url
         self._blocks: ObjectBlocks | None = None
 
-    def open(self) -> LowerTier:
+    async def open(self) -> LowerTier:
         self._blocks = ObjectBlocks(self._url, SHAPE)
         return ObjectTier(self._blocks)
 
@@ -97,6 +128,9 @@ class ObjectHarness:
         data[700] ^= 4
         library.put(store, path, bytes(data))
 
+    async def close(self) -> None:
+        pass
+
 
 def _flip(file: Any, at: int) -> None:
     file.seek(at)
@@ -110,6 +144,11 @@ def _flip(file: Any, at: int) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lower_tier_suite.name)
 async def test_disk(case: Case, tmp_path: Path) -> None:
     await run_case(case, DiskHarness(tmp_path))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lower_tier_suite.name)
+async def test_pool(case: Case, tmp_path: Path) -> None:
+    await run_case(case, PoolHarness(tmp_path))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lower_tier_suite.name)
@@ -162,7 +201,7 @@ class _Mistaken(DiskTier):
 )
 async def test_a_broken_tier_is_found_out(broken: type[DiskTier], case: Case, tmp_path: Path) -> None:
     class Broken(DiskHarness):
-        def open(self) -> LowerTier:
+        async def open(self) -> LowerTier:
             self._tier = broken(DiskFiles(self._folder, SHAPE, 4 * NUM_SLOTS))
             return self._tier
 

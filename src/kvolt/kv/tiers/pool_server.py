@@ -1,0 +1,303 @@
+"""PoolServer: one host tier, with what is below it, for all workers of a host. A prefix is kept once.
+
+The pool reads from workers' memory what they offer, and they read from its memory what they want, by their transfer
+agents: nobody writes to another's memory (ADR 10), so that a worker that dies at any moment leaves nothing half
+written. All blocks are of one shape, that of the first worker that comes; others are refused with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvolt.core.errors import (
+    ConfigError,
+    EngineFailed,
+    InvalidRequest,
+    KvoltError,
+    TransferFailed,
+    to_info,
+)
+from kvolt.core.ids import BlockKey
+from kvolt.kv.tiers.host_tier import HostTier, numbers_of
+from kvolt.kv.tiers.pool_wire import (
+    MOST_BLOCKS,
+    VERSION,
+    Answer,
+    Answered,
+    Asked,
+    Bring,
+    Brought,
+    Done,
+    Found,
+    Hello,
+    Keep,
+    Kept,
+    Look,
+    PoolStatus,
+    Question,
+    Refused,
+    Status,
+    Suspect,
+    TierSize,
+    frame,
+    read_frame,
+)
+from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.kv.tiers.slot_reads import offer_slots, read_slots, withdraw
+from kvolt.kv.tiers.tier_thread import TierThread
+from kvolt.runtime.tasks import Crew
+from kvolt.transfer.agent import Offering, TransferAgent
+from kvolt.transfer.device_memory import Sums
+from kvolt.transfer.memory import Numbers
+
+log = logging.getLogger(__name__)
+
+_TRANSFER_S = 30.0
+_MOST_OPEN = 64
+"""Questions of one worker that are worked on."""
+
+NewHost = Callable[[BlockShape], HostTier]
+
+
+class PoolServer:
+    """See the module. `start`, then `close`."""
+
+    def __init__(self, path: Path, new_host: NewHost) -> None:
+        """`new_host`: the tiers, once it is known what blocks they are for. ConfigError where they cannot be."""
+        self._path = path
+        self._new_host = new_host
+        self.host: HostTier | None = None
+        self._beginning = asyncio.Lock()
+        self._agent = TransferAgent()
+        self._thread = TierThread("kv-pool")
+        self._server: asyncio.Server | None = None
+        self._crew = Crew("kv pool")
+        self._num_workers = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        """ConfigError where another pool has the socket, or there can be none."""
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if await _answers(self._path):
+            raise ConfigError(
+                f"another pool has {self._path}", key="socket", remedy="stop it, or name another --socket"
+            )
+        try:
+            self._path.unlink(missing_ok=True)
+            before = os.umask(0o177)
+            try:
+                self._server = await asyncio.start_unix_server(self._come, self._path)
+            finally:
+                os.umask(before)
+        except OSError as error:
+            raise ConfigError(
+                f"no socket can be made at {self._path}: {error.strerror or error}",
+                key="socket",
+                remedy="name one by --socket whose folder can be written and whose path is short",
+            ) from None
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._path.unlink(missing_ok=True)
+        await self._crew.close()
+        for writer in self._writers:
+            await _hang_up(writer)
+        await asyncio.to_thread(self._agent.close)
+        await asyncio.to_thread(self._thread.close)
+        if self.host is not None:
+            await self.host.close()
+
+    def _come(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        if not self._crew.closed:
+            self._crew.start(self._serve(reader, writer), "worker")
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        client = _Client(self, writer)
+        self._num_workers += 1
+        try:
+            while True:
+                data = await read_frame(reader)
+                await client.asked(msgspec.msgpack.decode(data, type=Asked))
+        except (KvoltError, msgspec.MsgspecError) as error:
+            log.info("a worker has gone: %s", str(error))
+        finally:
+            self._num_workers -= 1
+            await client.close()
+            self._writers.discard(writer)
+            await _hang_up(writer)
+
+    # --- what may be asked; `mine` are the offers that end with the worker's connection
+
+    async def answer(self, question: Question, mine: set[Offering]) -> Answer:
+        if isinstance(question, Status):
+            return self._status()
+        if isinstance(question, Hello):
+            await self._meet(question)
+            return Done()
+        host = self.host
+        if host is None:
+            raise InvalidRequest("say hello first")
+        if isinstance(question, Look):
+            keys = [_key(key) for key in question.keys]
+            await host.look(keys)
+            return Found(tuple(bool(host.tiers_of([key])) for key in keys))
+        if isinstance(question, Keep):
+            return Kept(await self._keep(host, question))
+        if isinstance(question, Suspect):
+            await self._suspect(host, [_key(key) for key in question.keys])
+            return Done()
+        return await self._bring(host, question, mine)
+
+    def _status(self) -> PoolStatus:
+        host = self.host
+        if host is None:
+            return PoolStatus(None, self._num_workers - 1, ())
+        sizes = tuple(TierSize(tier.value, *host.size(tier)) for tier in host.stats)
+        return PoolStatus(host.shape, self._num_workers - 1, sizes)
+
+    async def _meet(self, hello: Hello) -> None:
+        if hello.version != VERSION:
+            raise ConfigError(
+                f"the pool speaks version {VERSION}, the worker {hello.version}",
+                key="tiers.pool",
+                remedy="run one version of kvolt on this host",
+            )
+        async with self._beginning:
+            if self.host is None:
+                host = self._new_host(hello.shape)
+                await host.start()
+                self.host = host
+        if self.host.shape != hello.shape:
+            ours = self.host.shape
+            raise ConfigError(
+                f"the pool at {self._path} has blocks of {ours.block_bytes:,} bytes of {ours.num_ranks} ranks, the "
+                f"worker {hello.shape.block_bytes:,} of {hello.shape.num_ranks}",
+                key="tiers.pool",
+                remedy="a pool for each model: `kvolt cache serve --socket` another",
+            )
+
+    async def _keep(self, host: HostTier, keep: Keep) -> int:
+        blocks = [each.block() for each in keep.blocks]
+        if len(blocks) > MOST_BLOCKS or len(blocks) != len(keep.checksums):
+            raise InvalidRequest(f"{len(blocks)} blocks with {len(keep.checksums)} checksums")
+
+        async def fill(slots: Numbers, places: list[int]) -> tuple[Sums, float]:
+            loop = asyncio.get_running_loop()
+            began_at = loop.time()
+            await self._thread.run(host.memory.reach, int(slots.max()) + 1)
+            wanted = dict(zip(places, slots.tolist(), strict=True))
+            await read_slots(self._agent, keep.offered, host.memory, wanted, _TRANSFER_S)
+            keys = [blocks[place].key for place in places]
+            sums, _ = await self._thread.run(host.memory.checksums, slots, keys)
+            if sums.tolist() != [keep.checksums[place] for place in places]:
+                raise TransferFailed("blocks came with other checksums", path="pool", reason="checksum")
+            return sums, loop.time() - began_at
+
+        num_new = await host.store(blocks, fill)
+        if not num_new:
+            for each in keep.offered:
+                self._agent.decline(each.ticket)
+        return num_new
+
+    async def _bring(self, host: HostTier, question: Bring, mine: set[Offering]) -> Brought:
+        blocks = [each.block() for each in question.blocks[:MOST_BLOCKS]]
+        brought = await host.bring(blocks)
+        keys = list(brought.keys)
+        if not keys:
+            return Brought((), ())
+        try:
+            slots = numbers_of(map(host.books.slot, keys))
+            sums = tuple(map(host.books.checksum, keys))
+            offerings, told = offer_slots(self._agent, host.memory, slots, _TRANSFER_S)
+        except BaseException:
+            host.release(keys)
+            raise
+        mine.update(offerings)
+        self._crew.start(self._release_after(host, offerings, keys, mine), "held for a worker")
+        return Brought(sums, told)
+
+    async def _release_after(
+        self, host: HostTier, offerings: list[Offering], keys: list[BlockKey], mine: set[Offering]
+    ) -> None:
+        try:
+            for offering in offerings:
+                await offering.over()
+        except asyncio.CancelledError:
+            await withdraw(offerings)
+            raise
+        finally:
+            mine.difference_update(offerings)
+            host.release(keys)
+
+    async def _suspect(self, host: HostTier, keys: Sequence[BlockKey]) -> None:
+        """A worker may be wrong, and its bus: only what is not what it was is forgotten."""
+        held = [key for key in keys[:MOST_BLOCKS] if host.books.has(key)]
+        slots = numbers_of(host.books.hold(held, is_asked=False))
+        try:
+            sums, _ = await self._thread.run(host.memory.checksums, slots, held)
+        finally:
+            host.release(held)
+        for key, found in zip(held, sums.tolist(), strict=True):
+            if host.books.has(key) and found != host.books.checksum(key):
+                host.spoiled(key)
+
+
+class _Client:
+    """One worker's connection."""
+
+    def __init__(self, server: PoolServer, writer: asyncio.StreamWriter) -> None:
+        self._server = server
+        self._writer = writer
+        self._crew = Crew("kv pool's worker")
+        self._open = asyncio.Semaphore(_MOST_OPEN)
+        self._offerings: set[Offering] = set()
+
+    async def asked(self, asked: Asked) -> None:
+        await self._open.acquire()  # who asks for more than that waits in its socket
+        self._crew.start(self._answer(asked), "question")
+
+    async def _answer(self, asked: Asked) -> None:
+        try:
+            body = await self._server.answer(asked.body, self._offerings)
+        except Exception as error:  # one question's: the worker is told
+            if not isinstance(error, KvoltError):
+                log.exception("a question of a worker failed")
+                error = EngineFailed(f"the pool failed ({type(error).__name__})")
+            body = Refused(to_info(error))
+        finally:
+            self._open.release()
+        with contextlib.suppress(OSError):
+            self._writer.write(frame(Answered(asked.number, body)))
+
+    async def close(self) -> None:
+        await self._crew.close()
+        for offering in list(self._offerings):
+            offering.cancel()
+
+
+def _key(data: bytes) -> BlockKey:
+    return BlockKey(data)
+
+
+async def _answers(path: Path) -> bool:
+    try:
+        _, writer = await asyncio.open_unix_connection(path)
+    except OSError:
+        return False
+    await _hang_up(writer)
+    return True
+
+
+async def _hang_up(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()

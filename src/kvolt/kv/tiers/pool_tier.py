@@ -1,0 +1,293 @@
+"""PoolTier: a pool that the workers of a host share (`PoolServer`), as a tier below a worker's own host memory.
+
+Knows which blocks the pool has as far as it has asked: others write there, and the pool lets blocks go, so that a guess
+may be wrong, which a read corrects. A pool that has gone is a tier without blocks, until it is there again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from kvolt.core.errors import KvoltError, NetworkFault, TransferFailed, from_info
+from kvolt.core.ids import BlockKey
+from kvolt.core.kv_events import Tier
+from kvolt.kv.changes import Change
+from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.tiers.lower import TierStats
+from kvolt.kv.tiers.pool_wire import (
+    MOST_BLOCKS,
+    Answer,
+    Answered,
+    Asked,
+    Bring,
+    Brought,
+    Done,
+    Found,
+    Hello,
+    Keep,
+    Kept,
+    Look,
+    Question,
+    Refused,
+    Suspect,
+    WireBlock,
+    frame,
+    read_frame,
+)
+from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
+from kvolt.kv.tiers.slot_reads import offer_slots, read_slots, withdraw
+from kvolt.kv.tiers.tier_thread import TierThread
+from kvolt.runtime.tasks import Crew
+from kvolt.transfer.agent import TransferAgent
+from kvolt.transfer.memory import Numbers
+
+log = logging.getLogger(__name__)
+
+_MOST_KNOWN = 1 << 18
+_TRANSFER_S = 30.0
+_ANSWER_S = 35.0
+_LOOK_S = 0.2
+_AGAIN_S = 2.0
+"""After the pool was not there, before it is looked for again."""
+
+Expected = TypeVar("Expected", bound=Answer)
+
+
+class PoolTier:
+    """A `LowerTier`."""
+
+    tier = Tier.PEER
+    look_s: float | None = 0.002
+    num_slots = None
+    has_chores = False
+
+    def __init__(self, path: Path, shape: BlockShape, now: Callable[[], float] = time.monotonic) -> None:
+        self._link = PoolLink(path, shape, now)
+        self.stats = TierStats()
+        self._known: OrderedDict[BlockKey, None] = OrderedDict()
+        self._writing: set[BlockKey] = set()
+        self._agent = TransferAgent()
+        self._thread = TierThread("kv-pool")
+        self._link.on_lost = self._known.clear
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    async def start(self) -> None:
+        """ConfigError where the pool is for other blocks. One that is not there is looked for again later."""
+        try:
+            await self._link.connect()
+        except NetworkFault as error:
+            log.warning("the shared pool is not there yet: %s", error.message)
+
+    async def close(self) -> None:
+        await self._link.close()
+        await asyncio.to_thread(self._agent.close)
+        await asyncio.to_thread(self._thread.close)
+
+    def has(self, key: BlockKey) -> bool:
+        return key in self._known
+
+    def knows(self, key: BlockKey) -> bool:
+        return key in self._known or key in self._writing
+
+    async def look(self, keys: Sequence[BlockKey]) -> None:
+        start = next((index for index, key in enumerate(keys) if key not in self._known), len(keys))
+        asked = keys[start : start + MOST_BLOCKS]
+        if not asked:
+            return
+        try:
+            found = await self._link.ask(Look(tuple(asked)), Found, _LOOK_S)
+        except KvoltError as error:
+            log.debug("the shared pool does not say what it has: %s", error.message)
+            return
+        for key, is_there in zip(asked, found.are_there, strict=False):
+            if is_there:
+                self._learn(key)
+
+    def _learn(self, key: BlockKey) -> None:
+        self._known[key] = None
+        self._known.move_to_end(key)
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    # --- moving
+
+    async def write(
+        self, blocks: Sequence[TierBlock], checksums: Sequence[int], memory: SlotMemory, slots: Numbers
+    ) -> None:
+        if not blocks:
+            return
+        keys = [block.key for block in blocks]
+        self._writing.update(keys)
+        began_at = time.perf_counter()
+        offerings, told = offer_slots(self._agent, memory, slots, _TRANSFER_S)
+        try:
+            keep = Keep(tuple(map(WireBlock.of, blocks)), tuple(checksums), told)
+            kept = await self._link.ask(keep, Kept, _ANSWER_S)
+        finally:
+            self._writing.difference_update(keys)
+            await withdraw(offerings)
+        await self.look(keys)  # it may not have had room for all
+        self.stats.stored(kept.num_new, time.perf_counter() - began_at)
+
+    async def read(self, blocks: Sequence[TierBlock], memory: SlotMemory, slots: Numbers) -> list[int | None]:
+        """The pool brings its own from further down first, where it has to."""
+        if not blocks:
+            return []
+        keys = [block.key for block in blocks]
+        began_at = time.perf_counter()
+        try:
+            await self._thread.run(memory.reach, int(slots.max()) + 1)
+            brought = await self._link.ask(Bring(tuple(map(WireBlock.of, blocks))), Brought, _ANSWER_S)
+            count = min(len(brought.checksums), len(keys))
+            wanted = dict(enumerate(slots.tolist()[:count]))
+            await read_slots(self._agent, brought.offered, memory, wanted, _TRANSFER_S)
+            sums, _ = await self._thread.run(memory.checksums, slots[:count], keys[:count])
+        except KvoltError as error:
+            log.warning("blocks did not come from the shared pool: %s", error.message)
+            self.stats.failures["unread"] += len(keys)
+            self.forget(keys)
+            return [None] * len(keys)
+        came: list[int | None] = [None] * len(keys)
+        bad: list[BlockKey] = []
+        for place, (found, due) in enumerate(zip(sums.tolist(), brought.checksums, strict=False)):
+            if found == due:
+                came[place] = due
+            else:
+                bad.append(keys[place])
+        self.stats.loaded(sum(each is not None for each in came), time.perf_counter() - began_at)
+        self.stats.failures["gone"] += len(keys) - count
+        await self._tell_bad(bad)
+        self.forget([key for key, each in zip(keys, came, strict=True) if each is None])
+        return came
+
+    async def _tell_bad(self, keys: Sequence[BlockKey]) -> None:
+        if not keys:
+            return
+        self.stats.failures["corrupt"] += len(keys)
+        log.error("%d blocks of the shared pool are not what was written there", len(keys))
+        try:
+            await self._link.ask(Suspect(tuple(keys)), Done, _LOOK_S)
+        except KvoltError as error:
+            log.debug("the shared pool was not told: %s", error.message)
+
+    def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
+        """That they are there; they stay, since others use them."""
+        if keys is None:
+            self._known.clear()
+        for key in keys or ():
+            self._known.pop(key, None)
+        return 0
+
+    def take_changes(self) -> tuple[Change, ...]:
+        return ()
+
+    def check_integrity(self) -> None:
+        assert len(self._known) <= _MOST_KNOWN
+
+
+class PoolLink:
+    """A connection to a pool, made when it is needed."""
+
+    def __init__(self, path: Path, shape: BlockShape | None, now: Callable[[], float]) -> None:
+        """`shape`: of who stores and reads; None for who only asks how it is."""
+        self._path = path
+        self._shape = shape
+        self._now = now
+        self.on_lost: Callable[[], None] = lambda: None
+        self._writer: asyncio.StreamWriter | None = None
+        self._connecting = asyncio.Lock()
+        self._not_before = float("-inf")
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._crew = Crew("kv pool's link")
+
+    async def connect(self) -> None:
+        """NetworkFault where it is not there, ConfigError where it is for others."""
+        async with self._connecting:
+            if self._writer is not None:
+                return
+            if self._crew.closed or self._now() < self._not_before:
+                raise NetworkFault(f"no pool answers at {self._path}")
+            try:
+                reader, writer = await asyncio.open_unix_connection(self._path)
+            except OSError as error:
+                self._not_before = self._now() + _AGAIN_S
+                raise NetworkFault(
+                    f"no pool answers at {self._path}: {error.strerror or error}",
+                    remedy="start it: `kvolt cache serve`",
+                ) from None
+            self._writer = writer
+            self._crew.start(self._listen(reader, writer), "listen")
+            if self._shape is None:
+                return
+            try:
+                await self._ask(Hello(self._shape), Done, _ANSWER_S)
+            except BaseException:
+                self._hang_up(writer)
+                raise
+
+    async def ask(self, question: Question, expected: type[Expected], timeout_s: float) -> Expected:
+        """KvoltError where there is no answer, or another."""
+        await self.connect()
+        return await self._ask(question, expected, timeout_s)
+
+    async def _ask(self, question: Question, expected: type[Expected], timeout_s: float) -> Expected:
+        writer = self._writer
+        if writer is None:
+            raise NetworkFault("the connection to the pool is lost")
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            writer.write(frame(Asked(number, question)))
+            async with asyncio.timeout(timeout_s):
+                body = await answer
+        except OSError as error:
+            raise NetworkFault(f"the connection to the pool is lost: {error}") from None
+        except TimeoutError:
+            raise NetworkFault(f"the pool did not answer within {timeout_s:g} s") from None
+        finally:
+            self._waiting.pop(number, None)
+        if isinstance(body, Refused):
+            raise from_info(body.error)
+        if not isinstance(body, expected):
+            raise TransferFailed("the pool answered something else", path="pool", reason="answer")
+        return body
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                answered = msgspec.msgpack.decode(await read_frame(reader), type=Answered)
+                waiting = self._waiting.get(answered.number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answered.body)
+        except (KvoltError, msgspec.MsgspecError) as error:
+            log.warning("the shared pool has gone: %s", str(error))
+        finally:
+            self._hang_up(writer)
+
+    def _hang_up(self, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        if self._writer is not writer:
+            return
+        self._writer = None
+        self._not_before = self._now() + _AGAIN_S
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(NetworkFault("the connection to the pool is lost"))
+        self.on_lost()
+
+    async def close(self) -> None:
+        await self._crew.close()
+        if self._writer is not None:
+            self._hang_up(self._writer)

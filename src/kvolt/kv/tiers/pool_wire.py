@@ -1,0 +1,154 @@
+"""What a shared pool and its workers say to each other: one connection each over a Unix socket, msgpack in frames.
+
+A worker asks, the pool answers by the question's number, in any order. Bytes of blocks go by tickets of the transfer
+agents, never here. Only processes of the same user reach the socket: what they say is checked for form, not for truth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from kvolt.core.errors import ErrorInfo, NetworkFault
+from kvolt.core.ids import BlockKey, SequenceHash
+from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.tiers.slot_memory import BlockShape
+
+VERSION = 1
+MOST_BLOCKS = 4096
+"""In one question."""
+_HEAD_BYTES = 4
+_MOST_BYTES = 16 << 20
+
+
+class WireBlock(msgspec.Struct, frozen=True, array_like=True):
+    """A `TierBlock`."""
+
+    key: bytes
+    sequence_hash: int
+    parent: bytes | None
+    parent_hash: int | None
+    position: int
+
+    @classmethod
+    def of(cls, block: TierBlock) -> WireBlock:
+        return cls(block.key, block.sequence_hash, block.parent, block.parent_hash, block.position)
+
+    def block(self) -> TierBlock:
+        return TierBlock(
+            BlockKey(self.key),
+            SequenceHash(self.sequence_hash),
+            None if self.parent is None else BlockKey(self.parent),
+            None if self.parent_hash is None else SequenceHash(self.parent_hash),
+            self.position,
+        )
+
+
+class Offered(msgspec.Struct, frozen=True, array_like=True):
+    """A ticket for some of a question's blocks: those at `places`, in that order."""
+
+    ticket: bytes
+    places: tuple[int, ...]
+
+
+# --- questions
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    shape: BlockShape
+    version: int = VERSION
+
+
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    keys: tuple[bytes, ...]
+
+
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    blocks: tuple[WireBlock, ...]
+    checksums: tuple[int, ...]
+    offered: tuple[Offered, ...]
+
+
+class Bring(msgspec.Struct, frozen=True, tag="bring"):
+    blocks: tuple[WireBlock, ...]
+
+
+class Suspect(msgspec.Struct, frozen=True, tag="suspect"):
+    """They did not come as they should have: look at them."""
+
+    keys: tuple[bytes, ...]
+
+
+class Status(msgspec.Struct, frozen=True, tag="status"):
+    pass
+
+
+Question = Hello | Look | Keep | Bring | Suspect | Status
+
+# --- answers
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    pass
+
+
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    are_there: tuple[bool, ...]
+
+
+class Kept(msgspec.Struct, frozen=True, tag="kept"):
+    num_new: int
+
+
+class Brought(msgspec.Struct, frozen=True, tag="brought"):
+    """Blocks from the first on; their bytes may be read until the offers end."""
+
+    checksums: tuple[int, ...]
+    offered: tuple[Offered, ...]
+
+
+class TierSize(msgspec.Struct, frozen=True, array_like=True):
+    tier: str
+    num_blocks: int
+    most_blocks: int | None
+
+
+class PoolStatus(msgspec.Struct, frozen=True, tag="status"):
+    shape: BlockShape | None
+    """None before the first worker came."""
+    num_workers: int
+    tiers: tuple[TierSize, ...]
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    error: ErrorInfo
+
+
+Answer = Done | Found | Kept | Brought | PoolStatus | Refused
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    body: Question
+
+
+class Answered(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    body: Answer
+
+
+def frame(message: Asked | Answered) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(_HEAD_BYTES, "little") + data
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """NetworkFault when the other has gone, or says what cannot be."""
+    try:
+        size = int.from_bytes(await reader.readexactly(_HEAD_BYTES), "little")
+        if size > _MOST_BYTES:
+            raise NetworkFault(f"a frame of {size:,} bytes is too large")
+        return await reader.readexactly(size)
+    except (OSError, asyncio.IncompleteReadError) as error:
+        raise NetworkFault(f"the connection is lost ({type(error).__name__})") from None

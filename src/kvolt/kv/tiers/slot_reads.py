@@ -1,0 +1,79 @@
+"""Blocks between slots of two processes' memories, by their transfer agents: offered by one, read by the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvolt.kv.tiers.pool_wire import Offered
+from kvolt.kv.tiers.slot_memory import SlotMemory
+from kvolt.transfer.agent import Offering, Operation, TransferAgent
+from kvolt.transfer.memory import Numbers
+
+
+def offer_slots(
+    agent: TransferAgent, memory: SlotMemory, slots: Numbers, timeout_s: float
+) -> tuple[list[Offering], tuple[Offered, ...]]:
+    """What lies in these slots, which must stay as it is until the offerings are over."""
+    offerings, told = [], []
+    for part, numbers, which in memory.by_part(slots):
+        offering = agent.offer(part, numbers, timeout_s)
+        offerings.append(offering)
+        told.append(Offered(offering.ticket, tuple(which.tolist())))
+    return offerings, tuple(told)
+
+
+async def withdraw(offerings: Sequence[Offering]) -> None:
+    """Nobody reads them any more when this returns, cancelled or not."""
+    for offering in offerings:
+        offering.cancel()
+    await _all_over(offerings)
+
+
+async def read_slots(
+    agent: TransferAgent,
+    offered: Sequence[Offered],
+    memory: SlotMemory,
+    wanted: dict[int, int],
+    timeout_s: float,
+) -> None:
+    """Blocks that were offered into slots: `wanted` has the slot of each place. Not checked: that is the caller's.
+    KvoltError where not all came. No byte moves any more when this returns, cancelled or not."""
+    for each in offered:
+        pairs = [(at, wanted[place]) for at, place in enumerate(each.places) if place in wanted]
+        if not pairs:
+            agent.decline(each.ticket)
+            continue
+        positions = np.asarray([at for at, _ in pairs], dtype=np.int64)
+        parts = list(memory.by_part(np.asarray([slot for _, slot in pairs], dtype=np.int64)))
+        for number, (part, numbers, which) in enumerate(parts, 1):
+            reading = agent.read(
+                each.ticket,
+                part,
+                numbers,
+                timeout_s,
+                positions=positions[which],
+                is_checked=False,
+                is_last=number == len(parts),
+            )
+            try:
+                await reading
+            except asyncio.CancelledError:
+                reading.cancel()
+                await _all_over([reading])
+                raise
+
+
+async def _all_over(operations: Sequence[Operation]) -> None:
+    cancelled: asyncio.CancelledError | None = None
+    for operation in operations:
+        while True:
+            try:
+                await operation.over()
+                break
+            except asyncio.CancelledError as error:
+                cancelled = error  # the memory is still theirs
+    if cancelled is not None:
+        raise cancelled
