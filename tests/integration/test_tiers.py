@@ -173,3 +173,38 @@ async def test_one_worker_uses_what_another_has_written_to_a_store(bench: Bench)
         assert text == expected[0]
         assert cached >= 5 * BLOCK_SIZE, "it came from the store"
         assert await texts(client, PROMPTS) == expected
+
+
+async def test_workers_that_share_a_pool(bench: Bench) -> None:
+    """What one keeps the other finds; a pool that is killed costs nothing but time; one that is back is used again."""
+    path = bench.folder / "pool.sock"
+    plain = await serving(bench)
+    async with httpx.AsyncClient(base_url=plain.url, timeout=PATIENCE_S) as client:
+        expected = await texts(client, PROMPTS)
+        plain.worker.kill()
+        pool = bench.start("cache", "serve", "--socket", str(path), "--host", "300blocks", name="pool")
+        await pool.says("a pool of KV")
+        one = bench.worker("one", "--kv-pool", str(path))
+        await bench.until_seen("frontend", "one", timeout_s=START_S)
+        await until_ready(plain.url, START_S)
+        assert await texts(client, PROMPTS) == expected
+        await Serving(bench, one, plain.url).until_stored("peer", 40)
+        one.kill()
+
+        two = bench.worker("two", "--kv-pool", str(path))
+        await bench.until_seen("frontend", "two", timeout_s=START_S)
+        await until_ready(plain.url, START_S)
+        text, cached = await ask(client, PROMPTS[0])
+        assert text == expected[0]
+        assert cached >= 5 * BLOCK_SIZE, "it came from the pool"
+        pool.kill()
+        assert await texts(client, PROMPTS) == expected, "without the pool it is computed"
+        again = bench.start("cache", "serve", "--socket", str(path), "--host", "300blocks", name="pool-2")
+        await again.says("a pool of KV")
+        before = figure(
+            await Serving(bench, two, plain.url).metrics(), "kvolt_tier_stored_blocks_total", "peer"
+        )
+        await asyncio.sleep(3.0)  # it is looked for again after a while
+        for prompt in ("zeta " * 45, "kappa " * 45):
+            await ask(client, prompt)
+        await Serving(bench, two, plain.url).until_stored("peer", int(before) + 10)

@@ -16,6 +16,7 @@ from kvolt.cli.cache_objects import (
     stat_objects,
     verify_objects,
 )
+from kvolt.cli.cache_pool import configure_serve, serve_pool, stat_pool
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
 from kvolt.engines.models.fetch_progress import size_text
@@ -37,6 +38,11 @@ again.
 All of these take --object URL. A store is shared, and grows: remove what is old now and then, or by a bucket's rule.
 
   kvolt cache evict --object s3://bucket/kv --older-than 7d
+
+One pool for the workers of a host, which keep a prefix once then; `kvolt serve --kv-shared` starts one by itself:
+
+  kvolt cache serve --host 64GiB          and workers with --kv-pool SOCKET
+  kvolt cache stat --pool                 how much it has
 """
 
 
@@ -58,6 +64,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "--dir", metavar="DIR", help="folder of --kv-disk-dir (default: the user's cache folder)"
         )
         where.add_argument("--object", metavar="URL", help="store of --kv-object")
+        if name == "stat":
+            where.add_argument(
+                "--pool",
+                nargs="?",
+                const="",
+                metavar="SOCKET",
+                help="pool of a `kvolt cache serve` (default: its default socket)",
+            )
         if name in ("stat", "ls"):
             verb.add_argument("--json", action="store_true", help="for programs")
         if name == "evict":
@@ -74,6 +88,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
             verb.add_argument("key", metavar="HEX", help="the block's key, or the start of it")
             verb.add_argument("file", help="where its bytes go")
         verb.set_defaults(without_config=partial(_run, of_disk, of_store))
+    text = "a pool of KV that the workers of this host share, in a process of its own"
+    verb = verbs.add_parser("serve", help=text, description=text)
+    configure_serve(verb)
+    verb.set_defaults(without_config=serve_pool)
 
 
 def run(_args: argparse.Namespace, _loaded: object) -> int:
@@ -81,6 +99,8 @@ def run(_args: argparse.Namespace, _loaded: object) -> int:
 
 
 def _run(of_disk: Verb, of_store: Verb, args: argparse.Namespace) -> int:
+    if getattr(args, "pool", None) is not None:
+        return stat_pool(args)
     return of_store(args) if args.object else of_disk(args)
 
 

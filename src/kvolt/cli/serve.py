@@ -18,6 +18,7 @@ from kvolt.cli.cluster import visit
 from kvolt.cli.edge import EdgeGroup, edge_group, num_edge_processes
 from kvolt.cli.health import base_url, served_models
 from kvolt.cli.placement import device_flags, place, visible_gpus
+from kvolt.cli.pools import pools_of
 from kvolt.cli.process import check_directory, plane_host, process_options, run_loop
 from kvolt.cli.serve_chat import HeldOutput, chat_in_terminal
 from kvolt.cli.tiers import add_tier_flags, with_tiers
@@ -90,6 +91,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_engine_flags(parser)
     add_tier_flags(parser)
+    parser.add_argument(
+        "--kv-shared",
+        action="store_true",
+        help="one pool of what --kv-host, --kv-disk and --kv-object say for all workers, in place of one for each",
+    )
     parser.add_argument("--quiet", action="store_true", help="show only warnings and errors of the processes")
     parser.add_argument(
         "--interactive",
@@ -123,13 +129,14 @@ def serve(given: Settings, quiet: bool = False, interactive: bool = False) -> in
         assert base is not None, "the config loader sets it"
         with (
             own_folder(Path(base)) as folder,
+            pools_of(settings, folder) as (settings, pools),
             # The children read their config again at every restart.
             private_file(folder / "frontend.toml", to_toml(settings)) as for_frontend,
             private_file(folder / "workers.toml", to_toml(worker_settings(settings))) as for_workers,
             edge_group(settings, folder) as group,
         ):
             await _tell_of_others(settings)
-            specs = child_specs(settings, for_frontend, for_workers, group)
+            specs = [*pools, *child_specs(settings, for_frontend, for_workers, group)]
             # The chat is to read no config but ours: not what lies in this folder by chance.
             chat = ["--config", str(for_frontend)] if interactive else None
             return await _Serve(settings, specs, folder, quiet, chat, group).run()

@@ -20,6 +20,7 @@ from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.lower import LowerTier
 from kvolt.kv.tiers.object_blocks import ObjectBlocks
 from kvolt.kv.tiers.object_tier import ObjectTier
+from kvolt.kv.tiers.pool_tier import PoolTier
 from kvolt.kv.tiers.sizes import parse_capacity
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.cache_directory import cache_directory
@@ -29,7 +30,7 @@ from kvolt.runtime.settings import TierSettings, WorkerSettings
 _NEEDED = {"KvVisible", "KvMovable", "KvPlaced", "KvTierable", "Prefill"}
 _LEAST_BLOCKS = 4
 _STAGING_BYTES = 256 << 20
-"""Of the host's memory, where a disk is wanted and no tier above it: what blocks pass through."""
+"""Of the host's memory, where a tier is wanted below it and none in it: what blocks pass through."""
 
 
 def add_tier_flags(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +46,11 @@ def add_tier_flags(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="and in a store that all workers share: s3://bucket/folder, gs://, az://, or a shared folder's path",
     )
+    parser.add_argument(
+        "--kv-pool",
+        metavar="SOCKET",
+        help="in the pool of a `kvolt cache serve` on this host, besides or in place",
+    )
 
 
 def with_tiers(group: WorkerSettings, args: argparse.Namespace) -> WorkerSettings:
@@ -54,17 +60,28 @@ def with_tiers(group: WorkerSettings, args: argparse.Namespace) -> WorkerSetting
         "disk": args.kv_disk,
         "disk_dir": args.kv_disk_dir,
         "object": args.kv_object,
+        "pool": args.kv_pool,
+        "shared": getattr(args, "kv_shared", None) or None,
     }
     said = {key: value for key, value in given.items() if value is not None}
     tiers = msgspec.structs.replace(group.tiers, **said)
-    for key in ("host", "disk"):
-        if text := getattr(tiers, key):
-            parse_capacity(text, f"tiers.{key}")
+    check_sizes(tiers)
+    if tiers.shared and not tiers.host:
+        raise ConfigError(
+            "a shared pool needs memory of the host", key="tiers.host", remedy="say how much: --kv-host 8GiB"
+        )
     return msgspec.structs.replace(group, tiers=tiers)
 
 
+def check_sizes(tiers: TierSettings) -> None:
+    """ConfigError for what is no size."""
+    for key in ("host", "disk"):
+        if text := getattr(tiers, key):
+            parse_capacity(text, f"tiers.{key}")
+
+
 def are_wanted(tiers: TierSettings) -> bool:
-    return bool(tiers.host or tiers.disk or tiers.object)
+    return bool(tiers.host or tiers.disk or tiers.object or tiers.pool)
 
 
 def tiering_of(tiers: TierSettings) -> NewTiering | None:
@@ -88,22 +105,37 @@ def tiering_of(tiers: TierSettings) -> NewTiering | None:
         slabs = tiered.kv_slabs()
         shape = BlockShape.of(slabs)
         num_device = info.capacity.kv_total_blocks
-        lower: list[tuple[LowerTier, int]] = []
-        if tiers.disk:
-            num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(shape.slot_bytes, num_device)
-            _check_size(num_slots, shape, "disk")
-            files = DiskFiles(_folder(tiers.disk_dir), shape, num_slots)
-            lower.append((DiskTier(files, tiers.eviction), tiers.disk_touches))
-        if tiers.object:
-            lower.append((ObjectTier(ObjectBlocks(tiers.object, shape), now), tiers.object_touches))
-        num_host = max(_STAGING_BYTES // shape.slot_bytes, _LEAST_BLOCKS)
-        if tiers.host:
-            num_host = parse_capacity(tiers.host, "tiers.host").blocks(shape.slot_bytes, num_device)
-        _check_host(num_host, shape)
-        cache = TieredCache(slabs, num_host, lower, tiers.eviction)
+        lower = lower_tiers(tiers, shape, num_device, now)
+        cache = TieredCache(slabs, host_blocks(tiers, shape, num_device), lower, tiers.eviction)
         return Tiering(tiered, cache, now, tell, info.step_model, info.block_size)
 
     return new
+
+
+def lower_tiers(
+    tiers: TierSettings, shape: BlockShape, num_device: int, now: Callable[[], float]
+) -> list[tuple[LowerTier, int]]:
+    """Those below the host's memory, the fastest first, and how often a block is seen before it goes there."""
+    lower: list[tuple[LowerTier, int]] = []
+    if tiers.pool:
+        lower.append((PoolTier(Path(tiers.pool).expanduser().absolute(), shape, now), 1))
+    if tiers.disk:
+        num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(shape.slot_bytes, num_device)
+        _check_size(num_slots, shape, "disk")
+        files = DiskFiles(_folder(tiers.disk_dir), shape, num_slots)
+        lower.append((DiskTier(files, tiers.eviction), tiers.disk_touches))
+    if tiers.object:
+        lower.append((ObjectTier(ObjectBlocks(tiers.object, shape), now), tiers.object_touches))
+    return lower
+
+
+def host_blocks(tiers: TierSettings, shape: BlockShape, num_device: int) -> int:
+    """Of the host's tier. ConfigError for too few, or more than there is memory for."""
+    num_blocks = max(_STAGING_BYTES // shape.slot_bytes, _LEAST_BLOCKS)
+    if tiers.host:
+        num_blocks = parse_capacity(tiers.host, "tiers.host").blocks(shape.slot_bytes, num_device)
+    _check_host(num_blocks, shape)
+    return num_blocks
 
 
 def _check_size(num_blocks: int, shape: BlockShape, tier: str) -> None:

@@ -318,6 +318,16 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(ge=1, le=15, description="How often a block is to be seen before it is written to that store."),
     ] = 2
+    pool: Annotated[
+        str,
+        Meta(description="Socket of a `kvolt cache serve` on this host, whose pool is used. Empty for none."),
+    ] = ""
+    shared: Annotated[
+        bool,
+        Meta(
+            description="`kvolt serve` keeps all of this in one pool for its workers, in place of one for each."
+        ),
+    ] = False
     eviction: Annotated[
         Literal["lru", "s3fifo", "tinylfu"], Meta(description="Which blocks go when a tier is full.")
     ] = "lru"

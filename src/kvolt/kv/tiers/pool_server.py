@@ -128,7 +128,7 @@ class PoolServer:
                 data = await read_frame(reader)
                 await client.asked(msgspec.msgpack.decode(data, type=Asked))
         except (KvoltError, msgspec.MsgspecError) as error:
-            log.info("a worker has gone: %s", str(error))
+            log.debug("a connection has ended: %s", str(error))
         finally:
             self._num_workers -= 1
             await client.close()

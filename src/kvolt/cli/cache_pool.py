@@ -1,0 +1,147 @@
+"""`kvolt cache serve`: the process of a pool that the workers of a host share, and how it is from outside."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from kvolt.cli.process import run_loop
+from kvolt.cli.tiers import check_sizes, host_blocks, lower_tiers
+from kvolt.core.errors import ConfigError
+from kvolt.engines.models.fetch_progress import size_text
+from kvolt.kv.tiers.eviction import EVICTIONS
+from kvolt.kv.tiers.host_tier import HostTier
+from kvolt.kv.tiers.pool_server import PoolServer
+from kvolt.kv.tiers.pool_tier import PoolLink
+from kvolt.kv.tiers.pool_wire import PoolStatus, Status
+from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.runtime.cache_directory import cache_directory
+from kvolt.runtime.clock import SystemClock
+from kvolt.runtime.logs import setup_logs
+from kvolt.runtime.settings import TierSettings
+from kvolt.runtime.stop import StopSignal
+
+_ANSWER_S = 5.0
+_MOST_PATH_BYTES = 100
+"""Of a socket's path: Linux takes 107."""
+
+
+def default_socket() -> Path:
+    return cache_directory() / "pool.sock"
+
+
+def configure_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--socket", metavar="PATH", help=f"where workers find it (default: {default_socket()})"
+    )
+    parser.add_argument(
+        "--host", required=True, metavar="SIZE", help="memory for blocks: 64GiB, or 1000blocks"
+    )
+    parser.add_argument("--disk", default="", metavar="SIZE", help="and below that on a disk")
+    parser.add_argument(
+        "--disk-dir", default="", metavar="DIR", help="where (default: the user's cache folder)"
+    )
+    parser.add_argument(
+        "--disk-touches", type=int, default=1, metavar="N", help="see docs/tiers.md (default: 1)"
+    )
+    parser.add_argument("--object", default="", metavar="URL", help="and in a store that other hosts share")
+    parser.add_argument(
+        "--object-touches", type=int, default=2, metavar="N", help="see docs/tiers.md (default: 2)"
+    )
+    parser.add_argument(
+        "--eviction", choices=sorted(EVICTIONS), default="lru", help="which blocks go (default: lru)"
+    )
+
+
+def serve_command(socket: Path, tiers: TierSettings) -> tuple[str, ...]:
+    """What starts a pool with these tiers."""
+    command = [sys.executable, "-m", "kvolt", "cache", "serve", "--socket", str(socket)]
+    for field in ("host", "disk", "disk_dir", "disk_touches", "object", "object_touches", "eviction"):
+        if value := getattr(tiers, field):
+            command += [f"--{field.replace('_', '-')}", str(value)]
+    return tuple(command)
+
+
+def serve_pool(args: argparse.Namespace) -> int:
+    tiers = TierSettings(
+        host=args.host,
+        disk=args.disk,
+        disk_dir=args.disk_dir,
+        disk_touches=args.disk_touches,
+        object=args.object,
+        object_touches=args.object_touches,
+        eviction=args.eviction,
+    )
+    check_sizes(tiers)
+    for key in ("host", "disk"):
+        if getattr(tiers, key).endswith("x"):
+            raise ConfigError(
+                f"a pool has no device that {getattr(tiers, key)} could be of", key=key, remedy="say 64GiB"
+            )
+    clock = SystemClock()
+    setup_logs("info", "auto", "kv-pool", sys.stderr, clock)
+    path = Path(args.socket).expanduser() if args.socket else default_socket()
+
+    async def main() -> int:
+        stop = StopSignal()
+        stop.install()
+        server = PoolServer(path, new_host(tiers, clock.monotonic))
+        try:
+            await server.start()
+            print(f"kvolt: a pool of KV for workers with --kv-pool {path}", flush=True)
+            await stop.wait()
+        finally:
+            await server.close()
+        return 0
+
+    return run_loop(main)
+
+
+def new_host(tiers: TierSettings, now: Callable[[], float]) -> Callable[[BlockShape], HostTier]:
+    def new(shape: BlockShape) -> HostTier:
+        lower = lower_tiers(tiers, shape, 0, now)
+        return HostTier(shape, host_blocks(tiers, shape, 0), lower, tiers.eviction)
+
+    return new
+
+
+def stat_pool(args: argparse.Namespace) -> int:
+    path = Path(args.pool).expanduser() if args.pool else default_socket()
+
+    async def main() -> int:
+        link = PoolLink(path, None, time.monotonic)
+        try:
+            status = await link.ask(Status(), PoolStatus, _ANSWER_S)
+        finally:
+            await link.close()
+        if args.json:
+            print(msgspec.json.encode(status).decode())
+            return 0
+        print(f"{path}: {status.num_workers} workers")
+        if status.shape is None:
+            print("  no worker has said yet what its blocks are")
+        else:
+            size = status.shape.block_bytes
+            for tier in status.tiers:
+                most = "" if tier.most_blocks is None else f" of {tier.most_blocks:,}"
+                print(
+                    f"  {tier.tier:6} {tier.num_blocks:,}{most} blocks, {size_text(tier.num_blocks * size)}"
+                )
+        return 0
+
+    return run_loop(main)
+
+
+def short_socket(folder: Path, name: str) -> Path:
+    """In this folder, or, where its path is too long for a socket's, in one for temporary files."""
+    path = folder / name
+    if len(os.fsencode(path)) < _MOST_PATH_BYTES:
+        return path
+    return Path(tempfile.mkdtemp(prefix="kvolt-")) / name

@@ -1,0 +1,126 @@
+"""`kvolt cache serve`, and the pools that `kvolt serve` starts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvolt.cli.cache_pool import new_host, serve_command, short_socket
+from kvolt.cli.main import main
+from kvolt.cli.pools import pools_of
+from kvolt.cli.tiers import with_tiers
+from kvolt.core.errors import ConfigError
+from kvolt.core.kv_events import Tier
+from kvolt.kv.tiers.pool_server import PoolServer
+from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.runtime.settings import Settings, TierSettings, WorkerSettings
+
+SHARED = TierSettings(host="8MiB", disk="16MiB", shared=True)
+
+
+def groups(*tiers: TierSettings, model: str = "m") -> Settings:
+    workers = [
+        WorkerSettings(name=f"g{number}", model=model, tiers=each) for number, each in enumerate(tiers)
+    ]
+    return msgspec.structs.replace(Settings(), workers=workers)
+
+
+def test_groups_of_equal_tiers_have_one_pool(tmp_path: Path) -> None:
+    other = msgspec.structs.replace(SHARED, host="9MiB")
+    plain = TierSettings(host="4MiB")
+    with pools_of(groups(SHARED, SHARED, other, plain), tmp_path) as (settings, specs):
+        assert [spec.name for spec in specs] == ["kv-pool-0", "kv-pool-1"]
+        assert {spec.stage for spec in specs} == {-1}, "they end after the workers"
+        pools = [group.tiers.pool for group in settings.workers]
+        assert pools[0] == pools[1] == str(tmp_path / "kv-pool-0.sock")
+        assert pools[2] == str(tmp_path / "kv-pool-1.sock")
+        assert settings.workers[3].tiers == plain
+        assert not settings.workers[0].tiers.host, "what blocks pass through is small"
+        command = specs[0].argv
+        assert command[command.index("--host") + 1] == "8MiB"
+        assert command[command.index("--disk") + 1] == "16MiB"
+
+
+def test_nothing_is_shared_unless_it_is_asked_for(tmp_path: Path) -> None:
+    given = groups(TierSettings(host="4MiB"))
+    with pools_of(given, tmp_path) as (settings, specs):
+        assert (settings, specs) == (given, [])
+
+
+def test_a_socket_has_a_short_path(tmp_path: Path) -> None:
+    assert short_socket(tmp_path, "p.sock") == tmp_path / "p.sock"
+    long = tmp_path / ("x" * 120)
+    path = short_socket(long, "p.sock")
+    assert len(str(path)) < 100
+    path.parent.rmdir()
+
+
+def test_the_command_says_what_the_settings_say() -> None:
+    command = serve_command(Path("/s"), TierSettings(host="1GiB", object="s3://b/kv", eviction="s3fifo"))
+    assert command[3:] == (
+        *("cache", "serve", "--socket", "/s", "--host", "1GiB", "--disk-touches", "1"),
+        *("--object", "s3://b/kv", "--object-touches", "2", "--eviction", "s3fifo"),
+    )
+
+
+async def test_the_tiers_of_a_pool(tmp_path: Path) -> None:
+    tiers = TierSettings(
+        host="100blocks", disk="300blocks", disk_dir=str(tmp_path), object=str(tmp_path / "o")
+    )
+    host = new_host(tiers, lambda: 0.0)(BlockShape(4096))
+    await host.start()
+    assert {tier: host.size(tier)[1] for tier in host.stats} == {
+        Tier.HOST: 100,
+        Tier.DISK: 300,
+        Tier.OBJECT: None,
+    }
+    await host.close()
+
+
+def flags(**more: object) -> argparse.Namespace:
+    names = ("kv_host", "kv_disk", "kv_disk_dir", "kv_object", "kv_pool")
+    return argparse.Namespace(**{**dict.fromkeys(names), **more})
+
+
+def test_what_is_shared_needs_a_size() -> None:
+    with pytest.raises(ConfigError, match="memory of the host"):
+        with_tiers(WorkerSettings(), flags(kv_shared=True))
+    assert with_tiers(WorkerSettings(), flags(kv_shared=True, kv_host="1GiB")).tiers.shared
+    assert with_tiers(WorkerSettings(), flags(kv_pool="/s")).tiers.pool == "/s"
+
+
+def test_a_pool_has_no_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "serve", "--host", "2x"]) == 2
+    assert "no device" in capsys.readouterr().err
+
+
+def test_how_much_a_pool_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.sock"
+    assert main(["cache", "stat", "--pool", str(path)]) == 1
+    assert "kvolt cache serve" in capsys.readouterr().err
+    is_ready, is_over = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        server = PoolServer(path, new_host(TierSettings(host="100blocks"), lambda: 0.0))
+        await server.start()
+        is_ready.set()
+        await asyncio.to_thread(is_over.wait, 60)
+        await server.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert is_ready.wait(60)
+        assert main(["cache", "stat", "--pool", str(path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["num_workers"] == 0
+        assert main(["cache", "stat", "--pool", str(path)]) == 0
+        assert "no worker has said yet" in capsys.readouterr().out
+    finally:
+        is_over.set()
+        thread.join()
