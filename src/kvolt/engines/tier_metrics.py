@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
 from kvolt.core.kv_events import Tier
@@ -101,9 +101,8 @@ class TierMetrics(Collector):
                 sum(each.num_loaded for each in store),
             ),
         ):
-            family = CounterMetricFamily(name, text)
-            family.add_metric((), value)
-            yield family
+            # Not as counters, to which the library would add `_total`: dashboards know them without.
+            yield UnknownMetricFamily(name, text, value)
         for tier in _TIERS:
             rate = GaugeMetricFamily(f"kvbm_{tier}_cache_hit_rate", "As kvolt_tier_hit_rate")
             rate.add_metric((), _hit_rate(every, tier))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -28,11 +29,16 @@ async def test_what_moved_and_what_is_there_is_told(tmp_path: Path) -> None:
         'kvolt_tier_stored_blocks_total{tier="host"} 8.0',
         'kvolt_tier_loaded_blocks_total{tier="host"} 8.0',
         'kvolt_tier_failures_total{reason="corrupt",tier="disk"} 1.0',
-        "kvbm_matched_tokens_total 128.0",
-        "kvbm_offload_blocks_d2h_total 8.0",
+        "kvbm_matched_tokens 128.0",
+        "kvbm_offload_blocks_d2h 8.0",
         "kvbm_host_cache_hit_rate 0.5",
     ):
         assert line in told, told
+    dashboard = (Path(__file__).parents[3] / "deploy" / "grafana" / "kv-tiers.json").read_text()
+    shown = set(re.findall(r"\bkvolt_tier_\w+", dashboard))
+    assert len(shown) > 8
+    missing = {name for name in shown if f"\n{name}{{" not in told and f"\n{name} " not in told}
+    assert not missing, "a dashboard shows what nobody tells"
 
 
 def test_without_tiers_nothing_is_told() -> None:
