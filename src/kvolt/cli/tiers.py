@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -10,8 +11,8 @@ from typing import cast
 import msgspec
 
 from kvolt.core.card import EngineInfo
-from kvolt.core.errors import ConfigError
-from kvolt.core.kv_events import KvChange
+from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
+from kvolt.core.kv_events import KvChange, Tier
 from kvolt.engines.contract import Engine
 from kvolt.engines.tiering import NewTiering, TieredEngine, Tiering
 from kvolt.kv.tiers.cache import TieredCache
@@ -26,6 +27,8 @@ from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.cache_directory import cache_directory
 from kvolt.runtime.memory import free_bytes
 from kvolt.runtime.settings import TierSettings, WorkerSettings
+
+log = logging.getLogger(__name__)
 
 _NEEDED = {"KvVisible", "KvMovable", "KvPlaced", "KvTierable", "Prefill"}
 _LEAST_BLOCKS = 4
@@ -149,6 +152,10 @@ def _check_size(num_blocks: int, shape: BlockShape, tier: str) -> None:
 
 def _check_host(num_blocks: int, shape: BlockShape) -> None:
     _check_size(num_blocks, shape, "host")
+    _check_memory(num_blocks, shape)
+
+
+def _check_memory(num_blocks: int, shape: BlockShape) -> None:
     num_bytes, available = num_blocks * shape.slot_bytes, free_bytes()
     if num_bytes > available:
         raise ConfigError(
@@ -160,3 +167,37 @@ def _check_host(num_blocks: int, shape: BlockShape) -> None:
 
 def _folder(text: str) -> Path:
     return Path(text).expanduser().absolute() if text else cache_directory() / "kv"
+
+
+class NewSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `POST /kv_tiers/resize` takes, in bytes or blocks; what is not named stays."""
+
+    host: str | None = None
+    disk: str | None = None
+
+
+async def resize_tiers(tiering: Tiering | None, body: bytes) -> dict[str, dict[str, int | None]]:
+    """Tiers of a worker, while it serves; how many blocks each can hold and has then. InvalidRequest, Unsupported."""
+    if tiering is None:
+        raise Unsupported("this worker has no KV tiers", feature="kv_tiers")
+    try:
+        sizes = msgspec.json.decode(body or b"{}", type=NewSizes)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f'{error}; say for example {{"host": "16GiB"}}', param="body") from None
+    host = tiering.cache.host
+    for tier, text in ((Tier.HOST, sizes.host), (Tier.DISK, sizes.disk)):
+        if text is None:
+            continue
+        try:
+            num_blocks = parse_capacity(text, tier).blocks(host.shape.slot_bytes, 0)
+            _check_size(num_blocks, host.shape, tier)
+            if tier is Tier.HOST:
+                _check_memory(num_blocks - host.memory.num_reached, host.shape)
+        except ConfigError as error:
+            raise InvalidRequest(f"{error.message}: {error.fields['remedy']}", param=tier) from None
+        await host.resize(tier, num_blocks)
+        log.info("the %s tier holds %d blocks from now on", tier, num_blocks)
+    tiering.tell_changes()
+    return {
+        tier: dict(zip(("blocks", "capacity_blocks"), host.size(tier), strict=True)) for tier in host.stats
+    }

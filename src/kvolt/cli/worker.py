@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvolt.cli.process import Process, run_process
-from kvolt.cli.tiers import add_tier_flags, are_wanted, tiering_of, with_tiers
+from kvolt.cli.tiers import add_tier_flags, are_wanted, resize_tiers, tiering_of, with_tiers
 from kvolt.cli.transfers import Transfers
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
@@ -136,6 +136,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         process.metrics.registry.register(PathMetrics(lambda: transfers.paths))
         process.metrics.registry.register(TierMetrics(lambda: [worker.tiering] if worker.tiering else []))
         runtime.commands["clear_kv_blocks"] = lambda body: worker.clear_kv_blocks()
+        runtime.commands["resize_kv_tiers"] = lambda body: resize_tiers(worker.tiering, body)
         try:
             await worker.run()
         finally:

@@ -33,6 +33,7 @@ _MAX_DRAIN_S = 24 * 3600.0
 
 COMMANDS = {
     "/clear_kv_blocks": "clear_kv_blocks",
+    "/kv_tiers/resize": "resize_kv_tiers",
     "/router/explain": "explain_route",
     "/v1/load_lora_adapter": "load_lora_adapter",
     "/v1/unload_lora_adapter": "unload_lora_adapter",

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from tests.unit.engines.test_tiering import tiered
 
 from kvolt.cli.main import main
-from kvolt.cli.tiers import tiering_of, with_tiers
-from kvolt.core.errors import ConfigError
+from kvolt.cli.tiers import resize_tiers, tiering_of, with_tiers
+from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
 from kvolt.core.request import Role
 from kvolt.engines.contract import features_of
 from kvolt.engines.registry import EngineSpec
@@ -21,7 +22,8 @@ from kvolt.runtime.settings import TierSettings, WorkerSettings
 
 
 def flags(**given: str) -> argparse.Namespace:
-    return argparse.Namespace(**{"kv_host": None, "kv_disk": None, "kv_disk_dir": None, **given})
+    names = ("kv_host", "kv_disk", "kv_disk_dir", "kv_object", "kv_pool")
+    return argparse.Namespace(**{**dict.fromkeys(names), **given})
 
 
 def test_flags_come_before_the_config() -> None:
@@ -81,3 +83,22 @@ def test_what_tiers_would_find_of_a_trace(tmp_path: Path, capsys: pytest.Capture
     assert "at best" in capsys.readouterr().out
     assert main(["trace", "analyze", path, "--tiers", "host=1B"]) == 2
     assert "holds no block" in capsys.readouterr().err
+
+
+async def test_tiers_are_resized_by_command(tmp_path: Path) -> None:
+    async with tiered(folder=tmp_path) as at:
+        told = await resize_tiers(at.tiering, b'{"host": "128blocks", "disk": "300blocks"}')
+        assert told["host"]["capacity_blocks"] == 128
+        assert told["disk"]["capacity_blocks"] == 300
+        assert (await resize_tiers(at.tiering, b""))["host"]["capacity_blocks"] == 128, "nothing named stays"
+        for body, reason in (
+            (b'{"host": "lots"}', "no size of a tier"),
+            (b'{"host": "100TiB"}', "GiB left"),
+            (b'{"disk": "1blocks"}', "would hold 1 blocks"),
+            (b'{"tape": "1GiB"}', "tape"),
+            (b"not json", "say for example"),
+        ):
+            with pytest.raises(InvalidRequest, match=reason):
+                await resize_tiers(at.tiering, body)
+    with pytest.raises(Unsupported):
+        await resize_tiers(None, b"{}")

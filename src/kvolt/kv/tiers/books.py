@@ -244,6 +244,12 @@ class TierBooks:
         self._eviction.resize(num_slots)
         self._shrink()
 
+    @property
+    def end(self) -> int:
+        """Every slot from this on is free."""
+        used = [entry.slot for entry in self._entries.values()]
+        return max([*used, *self._condemned], default=-1) + 1
+
     def condemned(self) -> list[Slot]:
         """Slots of blocks that are not found any more: `bury` them once that would be known after a crash, too."""
         return list(self._condemned)

@@ -75,10 +75,7 @@ class DiskFiles:
         self._descriptors: dict[int, int] = {}
         try:
             self.folder, self._lock = _own(folder / f"v{FORMAT}-{shape.piece_bytes}x{shape.num_ranks}")
-            about = About(FORMAT, shape.piece_bytes, shape.num_ranks, num_slots)
-            new = self.folder / "about.json.new"
-            new.write_bytes(msgspec.json.encode(about))
-            new.replace(self.folder / "about.json")
+            self._say_what_this_is()
             self._journal = Journal(self.folder)
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -94,6 +91,37 @@ class DiskFiles:
             os.close(descriptor)
         self._descriptors.clear()
         os.close(self._lock)
+
+    def _say_what_this_is(self) -> None:
+        about = About(FORMAT, self.shape.piece_bytes, self.shape.num_ranks, self.num_slots)
+        new = self.folder / "about.json.new"
+        new.write_bytes(msgspec.json.encode(about))
+        new.replace(self.folder / "about.json")
+
+    def resize(self, num_slots: int) -> None:
+        """Slots up to this are written to from now on; those above it can be read still. TransferFailed."""
+        before, self.num_slots = self.num_slots, num_slots
+        try:
+            self._say_what_this_is()
+        except OSError as error:
+            self.num_slots = before
+            raise TransferFailed(
+                f"{self.folder} cannot be resized: {error}", path="disk", reason=error.strerror
+            ) from None
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()  # each gets its new size when it is opened
+
+    def trim(self, end: int) -> None:
+        """No block lies in a slot from `end` on, and that is known for good: their room is given back."""
+        number = -(-end // self._per_file)
+        while (path := file_of(self.folder, number)).exists():
+            descriptor = self._descriptors.pop(number, None)
+            if descriptor is not None:
+                os.close(descriptor)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            number += 1
 
     def recover(self) -> list[Written]:
         """What is there. Once, and first."""

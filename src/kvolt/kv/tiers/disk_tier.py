@@ -34,6 +34,8 @@ class DiskTier:
         self.books = TierBooks(Tier.DISK, files.num_slots, eviction, is_durable=True)
         self.stats = TierStats()
         self._thread = TierThread("kv-disk")
+        self._is_shrinking = False
+        """Whether blocks lie beyond its end still."""
 
     @property
     def folder(self) -> Path:
@@ -94,12 +96,23 @@ class DiskTier:
         self.books.register(keys)
         self.stats.stored(len(keys), took_s)
 
+    async def resize(self, num_slots: int) -> None:
+        """What is too much goes, and its room once the end of a file's worth is free. KvoltError where it cannot be."""
+        is_less = num_slots < self.books.num_slots
+        await self._thread.run(self._files.resize, num_slots)
+        self.books.resize(num_slots)
+        self._is_shrinking = is_less
+
     async def _bury(self) -> None:
         """What is not to be found any more is so for good."""
         condemned = self.books.condemned()
         if condemned:
             await self._thread.run(self._files.remove, condemned)
             self.books.bury(condemned)
+        if self._is_shrinking:
+            end = self.books.end
+            self._is_shrinking = end > self.books.num_slots
+            await self._thread.run(self._files.trim, max(end, self.books.num_slots))
 
     @property
     def has_chores(self) -> bool:

@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvolt.core.errors import Unsupported
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
 from kvolt.kv.changes import Change
 from kvolt.kv.tiers.books import TierBlock, TierBooks
-from kvolt.kv.tiers.lower import LowerTier, TierStats
+from kvolt.kv.tiers.lower import LowerTier, Resizable, TierStats
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.kv.tiers.writer import TierWriter
@@ -70,6 +71,9 @@ class HostTier:
         self._coming: dict[BlockKey, asyncio.Future[None]] = {}
         """Being brought from below: over when it is here, or not."""
         self._num_clears = 0
+        self._resizing = asyncio.Lock()
+        self._is_shrinking = False
+        """Whether blocks lie beyond its end still."""
         self._crew = Crew("kv host tier")
         self._memory_thread = TierThread("kv-memory")
 
@@ -106,6 +110,28 @@ class HostTier:
     def _give_back(self) -> None:
         self._memory_thread.close()
         self.memory.close()
+
+    async def resize(self, tier: Tier, num_blocks: int) -> None:
+        """A tier of ours holds so many from now on. KvoltError where it cannot, or has no size of its own."""
+        if tier is Tier.HOST:
+            async with self._resizing:
+                self._is_shrinking = num_blocks < self.books.num_slots
+                self.books.resize(num_blocks)
+                await self._fit_memory()
+            self._crew.start(self._grow(), "make memory")
+            return
+        for writer in self._writers:
+            if writer.lower.tier is tier and isinstance(writer.lower, Resizable):
+                await writer.lower.resize(num_blocks)
+                writer.wake()
+                return
+        raise Unsupported(f"there is no {tier} tier here that has a size", feature=f"resize {tier}")
+
+    async def _fit_memory(self) -> None:
+        """As much as its blocks take, and no less than it may hold."""
+        end = self.books.end
+        self._is_shrinking = self._is_shrinking and end > self.books.num_slots
+        await self._memory_thread.run(self.memory.resize, self.books.num_slots, end)
 
     # --- what is here
 
@@ -214,6 +240,9 @@ class HostTier:
             stats.stored(len(keys), took_s)
         for block in blocks:
             self._seen(block.key)
+        if self._is_shrinking:
+            async with self._resizing:
+                await self._fit_memory()
         return len(keys)
 
     def _seen(self, key: BlockKey) -> None:

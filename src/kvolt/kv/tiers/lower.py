@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
@@ -113,3 +113,12 @@ class LowerTier(Protocol):
         ...
 
     def check_integrity(self) -> None: ...
+
+
+@runtime_checkable
+class Resizable(Protocol):
+    """A tier whose size is ours to say."""
+
+    async def resize(self, num_slots: int) -> None:
+        """So many blocks from now on. KvoltError where that cannot be."""
+        ...

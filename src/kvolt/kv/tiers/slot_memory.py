@@ -109,6 +109,16 @@ class SlotMemory:
                     self._unpin.append(self._device.pin(part.memory))
                 self._parts.append(part)
 
+    def resize(self, num_slots: int, end: int) -> None:
+        """So many from now on; memory is given back as far as no slot from `end` on is used. More comes by `reach`."""
+        with self._growing:
+            self.num_slots = num_slots
+            needed = -(-max(num_slots, end) // self._per_part)
+            while len(self._parts) > needed:
+                if self._unpin:
+                    self._unpin.pop()()
+                self._parts.pop().close()
+
     def by_part(self, slots: Numbers) -> Iterator[tuple[Slab, Numbers, Numbers]]:
         """The memory that slots lie in, their numbers in it, and which of `slots` they are. Grows where it must."""
         if len(slots):

@@ -82,11 +82,15 @@ class TierWriter:
             self.num_dropped += 1
         self._has_waiting.set()
 
+    def wake(self) -> None:
+        """The tier may have something to clear up."""
+        self._has_waiting.set()
+
     def clear(self) -> int:
         """Forget what waits, what is on its way, and what is there; how many of the last."""
         self._num_clears += 1
         self._waiting.clear()
-        self._has_waiting.set()  # the tier may have to be told for good
+        self.wake()
         return self.lower.forget()
 
     # ---
