@@ -102,7 +102,7 @@ def evict_objects(args: argparse.Namespace) -> int:
 
 
 def _age(text: str) -> timedelta:
-    said = re.fullmatch(r"(\d{1,6})([mhd])", text)
+    said = re.fullmatch(r"(\d{1,5})([mhd])", text)
     if said is None:
         raise ConfigError(f"{text} is no age", key="older-than", remedy="say 30m, 12h or 7d")
     return int(said[1]) * _UNITS[said[2]]

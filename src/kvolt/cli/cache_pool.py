@@ -12,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvolt.cli.process import run_loop
+from kvolt.cli.process import allow_open_files, run_loop
 from kvolt.cli.tiers import check_sizes, host_blocks, lower_tiers
-from kvolt.core.errors import ConfigError
 from kvolt.engines.models.fetch_progress import size_text
 from kvolt.kv.tiers.eviction import EVICTIONS
 from kvolt.kv.tiers.host_tier import HostTier
@@ -29,6 +28,9 @@ from kvolt.runtime.settings import TierSettings
 from kvolt.runtime.stop import StopSignal
 
 _ANSWER_S = 5.0
+_TOUCHES = range(1, 16)
+_MOST_FILES = 65_536
+"""A few for each part of its memory, at every worker."""
 _MOST_PATH_BYTES = 100
 """Of a socket's path: Linux takes 107."""
 
@@ -49,11 +51,21 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
         "--disk-dir", default="", metavar="DIR", help="where (default: the user's cache folder)"
     )
     parser.add_argument(
-        "--disk-touches", type=int, default=1, metavar="N", help="see docs/tiers.md (default: 1)"
+        "--disk-touches",
+        type=int,
+        default=1,
+        choices=_TOUCHES,
+        metavar="N",
+        help="see docs/tiers.md (default: 1)",
     )
     parser.add_argument("--object", default="", metavar="URL", help="and in a store that other hosts share")
     parser.add_argument(
-        "--object-touches", type=int, default=2, metavar="N", help="see docs/tiers.md (default: 2)"
+        "--object-touches",
+        type=int,
+        default=2,
+        choices=_TOUCHES,
+        metavar="N",
+        help="see docs/tiers.md (default: 2)",
     )
     parser.add_argument(
         "--eviction", choices=sorted(EVICTIONS), default="lru", help="which blocks go (default: lru)"
@@ -79,12 +91,8 @@ def serve_pool(args: argparse.Namespace) -> int:
         object_touches=args.object_touches,
         eviction=args.eviction,
     )
-    check_sizes(tiers)
-    for key in ("host", "disk"):
-        if getattr(tiers, key).endswith("x"):
-            raise ConfigError(
-                f"a pool has no device that {getattr(tiers, key)} could be of", key=key, remedy="say 64GiB"
-            )
+    check_sizes(msgspec.structs.replace(tiers, shared=True))
+    allow_open_files(_MOST_FILES)
     clock = SystemClock()
     setup_logs("info", "auto", "kv-pool", sys.stderr, clock)
     path = Path(args.socket).expanduser() if args.socket else default_socket()
@@ -106,8 +114,8 @@ def serve_pool(args: argparse.Namespace) -> int:
 
 def new_host(tiers: TierSettings, now: Callable[[], float]) -> Callable[[BlockShape], HostTier]:
     def new(shape: BlockShape) -> HostTier:
-        lower = lower_tiers(tiers, shape, 0, now)
-        return HostTier(shape, host_blocks(tiers, shape, 0), lower, tiers.eviction)
+        num_host = host_blocks(tiers, shape, 0)
+        return HostTier(shape, num_host, lower_tiers(tiers, shape, 0, now), tiers.eviction)
 
     return new
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvolt.cli.cache_pool import serve_command, short_socket
+from kvolt.cli.tiers import check_sizes
 from kvolt.runtime.settings import Settings, TierSettings, WorkerSettings
 from kvolt.runtime.supervisor import ChildSpec
 
@@ -21,7 +22,7 @@ _LAST = -1
 def pools_of(settings: Settings, folder: Path) -> Iterator[tuple[Settings, list[ChildSpec]]]:
     """The same settings, with workers of shared tiers at a pool each; the processes of these. Groups of one model and
     the same tiers have one pool, so that what prefill workers keep decode workers find."""
-    sockets: dict[tuple[str, TierSettings], Path] = {}
+    sockets: dict[tuple[str, bytes, TierSettings], Path] = {}
     specs: list[ChildSpec] = []
     groups: list[WorkerSettings] = []
     for group in settings.workers:
@@ -29,7 +30,9 @@ def pools_of(settings: Settings, folder: Path) -> Iterator[tuple[Settings, list[
         if not tiers.shared:
             groups.append(group)
             continue
-        key = (group.model, tiers)
+        check_sizes(tiers)
+        # Other arguments, such as ranks or a dtype, may make other blocks of the same model.
+        key = (group.model, msgspec.json.encode(group.args, order="deterministic"), tiers)
         if key not in sockets:
             name = f"kv-pool-{len(sockets)}"
             sockets[key] = short_socket(folder, f"{name}.sock")

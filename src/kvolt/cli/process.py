@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import resource
 import secrets
 import socket
 import sys
@@ -85,6 +86,14 @@ def run_loop(main: Callable[[], Awaitable[int]]) -> int:
         return await main()
 
     return uvloop.run(entry())
+
+
+def allow_open_files(wanted: int) -> None:
+    """So many in this process, as far as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def run_process(settings: Settings, name: str, body: Body) -> int:

@@ -69,18 +69,30 @@ def with_tiers(group: WorkerSettings, args: argparse.Namespace) -> WorkerSetting
     said = {key: value for key, value in given.items() if value is not None}
     tiers = msgspec.structs.replace(group.tiers, **said)
     check_sizes(tiers)
-    if tiers.shared and not tiers.host:
-        raise ConfigError(
-            "a shared pool needs memory of the host", key="tiers.host", remedy="say how much: --kv-host 8GiB"
-        )
     return msgspec.structs.replace(group, tiers=tiers)
 
 
 def check_sizes(tiers: TierSettings) -> None:
-    """ConfigError for what is no size."""
-    for key in ("host", "disk"):
-        if text := getattr(tiers, key):
-            parse_capacity(text, f"tiers.{key}")
+    """ConfigError for what is no size, and for a pool that cannot be."""
+    sizes = {
+        key: parse_capacity(text, f"tiers.{key}") for key in ("host", "disk") if (text := getattr(tiers, key))
+    }
+    if not tiers.shared:
+        return
+    if "host" not in sizes:
+        raise ConfigError(
+            "a shared pool needs memory of the host", key="tiers.host", remedy="say how much: --kv-host 8GiB"
+        )
+    if any(size.of_device for size in sizes.values()):
+        raise ConfigError(
+            "a pool has no device that it could be twice as large as", key="tiers.host", remedy="say 64GiB"
+        )
+    if tiers.pool:
+        raise ConfigError(
+            "tiers are in a pool that this starts, or in one that there is",
+            key="tiers.pool",
+            remedy="give --kv-shared or --kv-pool",
+        )
 
 
 def are_wanted(tiers: TierSettings) -> bool:
@@ -108,8 +120,9 @@ def tiering_of(tiers: TierSettings) -> NewTiering | None:
         slabs = tiered.kv_slabs()
         shape = BlockShape.of(slabs)
         num_device = info.capacity.kv_total_blocks
+        num_host = host_blocks(tiers, shape, num_device)
         lower = lower_tiers(tiers, shape, num_device, now)
-        cache = TieredCache(slabs, host_blocks(tiers, shape, num_device), lower, tiers.eviction)
+        cache = TieredCache(slabs, num_host, lower, tiers.eviction)
         return Tiering(tiered, cache, now, tell, info.step_model, info.block_size)
 
     return new
@@ -119,16 +132,20 @@ def lower_tiers(
     tiers: TierSettings, shape: BlockShape, num_device: int, now: Callable[[], float]
 ) -> list[tuple[LowerTier, int]]:
     """Those below the host's memory, the fastest first, and how often a block is seen before it goes there."""
-    lower: list[tuple[LowerTier, int]] = []
-    if tiers.pool:
-        lower.append((PoolTier(Path(tiers.pool).expanduser().absolute(), shape, now), 1))
+    # What may be refused first, and what holds something last.
+    store = ObjectBlocks(tiers.object, shape) if tiers.object else None
+    files = None
     if tiers.disk:
         num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(shape.slot_bytes, num_device)
         _check_size(num_slots, shape, "disk")
         files = DiskFiles(_folder(tiers.disk_dir), shape, num_slots)
+    lower: list[tuple[LowerTier, int]] = []
+    if tiers.pool:
+        lower.append((PoolTier(Path(tiers.pool).expanduser().absolute(), shape, now), 1))
+    if files is not None:
         lower.append((DiskTier(files, tiers.eviction), tiers.disk_touches))
-    if tiers.object:
-        lower.append((ObjectTier(ObjectBlocks(tiers.object, shape), now), tiers.object_touches))
+    if store is not None:
+        lower.append((ObjectTier(store, now), tiers.object_touches))
     return lower
 
 

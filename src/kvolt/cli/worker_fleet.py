@@ -8,7 +8,6 @@ metrics, which are those of all workers together. What an operator does to the p
 
 from __future__ import annotations
 
-import resource
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +16,7 @@ import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvolt.cli.process import Process
+from kvolt.cli.process import Process, allow_open_files
 from kvolt.cli.transfers import Transfers
 from kvolt.core.errors import ConfigError, DiscoveryLost
 from kvolt.engines.contract import Engine
@@ -73,7 +72,7 @@ class WorkerFleet:
                 remedy="leave it 0, and each takes a free one",
             )
         self._tell_health()
-        _allow_open_files(_OWN_FILES + _FILES_PER_WORKER * self._count)
+        allow_open_files(_OWN_FILES + _FILES_PER_WORKER * self._count)
         lease = await main.discovery.lease(main.options.lease_ttl_s)
         main.parts += [self._part(number, lease) for number in range(self._count)]
         settings = self._process.settings
@@ -141,14 +140,6 @@ class WorkerFleet:
         number = self._states[worst]
         reason = "" if worst is State.READY else f"{number} of {self._count} workers"
         self._process.runtime.health.set("workers", worst, reason)
-
-
-def _allow_open_files(wanted: int) -> None:
-    """As far as the system lets us: each worker listens, and every frontend has a connection to it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class FleetMetrics(Collector):

@@ -75,6 +75,8 @@ class TierBooks:
         """Slots that were ever used: a large tier at rest costs nothing."""
         self._num_children: dict[BlockKey, int] = {}
         """Of keys that blocks here follow, whether they are here or not."""
+        self._unwanted: set[BlockKey] = set()
+        """Held by somebody, and forgotten when nobody does any more."""
         self._num_writing = 0
         self._num_asked = 0
         self._hashes = ToldHashes()
@@ -97,7 +99,7 @@ class TierBooks:
 
     def has(self, key: BlockKey) -> bool:
         entry = self._entries.get(key)
-        return entry is not None and _is_found(entry)
+        return entry is not None and _is_found(entry) and key not in self._unwanted
 
     def knows(self, key: BlockKey) -> bool:
         """Whether it is here, or about to be."""
@@ -140,6 +142,8 @@ class TierBooks:
             entry.num_holders -= 1
             if not entry.num_holders:
                 entry.move(BlockMove.RELEASE)
+                if key in self._unwanted:
+                    self.forget([key])
         self._shrink()
 
     # --- writing
@@ -234,6 +238,11 @@ class TierBooks:
                 num_gone += 1
         return num_gone
 
+    def disown(self, key: BlockKey) -> None:
+        """It is not found from now on, and goes when nobody is at it any more."""
+        if self.has(key) and not self.forget([key]):
+            self._unwanted.add(key)
+
     def resize(self, num_slots: int) -> None:
         """Hold so many from now on; what is too much goes, as soon as nobody reads it."""
         if num_slots < 1:
@@ -322,6 +331,7 @@ class TierBooks:
     def _remove(self, entry: _Entry) -> None:
         block = entry.block
         del self._entries[block.key]
+        self._unwanted.discard(block.key)
         self._leave(entry)
         gone = self._hashes.remove_all([block.sequence_hash])
         self._log.remove_run(gone)
@@ -368,6 +378,7 @@ class TierBooks:
             if entry.block.parent is not None:
                 children[entry.block.parent] = children.get(entry.block.parent, 0) + 1
         assert children == self._num_children, "children are miscounted"
+        assert all(self._entries[key].num_holders for key in self._unwanted), "what nobody holds is not gone"
         num_leaves = sum(_is_found(entry) and self._is_leaf(entry) for entry in self._entries.values())
         assert len(self._eviction) == num_leaves, f"{num_leaves} none follows, {len(self._eviction)} could go"
 

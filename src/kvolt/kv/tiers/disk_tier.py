@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,7 +69,7 @@ class DiskTier:
     def knows(self, key: BlockKey) -> bool:
         return self.books.knows(key)
 
-    async def look(self, keys: Sequence[BlockKey]) -> None:
+    async def look(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
         """The books know all."""
 
     async def write(

@@ -93,6 +93,8 @@ class HostTier:
         """All of it, part by part and between other work: blocks that come first would wait for each part."""
         try:
             for num_slots in self.memory.steps():
+                if num_slots > self.memory.num_slots:
+                    return  # it has got smaller meanwhile
                 await self._memory_thread.run(self.memory.reach, num_slots)
         except OSError as error:
             num_slots = self.memory.num_reached
@@ -177,8 +179,10 @@ class HostTier:
     async def look(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
         """Find out what tiers have of these, where that is not known and the answer comes within `worth_s`, about."""
         for each in self.lower:
-            if each.look_s is not None and each.look_s < worth_s:
-                await each.look(keys)
+            # A tier is asked for what follows: some look for the end of what they have from the first on.
+            rest = keys[len(self.tiers_of(keys)) :]
+            if rest and each.look_s is not None and each.look_s < worth_s:
+                await each.look(rest, worth_s)
 
     def block_s(self, tier: Tier) -> float:
         """How long it takes to bring one block from there, by what was measured, or a guess before that."""
@@ -282,7 +286,7 @@ class HostTier:
         """Its bytes are not what they were: it is not found any more."""
         self.stats[Tier.HOST].failures["corrupt"] += 1
         log.error("block %s in the host's memory is not what it was: it is computed again", key.hex())
-        self.books.forget([key])
+        self.books.disown(key)
 
     async def _read(self, lower: LowerTier, blocks: Sequence[TierBlock]) -> None:
         """Those that are there still and are not here yet: between two tiers others had their turn."""

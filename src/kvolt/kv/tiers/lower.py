@@ -7,6 +7,7 @@ that it was given, cancelled or not.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -85,8 +86,9 @@ class LowerTier(Protocol):
         """Whether it need not be offered: it is there, or on its way."""
         ...
 
-    async def look(self, keys: Sequence[BlockKey]) -> None:
-        """Find out which of these it has, where `has` does not know all. Not for long, and never an error."""
+    async def look(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
+        """Find out which of these it has, where `has` does not know all. Not for long, and never an error. `worth_s`:
+        how long it may take, for a tier that would have to ask others in turn."""
         ...
 
     async def write(

@@ -9,8 +9,9 @@ Knows not which blocks are there. Every call takes some seconds at most, whateve
 from __future__ import annotations
 
 import importlib
+import re
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
@@ -53,7 +54,7 @@ class ObjectBlocks:
         """ConfigError for a store that there is no way to."""
         self.url = url
         self.shape = shape
-        self._store = open_store(url)
+        self._store = open_store(url, makes_folder=True)
         self._library = importlib.import_module("obstore")
         self._folder = folder_of(shape)
         self._threads = ThreadPoolExecutor(_AT_ONCE, "kv-object")
@@ -72,11 +73,18 @@ class ObjectBlocks:
         return self._each(self._is_there, keys)
 
     def write(
-        self, keys: Sequence[BlockKey], checksums: Sequence[int], memory: SlotMemory, slots: Numbers
+        self,
+        keys: Sequence[BlockKey],
+        checksums: Sequence[int],
+        memory: SlotMemory,
+        slots: Numbers,
+        replaced: Set[BlockKey] = frozenset(),
     ) -> list[bool]:
-        """Slots of the memory into objects; whether each was new there. TransferFailed."""
+        """Slots of the memory into objects; whether each was new there. What is there of `replaced` is no good.
+        TransferFailed."""
         return self._each(
-            lambda each: self._put(*each, memory), zip(keys, checksums, slots.tolist(), strict=True)
+            lambda each: self._put(*each, memory, each[0] in replaced),
+            zip(keys, checksums, slots.tolist(), strict=True),
         )
 
     def read(self, keys: Sequence[BlockKey], memory: SlotMemory, slots: Numbers) -> list[Came]:
@@ -119,13 +127,13 @@ class ObjectBlocks:
             raise self._failed(error) from None
         return True
 
-    def _put(self, key: BlockKey, checksum: int, slot: int, memory: SlotMemory) -> bool:
+    def _put(self, key: BlockKey, checksum: int, slot: int, memory: SlotMemory, is_replaced: bool) -> bool:
         shape, errors = self.shape, self._library.exceptions
         head = _HEAD.pack(_MAGIC, FORMAT, 0, key, checksum, shape.piece_bytes, shape.num_ranks)
         with memory.block(Slot(slot)) as view:
             whole = b"".join((head, view))
         try:
-            if self._is_conditional:
+            if self._is_conditional and not is_replaced:
                 try:
                     self._library.put(self._store, self.path(key), whole, mode="create")
                     return True
@@ -168,7 +176,7 @@ def folder_of(shape: BlockShape) -> str:
     return f"{ROOT}/{shape.piece_bytes}x{shape.num_ranks}"
 
 
-def open_store(url: str) -> Any:
+def open_store(url: str, makes_folder: bool = False) -> Any:
     """Of `s3://bucket/folder`, `gs://`, `az://`, `file:///folder` or a folder's path. ConfigError."""
     try:
         library = importlib.import_module("obstore.store")
@@ -177,9 +185,11 @@ def open_store(url: str) -> Any:
             "object stores need the obstore package", key="tiers.object", remedy="pip install 'kvolt[object]'"
         ) from None
     try:
+        if re.match(r"[a-z0-9+]+:/[^/]", url):
+            raise ValueError("it has one slash too few")
         if "://" not in url or url.startswith("file://"):
             folder = Path(url.removeprefix("file://")).expanduser().absolute()
-            return library.LocalStore(folder, mkdir=True)
+            return library.LocalStore(folder, mkdir=makes_folder)
         return library.from_url(
             url,
             # Over plain http only where somebody named such an endpoint.

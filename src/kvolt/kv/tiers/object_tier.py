@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ _AT_ONCE = 64
 """Blocks, between which others have their turn: who does not want the rest any more waits for no more than these."""
 _LOOK_S = 0.5
 """For all of them."""
+_PATIENCE_S = 2.0
+"""A read that is given up after this was too slow; before, somebody did not want it any more."""
 _PAUSE_S = 10.0
 """After the store did not answer, before it is asked again."""
 
@@ -57,6 +60,8 @@ class ObjectTier:
         self._writing: set[BlockKey] = set()
         self._absent: OrderedDict[BlockKey, float] = OrderedDict()
         """Until when it is not asked for."""
+        self._spoiled: OrderedDict[BlockKey, None] = OrderedDict()
+        """Objects that are no blocks: to be replaced when there is one again."""
         self._asked_again_at = 0.0
         # Three: a prompt does not wait behind what is written, nor a question behind a prompt.
         self._readers, self._writers = TierThread("kv-object-read"), TierThread("kv-object-write")
@@ -77,14 +82,14 @@ class ObjectTier:
         self._blocks.close()
 
     def has(self, key: BlockKey) -> bool:
-        return key in self._known
+        return key in self._known and self._now() >= self._asked_again_at
 
     def knows(self, key: BlockKey) -> bool:
         return key in self._known or key in self._writing
 
     # --- finding
 
-    async def look(self, keys: Sequence[BlockKey]) -> None:
+    async def look(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
         start = next((index for index, key in enumerate(keys) if key not in self._known), len(keys))
         now = self._now()
         if start == len(keys) or now < self._asked_again_at or self._absent.get(keys[start], 0.0) > now:
@@ -103,7 +108,7 @@ class ObjectTier:
         end = len(keys)
         while start < end:
             places = _spread(start, end, _QUESTIONS)
-            are_there, _ = await self._askers.run(self._blocks.are_there, [keys[place] for place in places])
+            are_there = await self._askers.ask(self._blocks.are_there, [keys[place] for place in places])
             num_there = are_there.index(False) if False in are_there else len(places)
             if num_there < len(places):
                 end = places[num_there]
@@ -142,9 +147,12 @@ class ObjectTier:
         try:
             for start in range(0, len(keys), _AT_ONCE):
                 some = slice(start, start + _AT_ONCE)
+                replaced = self._spoiled.keys() & set(keys[some])
                 are_new, took_s = await self._writers.run(
-                    self._blocks.write, keys[some], checksums[some], memory, slots[some]
+                    self._blocks.write, keys[some], checksums[some], memory, slots[some], replaced
                 )
+                for key in replaced:
+                    self._spoiled.pop(key, None)
                 self._learn(keys[some])
                 self.stats.stored(sum(are_new), took_s)
         finally:
@@ -153,12 +161,17 @@ class ObjectTier:
     async def read(self, blocks: Sequence[TierBlock], memory: SlotMemory, slots: Numbers) -> list[int | None]:
         keys = [block.key for block in blocks]
         came: list[int | None] = []
+        began_at = self._now()
         try:
             for start in range(0, len(keys), _AT_ONCE):
                 some = slice(start, start + _AT_ONCE)
                 found, took_s = await self._readers.run(self._blocks.read, keys[some], memory, slots[some])
                 came += [self._came(key, each) for key, each in zip(keys[some], found, strict=True)]
                 self.stats.loaded(sum(each is not None for each in came[some]), took_s)
+        except asyncio.CancelledError:
+            if self._now() - began_at > _PATIENCE_S:  # that is why
+                self._asked_again_at = self._now() + _PAUSE_S
+            raise
         except KvoltError as error:
             self._out_of_reach(error)
             self.stats.failures["unread"] += len(keys) - len(came)
@@ -171,6 +184,9 @@ class ObjectTier:
         self._miss(key)
         self.stats.failures["gone" if found is None else "corrupt"] += 1
         if found is not None:
+            self._spoiled[key] = None
+            if len(self._spoiled) > _MOST_ABSENT:
+                self._spoiled.popitem(last=False)
             log.error("block %s of the object tier is computed again: %s", key.hex(), found.reason)
         return None
 

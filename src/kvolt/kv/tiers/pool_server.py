@@ -60,6 +60,8 @@ from kvolt.transfer.memory import Numbers
 log = logging.getLogger(__name__)
 
 _TRANSFER_S = 30.0
+_CLOSE_S = 1.0
+"""For the last answers to be taken."""
 _MOST_OPEN = 64
 """Questions of one worker that are worked on."""
 
@@ -74,7 +76,7 @@ class PoolServer:
         self._path = path
         self._new_host = new_host
         self.host: HostTier | None = None
-        self._beginning = asyncio.Lock()
+        self._beginning: asyncio.Future[HostTier] | None = None
         self._agent = TransferAgent()
         self._thread = TierThread("kv-pool")
         self._server: asyncio.Server | None = None
@@ -84,13 +86,14 @@ class PoolServer:
 
     async def start(self) -> None:
         """ConfigError where another pool has the socket, or there can be none."""
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if await _answers(self._path):
             raise ConfigError(
                 f"another pool has {self._path}", key="socket", remedy="stop it, or name another --socket"
             )
         try:
-            self._path.unlink(missing_ok=True)
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self._path.is_socket():  # of a pool that was killed
+                self._path.unlink()
             before = os.umask(0o177)
             try:
                 self._server = await asyncio.start_unix_server(self._come, self._path)
@@ -148,7 +151,7 @@ class PoolServer:
             raise InvalidRequest("say hello first")
         if isinstance(question, Look):
             keys = [_key(key) for key in question.keys]
-            await host.look(keys)
+            await host.look(keys, question.worth_s)
             return Found(tuple(bool(host.tiers_of([key])) for key in keys))
         if isinstance(question, Keep):
             return Kept(await self._keep(host, question))
@@ -171,19 +174,39 @@ class PoolServer:
                 key="tiers.pool",
                 remedy="run one version of kvolt on this host",
             )
-        async with self._beginning:
-            if self.host is None:
-                host = self._new_host(hello.shape)
-                await host.start()
-                self.host = host
-        if self.host.shape != hello.shape:
-            ours = self.host.shape
+        if self._beginning is None:
+            self._beginning = asyncio.get_running_loop().create_future()
+            # Of the pool, not of who came first: he may go while a disk is read.
+            self._crew.start(self._begin(hello.shape, self._beginning), "begin")
+        host = await asyncio.shield(self._beginning)
+        if host.shape != hello.shape:
+            ours = host.shape
             raise ConfigError(
                 f"the pool at {self._path} has blocks of {ours.block_bytes:,} bytes of {ours.num_ranks} ranks, the "
                 f"worker {hello.shape.block_bytes:,} of {hello.shape.num_ranks}",
                 key="tiers.pool",
                 remedy="a pool for each model: `kvolt cache serve --socket` another",
             )
+
+    async def _begin(self, shape: BlockShape, begun: asyncio.Future[HostTier]) -> None:
+        host: HostTier | None = None
+        try:
+            host = self._new_host(shape)
+            await host.start()
+        except BaseException as error:
+            self._beginning = None  # the next may have more luck
+            if host is not None:
+                await host.close()
+            failure = (
+                error if isinstance(error, KvoltError) else EngineFailed(f"the pool cannot begin: {error!r}")
+            )
+            begun.set_exception(failure)
+            begun.exception()  # heard, also where nobody waits any more
+            if not isinstance(error, Exception):
+                raise
+            return
+        self.host = host
+        begun.set_result(host)
 
     async def _keep(self, host: HostTier, keep: Keep) -> int:
         blocks = [each.block() for each in keep.blocks]
@@ -273,10 +296,13 @@ class _Client:
                 log.exception("a question of a worker failed")
                 error = EngineFailed(f"the pool failed ({type(error).__name__})")
             body = Refused(to_info(error))
+        try:
+            self._writer.write(frame(Answered(asked.number, body)))
+            await self._writer.drain()  # one that does not listen is not answered any more than it may ask
+        except OSError:
+            log.debug("an answer found nobody")
         finally:
             self._open.release()
-        with contextlib.suppress(OSError):
-            self._writer.write(frame(Answered(asked.number, body)))
 
     async def close(self) -> None:
         await self._crew.close()
@@ -299,5 +325,8 @@ async def _answers(path: Path) -> bool:
 
 async def _hang_up(writer: asyncio.StreamWriter) -> None:
     writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_CLOSE_S):
+            await writer.wait_closed()
+        return
+    writer.transport.abort()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -55,7 +56,11 @@ log = logging.getLogger(__name__)
 _MOST_KNOWN = 1 << 18
 _TRANSFER_S = 30.0
 _ANSWER_S = 35.0
-_LOOK_S = 0.2
+_LOOK_S = 0.5
+_PATIENCE_S = 2.0
+"""A read that is given up after this was too slow; before, somebody did not want it any more."""
+_MOST_SILENT = 3
+"""Questions in a row without an answer in time, after which a pool is held to be gone."""
 _AGAIN_S = 2.0
 """After the pool was not there, before it is looked for again."""
 
@@ -78,6 +83,7 @@ class PoolTier:
         self._agent = TransferAgent()
         self._thread = TierThread("kv-pool")
         self._link.on_lost = self._known.clear
+        self._link.on_late = self._decline
 
     def __len__(self) -> int:
         return len(self._known)
@@ -85,9 +91,10 @@ class PoolTier:
     async def start(self) -> None:
         """ConfigError where the pool is for other blocks. One that is not there is looked for again later."""
         try:
-            await self._link.connect()
-        except NetworkFault as error:
-            log.warning("the shared pool is not there yet: %s", error.message)
+            async with asyncio.timeout(_ANSWER_S):
+                await self._link.connect()
+        except (NetworkFault, TimeoutError) as error:
+            log.warning("the shared pool is not there yet: %s", str(error))
 
     async def close(self) -> None:
         await self._link.close()
@@ -100,13 +107,13 @@ class PoolTier:
     def knows(self, key: BlockKey) -> bool:
         return key in self._known or key in self._writing
 
-    async def look(self, keys: Sequence[BlockKey]) -> None:
+    async def look(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
         start = next((index for index, key in enumerate(keys) if key not in self._known), len(keys))
         asked = keys[start : start + MOST_BLOCKS]
         if not asked:
             return
         try:
-            found = await self._link.ask(Look(tuple(asked)), Found, _LOOK_S)
+            found = await self._link.ask(Look(tuple(asked), worth_s), Found, _LOOK_S)
         except KvoltError as error:
             log.debug("the shared pool does not say what it has: %s", error.message)
             return
@@ -128,16 +135,16 @@ class PoolTier:
         if not blocks:
             return
         keys = [block.key for block in blocks]
-        self._writing.update(keys)
         began_at = time.perf_counter()
         offerings, told = offer_slots(self._agent, memory, slots, _TRANSFER_S)
+        self._writing.update(keys)
         try:
             keep = Keep(tuple(map(WireBlock.of, blocks)), tuple(checksums), told)
             kept = await self._link.ask(keep, Kept, _ANSWER_S)
         finally:
             self._writing.difference_update(keys)
             await withdraw(offerings)
-        await self.look(keys)  # it may not have had room for all
+        await self.look(keys, 0.0)  # it may not have had room for all
         self.stats.stored(kept.num_new, time.perf_counter() - began_at)
 
     async def read(self, blocks: Sequence[TierBlock], memory: SlotMemory, slots: Numbers) -> list[int | None]:
@@ -146,6 +153,7 @@ class PoolTier:
             return []
         keys = [block.key for block in blocks]
         began_at = time.perf_counter()
+        brought = Brought((), ())
         try:
             await self._thread.run(memory.reach, int(slots.max()) + 1)
             brought = await self._link.ask(Bring(tuple(map(WireBlock.of, blocks))), Brought, _ANSWER_S)
@@ -153,7 +161,13 @@ class PoolTier:
             wanted = dict(enumerate(slots.tolist()[:count]))
             await read_slots(self._agent, brought.offered, memory, wanted, _TRANSFER_S)
             sums, _ = await self._thread.run(memory.checksums, slots[:count], keys[:count])
+        except asyncio.CancelledError:
+            self._decline(brought)
+            if time.perf_counter() - began_at > _PATIENCE_S:  # that is why
+                self._link.give_up("it was too slow")
+            raise
         except KvoltError as error:
+            self._decline(brought)
             log.warning("blocks did not come from the shared pool: %s", error.message)
             self.stats.failures["unread"] += len(keys)
             self.forget(keys)
@@ -170,6 +184,12 @@ class PoolTier:
         await self._tell_bad(bad)
         self.forget([key for key, each in zip(keys, came, strict=True) if each is None])
         return came
+
+    def _decline(self, answer: Answer) -> None:
+        """What was brought for us and is not wanted any more."""
+        if isinstance(answer, Brought):
+            for each in answer.offered:
+                self._agent.decline(each.ticket)
 
     async def _tell_bad(self, keys: Sequence[BlockKey]) -> None:
         if not keys:
@@ -205,6 +225,9 @@ class PoolLink:
         self._shape = shape
         self._now = now
         self.on_lost: Callable[[], None] = lambda: None
+        self.on_late: Callable[[Answer], None] = lambda _: None
+        """Told of an answer that nobody waits for any more."""
+        self._num_silent = 0
         self._writer: asyncio.StreamWriter | None = None
         self._connecting = asyncio.Lock()
         self._not_before = float("-inf")
@@ -232,17 +255,26 @@ class PoolLink:
             if self._shape is None:
                 return
             try:
-                await self._ask(Hello(self._shape), Done, _ANSWER_S)
+                await self._ask(Hello(self._shape), Done)
             except BaseException:
                 self._hang_up(writer)
                 raise
 
     async def ask(self, question: Question, expected: type[Expected], timeout_s: float) -> Expected:
-        """KvoltError where there is no answer, or another."""
-        await self.connect()
-        return await self._ask(question, expected, timeout_s)
+        """KvoltError where there is no answer within this time, or another."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.connect()
+                answer = await self._ask(question, expected)
+        except TimeoutError:
+            self._num_silent += 1
+            if self._num_silent >= _MOST_SILENT:
+                self.give_up("it does not answer")
+            raise NetworkFault(f"the pool did not answer within {timeout_s:g} s") from None
+        self._num_silent = 0
+        return answer
 
-    async def _ask(self, question: Question, expected: type[Expected], timeout_s: float) -> Expected:
+    async def _ask(self, question: Question, expected: type[Expected]) -> Expected:
         writer = self._writer
         if writer is None:
             raise NetworkFault("the connection to the pool is lost")
@@ -250,12 +282,10 @@ class PoolLink:
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             writer.write(frame(Asked(number, question)))
-            async with asyncio.timeout(timeout_s):
-                body = await answer
+            await writer.drain()
+            body = await answer
         except OSError as error:
             raise NetworkFault(f"the connection to the pool is lost: {error}") from None
-        except TimeoutError:
-            raise NetworkFault(f"the pool did not answer within {timeout_s:g} s") from None
         finally:
             self._waiting.pop(number, None)
         if isinstance(body, Refused):
@@ -264,6 +294,12 @@ class PoolLink:
             raise TransferFailed("the pool answered something else", path="pool", reason="answer")
         return body
 
+    def give_up(self, reason: str) -> None:
+        """As if it had gone: it is looked for again after a while."""
+        if self._writer is not None:
+            log.warning("the shared pool is left alone for %g s: %s", _AGAIN_S, reason)
+            self._hang_up(self._writer)
+
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
@@ -271,6 +307,8 @@ class PoolLink:
                 waiting = self._waiting.get(answered.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answered.body)
+                else:
+                    self.on_late(answered.body)
         except (KvoltError, msgspec.MsgspecError) as error:
             log.warning("the shared pool has gone: %s", str(error))
         finally:

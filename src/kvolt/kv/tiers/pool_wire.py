@@ -62,6 +62,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
     keys: tuple[bytes, ...]
+    worth_s: float = 0.0
+    """How long the pool may take to ask tiers of its own; none: it says what it knows."""
 
 
 class Keep(msgspec.Struct, frozen=True, tag="keep"):

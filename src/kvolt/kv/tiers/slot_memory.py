@@ -23,6 +23,7 @@ from kvolt.transfer.memory import Numbers, Pieces, Slab
 
 PAGE_BYTES = 4096
 _PART_BYTES = 256 << 20
+_MOST_PARTS = 64
 _TURN_BYTES = 256 << 20
 """Copied at a time: between two of these a copy that nobody waits for any more ends."""
 _SEED_BYTES = 8
@@ -74,7 +75,9 @@ class SlotMemory:
         self._device = device
         self._unpin: list[Callable[[], None]] = []
         self._growing = threading.Lock()
-        self._per_part = max(min(_PART_BYTES // shape.slot_bytes, num_slots), 1)
+        # Not many parts of a large one: each takes descriptors here and with every peer.
+        part_bytes = max(_PART_BYTES, num_slots * shape.slot_bytes // _MOST_PARTS)
+        self._per_part = max(min(part_bytes // shape.slot_bytes, num_slots), 1)
         self._parts: list[Slab] = []
 
     @property

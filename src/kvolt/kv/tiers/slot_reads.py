@@ -17,11 +17,17 @@ def offer_slots(
     agent: TransferAgent, memory: SlotMemory, slots: Numbers, timeout_s: float
 ) -> tuple[list[Offering], tuple[Offered, ...]]:
     """What lies in these slots, which must stay as it is until the offerings are over."""
-    offerings, told = [], []
-    for part, numbers, which in memory.by_part(slots):
-        offering = agent.offer(part, numbers, timeout_s)
-        offerings.append(offering)
-        told.append(Offered(offering.ticket, tuple(which.tolist())))
+    offerings: list[Offering] = []
+    told: list[Offered] = []
+    try:
+        for part, numbers, which in memory.by_part(slots):
+            offering = agent.offer(part, numbers, timeout_s)
+            offerings.append(offering)
+            told.append(Offered(offering.ticket, tuple(which.tolist())))
+    except BaseException:
+        for offering in offerings:
+            offering.cancel()  # nobody has a ticket
+        raise
     return offerings, tuple(told)
 
 

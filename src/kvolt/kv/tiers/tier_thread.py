@@ -28,11 +28,12 @@ class TierThread:
             began_at = time.perf_counter()
             return call(*arguments), time.perf_counter() - began_at
 
-        working = asyncio.get_running_loop().run_in_executor(self._thread, timed)
+        job = self._thread.submit(timed)
+        working = asyncio.wrap_future(job)
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
-            working.cancel()  # if it has not begun
+            job.cancel()  # if it has not begun; the asyncio future would say so of one that runs, too
             while not working.done():
                 try:
                     await asyncio.wait([working])
@@ -40,4 +41,13 @@ class TierThread:
                     continue
             if not working.cancelled():
                 working.exception()
+            raise
+
+    async def ask(self, call: Callable[..., Value], *arguments: object) -> Value:
+        """What a call gives that works on nothing of ours: cancelled, this ends at once, and the call in its time."""
+        working = asyncio.wrap_future(self._thread.submit(call, *arguments))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            working.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -95,6 +95,12 @@ class TierWriter:
 
     # ---
 
+    def _put_back(self, keys: Sequence[BlockKey], cleared: int) -> None:
+        """At the end: others may have more luck."""
+        if cleared == self._num_clears:
+            free = self._host.num_slots - len(self._waiting)
+            self._waiting.update(dict.fromkeys(keys[: max(free, 0)]))
+
     async def _write_on(self) -> None:
         """Until it `is_closing`: a batch that has begun is ended."""
         while not self._is_closing:
@@ -131,6 +137,7 @@ class TierWriter:
             self.lower.stats.failures["no_room" if no_room else "unwritten"] += len(blocks)
             told = error.message if isinstance(error, KvoltError) else repr(error)
             log.warning("%d blocks were not written to the %s tier: %s", len(blocks), self.lower.tier, told)
+            self._put_back(keys, cleared)
             return False
         finally:
             self._host.release(keys)

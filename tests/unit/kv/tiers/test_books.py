@@ -141,3 +141,22 @@ def store(books: TierBooks, blocks: list[TierBlock]) -> None:
     for index, _ in books.reserve(blocks):
         books.seal(blocks[index].key, 1)
         books.register([blocks[index].key])
+
+
+def test_what_is_disowned_goes_when_nobody_is_at_it() -> None:
+    books, blocks = TierBooks(Tier.HOST, 8), sequence("a", 3)
+    keys = [block.key for block in blocks]
+    books.reserve(blocks)
+    for key in keys:
+        books.seal(key, 1)
+    books.register(keys)
+    books.hold(keys)
+    books.disown(keys[1])
+    assert [books.has(key) for key in keys] == [True, False, True]
+    assert books.match(keys) == 1
+    books.check_integrity()
+    books.release(keys)
+    assert not books.knows(keys[1])
+    books.disown(keys[2])
+    assert not books.knows(keys[2]), "at once where nobody is at it"
+    books.check_integrity()

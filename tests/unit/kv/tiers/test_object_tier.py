@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.kv.tiers.tier_lab import Device, device, keys, sequence
@@ -14,7 +15,7 @@ from tests.unit.kv.tiers.tier_lab import Device, device, keys, sequence
 from kvolt.core.errors import ConfigError, TransferFailed
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
-from kvolt.kv.tiers import object_blocks, object_tier
+from kvolt.kv.tiers import object_blocks, object_tier, writer
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.disk import DiskFiles
 from kvolt.kv.tiers.disk_tier import DiskTier
@@ -176,9 +177,10 @@ async def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.M
     def fails(self: ObjectBlocks, *_: object) -> object:
         raise TransferFailed("the network is away", path=self.url, reason="away")
 
+    clock = Clock()
     with device() as memory:
         memory.compute(blocks, range(8))
-        async with cache_over(memory, str(tmp_path)) as cache:
+        async with cache_over(memory, str(tmp_path), clock=clock) as cache:
             await cache.offload(blocks, range(8))
             await until_stored(cache, 8)
             cache.host.books.forget(cache.host.books)
@@ -186,6 +188,7 @@ async def test_a_read_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.M
                 broken.setattr(ObjectBlocks, "_get", fails)
                 assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 0
             assert cache.host.stats[Tier.OBJECT].failures["unread"] == 8
+            clock.now_s += 60.0
             assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 8, "it is back"
 
 
@@ -239,3 +242,92 @@ def test_no_store_of_that_name() -> None:
     with pytest.raises(ConfigError) as told:
         ObjectBlocks("nosuch://bucket/x", BlockShape(10))
     assert "s3://bucket/folder" in str(told.value.fields["remedy"])
+
+
+async def test_a_store_that_is_away_is_not_read_from_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, clock, num_reads = sequence("a", 4), Clock(), 0
+
+    def fails(self: ObjectBlocks, *_: object) -> object:
+        nonlocal num_reads
+        num_reads += 1
+        raise TransferFailed("the network is away", path=self.url, reason="away")
+
+    with device() as memory:
+        memory.compute(blocks, range(4))
+        async with cache_over(memory, str(tmp_path), clock=clock) as cache:
+            await cache.offload(blocks, range(4))
+            await until_stored(cache, 4)
+            cache.host.books.forget(cache.host.books)
+            with monkeypatch.context() as broken:
+                broken.setattr(ObjectBlocks, "read", fails)
+                for _ in range(3):
+                    assert (await cache.fetch(blocks, range(4))).num_blocks == 0
+                assert num_reads == 1
+            clock.now_s += 60.0
+            assert (await cache.fetch(blocks, range(4))).num_blocks == 4
+
+
+async def test_a_spoiled_object_is_replaced_when_its_block_is_computed_again(tmp_path: Path) -> None:
+    blocks = sequence("a", 3)
+    with device() as memory:
+        memory.compute(blocks, range(3))
+        async with cache_over(memory, str(tmp_path)) as cache:
+            await cache.offload(blocks, range(3))
+            await until_stored(cache, 3)
+            [path] = tmp_path.rglob(blocks[1].key.hex())
+            path.write_bytes(b"spoiled")
+            cache.host.books.forget(cache.host.books)
+            assert (await cache.fetch(blocks, range(10, 13))).num_blocks == 1
+            await cache.offload(blocks, range(3))
+            await until_stored(cache, 4)
+        memory.wipe()
+        async with cache_over(memory, str(tmp_path)) as cache:
+            await cache.host.look(keys(blocks))
+            assert (await cache.fetch(blocks, range(3))).num_blocks == 3
+            assert all(memory.holds(block, index) for index, block in enumerate(blocks))
+
+
+async def test_what_a_store_lacks_and_the_host_has_does_not_hide_the_rest(tmp_path: Path) -> None:
+    blocks = sequence("a", 6)
+    with device() as memory:
+        memory.compute(blocks, range(6))
+        async with cache_over(memory, str(tmp_path)) as cache:
+            await cache.offload(blocks, range(6))
+            await until_stored(cache, 6)
+        [path] = tmp_path.rglob(blocks[0].key.hex())
+        path.unlink()
+        async with cache_over(memory, str(tmp_path), touches=9) as cache:
+            await cache.offload(blocks[:1], range(1))
+            await cache.host.look(keys(blocks))
+            assert cache.host.tiers_of(keys(blocks)) == [Tier.HOST] + [Tier.OBJECT] * 5
+
+
+async def test_what_could_not_be_written_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_PAUSE_S", 0.01)
+    blocks, put, num_failed = sequence("a", 4), ObjectBlocks._put, 0
+
+    def fails_at_first(self: ObjectBlocks, *args: Any) -> bool:
+        nonlocal num_failed
+        if num_failed < 2:
+            num_failed += 1
+            raise TransferFailed("the network is away", path=self.url, reason="away")
+        return put(self, *args)
+
+    monkeypatch.setattr(ObjectBlocks, "_put", fails_at_first)
+    with device() as memory:
+        memory.compute(blocks, range(4))
+        async with cache_over(memory, str(tmp_path)) as cache:
+            await cache.offload(blocks, range(4))
+            await until_stored(cache, 4)
+
+
+def test_a_folder_is_made_for_who_keeps_blocks_only(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        object_blocks.open_store(str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(ConfigError, match="slash"):
+        ObjectBlocks("s3:/bucket/x", BlockShape(10))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,13 +13,23 @@ from tests.unit.kv.tiers.tier_lab import Device, device, keys, sequence
 
 from kvolt.core.errors import ConfigError, NetworkFault
 from kvolt.core.kv_events import Tier
+from kvolt.kv.tiers import pool_tier
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.disk import DiskFiles
 from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.host_tier import HostTier
 from kvolt.kv.tiers.pool_server import PoolServer
 from kvolt.kv.tiers.pool_tier import PoolLink, PoolTier
-from kvolt.kv.tiers.pool_wire import Bring, Brought, Hello, PoolStatus, Status, WireBlock
+from kvolt.kv.tiers.pool_wire import (
+    Bring,
+    Brought,
+    Found,
+    Hello,
+    Look,
+    PoolStatus,
+    Status,
+    WireBlock,
+)
 from kvolt.kv.tiers.slot_memory import BlockShape
 
 
@@ -192,12 +203,19 @@ async def test_one_socket_has_one_pool_and_a_dead_ones_is_taken_over(tmp_path: P
         with pytest.raises(ConfigError, match="another pool"):
             async with pool(path):
                 pass
-    path.touch()  # what a pool that was killed leaves
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))  # what a pool that was killed leaves
     async with pool(path):
         link = PoolLink(path, None, Clock())
         status = await link.ask(Status(), PoolStatus, 30.0)
         assert (status.shape, status.num_workers) == (None, 0)
         await link.close()
+    other = tmp_path / "notes.txt"
+    other.write_text("somebody's")
+    with pytest.raises(ConfigError, match="no socket can be made"):
+        async with pool(other):
+            pass
+    assert other.read_text() == "somebody's"
 
 
 async def test_nonsense_ends_the_connection_and_nothing_else(tmp_path: Path) -> None:
@@ -224,3 +242,99 @@ async def test_no_pool_is_told_with_the_remedy(tmp_path: Path) -> None:
         await link.ask(Status(), PoolStatus, 1.0)
     assert "kvolt cache serve" in str(told.value.fields["remedy"])
     await link.close()
+
+
+async def test_the_pool_begins_though_who_came_first_has_gone(tmp_path: Path) -> None:
+    """A disk takes long to be read: the first worker gives up, and the second finds all that is there."""
+    path, gate = tmp_path / "pool.sock", asyncio.Event()
+    blocks = sequence("a", 5)
+    num_made = 0
+
+    class Slow(DiskTier):
+        async def start(self) -> None:
+            await gate.wait()
+            await super().start()
+
+    def new(shape: BlockShape) -> HostTier:
+        nonlocal num_made
+        num_made += 1
+        return HostTier(shape, 16, [(Slow(DiskFiles(tmp_path / "disk", shape, 64)), 1)])
+
+    with device() as memory:
+        shape = BlockShape.of(memory.slabs)
+        memory.compute(blocks, range(5))
+        async with pool(path, new=new):
+            link = PoolLink(path, shape, Clock())
+            with pytest.raises(NetworkFault):
+                await link.ask(Look(tuple(keys(blocks))), Found, 0.05)
+            await link.close()
+            gate.set()
+            async with worker(memory, path) as cache:
+                await cache.offload(blocks, range(5))
+                await until(lambda: len(list((tmp_path / "disk").rglob("blocks-*"))) == 1)
+            assert num_made == 1
+
+
+async def test_a_pool_that_cannot_begin_says_so_to_each(tmp_path: Path) -> None:
+    path = tmp_path / "pool.sock"
+
+    def new(shape: BlockShape) -> HostTier:
+        raise ConfigError("there is no memory", key="host", remedy="give it less")
+
+    with device() as memory:
+        async with pool(path, new=new):
+            for _ in range(2):
+                with pytest.raises(ConfigError, match="no memory"):
+                    async with worker(memory, path):
+                        pass
+
+
+async def test_a_pool_that_is_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_tier, "_LOOK_S", 0.05)
+    path = tmp_path / "pool.sock"
+    blocks = sequence("a", 4)
+    with device() as memory:
+        memory.compute(blocks, range(4))
+        async with pool(path) as server, worker(memory, path) as cache:
+            await cache.offload(blocks, range(4))
+            await until(lambda: num_in(server) == 4)
+            await until(lambda: len(cache.host.lower[0]) == 4)
+
+            async def silent(*_: object) -> object:
+                await asyncio.sleep(3600)
+                raise AssertionError
+
+            with monkeypatch.context() as hung:
+                hung.setattr(server, "answer", silent)
+                for _ in range(3):
+                    await cache.host.lower[0].look(keys(sequence("b", 4)))
+                assert not len(cache.host.lower[0]), "nothing is expected of it any more"
+
+
+async def test_what_is_brought_for_nobody_is_let_go_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "pool.sock"
+    blocks = sequence("a", 8)
+    with device() as memory:
+        memory.compute(blocks, range(8))
+        async with pool(path) as server, worker(memory, path, num_host=8) as cache:
+            await cache.offload(blocks, range(8))
+            await until(lambda: num_in(server) == 8)
+            await until(lambda: len(cache.host.lower[0]) == 8)
+            cache.host.books.forget(cache.host.books)
+            host = server.host
+            assert host is not None
+            bring, gate = host.bring, asyncio.Event()
+
+            async def slow(blocks: object) -> object:
+                await gate.wait()
+                return await bring(blocks)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(host, "bring", slow)
+            fetching = asyncio.ensure_future(cache.fetch(blocks, range(8)))
+            await asyncio.sleep(0.05)
+            fetching.cancel()
+            await asyncio.wait([fetching])
+            gate.set()
+            await until(lambda: host.books.forget(keys(blocks)) == 8)
