@@ -55,6 +55,9 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     """That KV was on its way from who computed the prompt."""
     transfer_bytes: int | None = None
     transfer_path: str | None = None
+    onboard_ms: float | None = None
+    """That KV was on its way from a tier below the device."""
+    onboard_blocks: int | None = None
     decode_ms: float | None = None
 
 

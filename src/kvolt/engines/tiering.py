@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvolt.core.card import EngineInfo
+from kvolt.core.delta import StageTimes
 from kvolt.core.errors import EngineFailed, KvoltError
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
@@ -66,6 +67,10 @@ class Onboarded(msgspec.Struct, frozen=True):
     num_blocks: int = 0
     by_tier: tuple[tuple[Tier, int], ...] = ()
     took_s: float = 0.0
+
+    @property
+    def stages(self) -> StageTimes:
+        return StageTimes(onboard_ms=self.took_s * 1e3, onboard_blocks=self.num_blocks)
 
 
 _NOTHING = Onboarded()
@@ -302,7 +307,7 @@ async def bring_back(
     request_id = request.request_id
     is_begun = False
     try:
-        await tiering.onboard(request)
+        onboarded = await tiering.onboard(request)
         is_begun = then is not None
         if then is not None:
             await then
@@ -311,6 +316,8 @@ async def bring_back(
         if entry is None:  # its caller has gone meanwhile
             tiering.let_go(request_id)
             return
+        if onboarded.num_blocks:
+            entry.stages = onboarded.stages
         requests.enter(entry)
         submit(request)
     except Exception as error:  # one request's, whatever it was

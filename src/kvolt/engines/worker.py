@@ -360,11 +360,11 @@ class Worker:
             delta = made
             if entry.moved_blocks and self.info is not None:
                 delta = without_moved(made, entry.moved_blocks * self.info.block_size)
-            if entry.pulled is None:
+            if entry.stages is None:
                 entry.stream.send(delta)
             else:
-                entry.stream.send(msgspec.structs.replace(delta, stages=entry.pulled.stages))
-                entry.pulled = None
+                entry.stream.send(msgspec.structs.replace(delta, stages=entry.stages))
+                entry.stages = None
             if delta.cached_tokens is not None and not delta.index:
                 self._open.prompt_done(entry, delta.cached_tokens)
             if delta.finish is not None:

@@ -91,7 +91,7 @@ async def hand_over(
             pulled = await handoffs.take(request.handoff, keep_for=request_id)
         entry = requests.get(request_id)
         if entry is not None:  # its caller has not gone meanwhile
-            entry.pulled = pulled
+            entry.stages = pulled.stages
             requests.enter(entry)
             submit(request)
         else:

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvolt.core.delta import StageTimes
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
-from kvolt.engines.handoffs import Pulled
 from kvolt.engines.worker_metrics import WorkerMetrics
 from kvolt.engines.worker_progress import Progress
 from kvolt.runtime.plane import IncomingStream
@@ -21,8 +21,8 @@ class OpenRequest:
     num_prompt_tokens: int
     opened_at: float
     deadline: asyncio.TimerHandle | None = None
-    pulled: Pulled | None = None
-    """What was brought here for it, until that is told."""
+    stages: StageTimes | None = None
+    """How long what was brought here for it took, until that is told."""
     handing_over: asyncio.Task[None] | None = None
     """What is done before the engine has it, or in its place."""
     moved_blocks: int = 0

@@ -216,6 +216,8 @@ class Answer(ABC):
             "kv_transfer_ms": stages.transfer_ms,
             "kv_transfer_bytes": stages.transfer_bytes,
             "kv_transfer_path": stages.transfer_path,
+            "kv_onboard_ms": stages.onboard_ms,
+            "kv_onboard_blocks": stages.onboard_blocks,
         }
         return {name: value for name, value in told.items() if value is not None}
 

@@ -76,6 +76,7 @@ class Journey:
         "_prompt",
         "_retry",
         "_road",
+        "_stages",
         "_started",
         "_usage",
         "decision",
@@ -97,6 +98,7 @@ class Journey:
         self._call: Call | None = None
         self._booked = Booked()
         self._usage: Usage | None = None
+        self._stages: StageTimes | None = None
         self._asked = Asked(request, road.stats, self._loop.time)
         self._retry: asyncio.Task[Any] | None = None
         self._held = False
@@ -109,8 +111,8 @@ class Journey:
 
     @property
     def stages(self) -> StageTimes | None:
-        """Where its time went, as far as that is known: of a prompt that was computed elsewhere."""
-        return None if self._prompt is None else self._prompt.stages
+        """Where its time went, as far as that is known: of a prompt that others computed, or KV that was brought."""
+        return self._stages if self._prompt is None else self._prompt.stages
 
     @property
     def prefilled(self) -> Decision | None:
@@ -174,8 +176,10 @@ class Journey:
             if prompt is not None:
                 prompt.fetched()
         delta = self._asked.told(delta, is_told=self.sink.has_begun)
-        if delta.stages is not None and prompt is not None and prompt.add(delta.stages):
-            self._road.ways.learn(self.request, delta.stages)
+        if delta.stages is not None:
+            self._stages = delta.stages
+            if prompt is not None and prompt.add(delta.stages):
+                self._road.ways.learn(self.request, delta.stages)
         if delta.usage is not None:
             self._count(delta.usage)
         self.sink.on_item(delta)
