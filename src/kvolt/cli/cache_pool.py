@@ -68,6 +68,12 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
         help="see docs/tiers.md (default: 2)",
     )
     parser.add_argument(
+        "--object-compression",
+        choices=("none", "zstd"),
+        default="none",
+        help="how blocks are written there (default: none)",
+    )
+    parser.add_argument(
         "--eviction", choices=sorted(EVICTIONS), default="lru", help="which blocks go (default: lru)"
     )
 
@@ -75,7 +81,16 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
 def serve_command(socket: Path, tiers: TierSettings) -> tuple[str, ...]:
     """What starts a pool with these tiers."""
     command = [sys.executable, "-m", "kvolt", "cache", "serve", "--socket", str(socket)]
-    for field in ("host", "disk", "disk_dir", "disk_touches", "object", "object_touches", "eviction"):
+    for field in (
+        "host",
+        "disk",
+        "disk_dir",
+        "disk_touches",
+        "object",
+        "object_touches",
+        "object_compression",
+        "eviction",
+    ):
         if value := getattr(tiers, field):
             command += [f"--{field.replace('_', '-')}", str(value)]
     return tuple(command)
@@ -89,6 +104,7 @@ def serve_pool(args: argparse.Namespace) -> int:
         disk_touches=args.disk_touches,
         object=args.object,
         object_touches=args.object_touches,
+        object_compression=args.object_compression,
         eviction=args.eviction,
     )
     check_sizes(msgspec.structs.replace(tiers, shared=True))

@@ -133,7 +133,9 @@ def lower_tiers(
 ) -> list[tuple[LowerTier, int]]:
     """Those below the host's memory, the fastest first, and how often a block is seen before it goes there."""
     # What may be refused first, and what holds something last.
-    store = ObjectBlocks(tiers.object, shape) if tiers.object else None
+    store = None
+    if tiers.object:
+        store = ObjectBlocks(tiers.object, shape, is_packed=tiers.object_compression == "zstd")
     files = None
     if tiers.disk:
         num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(shape.slot_bytes, num_device)

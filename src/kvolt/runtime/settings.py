@@ -318,6 +318,9 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(ge=1, le=15, description="How often a block is to be seen before it is written to that store."),
     ] = 2
+    object_compression: Annotated[
+        Literal["none", "zstd"], Meta(description="How blocks are written there. Read is whatever there is.")
+    ] = "none"
     pool: Annotated[
         str,
         Meta(description="Socket of a `kvolt cache serve` on this host, whose pool is used. Empty for none."),

@@ -65,7 +65,8 @@ def test_the_command_says_what_the_settings_say() -> None:
     command = serve_command(Path("/s"), TierSettings(host="1GiB", object="s3://b/kv", eviction="s3fifo"))
     assert command[3:] == (
         *("cache", "serve", "--socket", "/s", "--host", "1GiB", "--disk-touches", "1"),
-        *("--object", "s3://b/kv", "--object-touches", "2", "--eviction", "s3fifo"),
+        *("--object", "s3://b/kv", "--object-touches", "2"),
+        *("--object-compression", "none", "--eviction", "s3fifo"),
     )
 
 

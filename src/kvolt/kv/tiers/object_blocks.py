@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvolt.core.errors import ConfigError, TransferFailed
 from kvolt.core.ids import BlockKey
 from kvolt.kv.tiers.books import Slot
+from kvolt.kv.tiers.packing import RAW, best_width, pack, unpack, zstd
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.transfer.memory import Numbers
 
@@ -50,8 +51,14 @@ Came = int | Spoiled | None
 class ObjectBlocks:
     """See the module. For any threads; `close` waits for what is under way."""
 
-    def __init__(self, url: str, shape: BlockShape) -> None:
-        """ConfigError for a store that there is no way to."""
+    def __init__(self, url: str, shape: BlockShape, is_packed: bool = False) -> None:
+        """`is_packed`: written compressed; read is whatever there is. ConfigError for a store that there is no way
+        to."""
+        if is_packed:
+            zstd()
+        self._is_packed = is_packed
+        self._width: int | None = None
+        """Of numbers in blocks, once one was looked at."""
         self.url = url
         self.shape = shape
         self._store = open_store(url, makes_folder=True)
@@ -129,9 +136,10 @@ class ObjectBlocks:
 
     def _put(self, key: BlockKey, checksum: int, slot: int, memory: SlotMemory, is_replaced: bool) -> bool:
         shape, errors = self.shape, self._library.exceptions
-        head = _HEAD.pack(_MAGIC, FORMAT, 0, key, checksum, shape.piece_bytes, shape.num_ranks)
         with memory.block(Slot(slot)) as view:
-            whole = b"".join((head, view))
+            width, data = self._packed(view)
+            head = _HEAD.pack(_MAGIC, FORMAT, width, key, checksum, shape.piece_bytes, shape.num_ranks)
+            whole = b"".join((head, data))
         try:
             if self._is_conditional and not is_replaced:
                 try:
@@ -153,16 +161,32 @@ class ObjectBlocks:
             return None
         except (OSError, self._library.exceptions.BaseError) as error:
             raise self._failed(error) from None
-        if len(whole) != _HEAD.size + self.shape.block_bytes:
+        if len(whole) < _HEAD.size:
             return Spoiled("it has another size")
-        magic, version, _, whose, checksum, piece_bytes, num_ranks = _HEAD.unpack_from(whole)
+        magic, version, width, whose, checksum, piece_bytes, num_ranks = _HEAD.unpack_from(whole)
         if (magic, version, whose) != (_MAGIC, FORMAT, key) or BlockShape(
             piece_bytes, num_ranks
         ) != self.shape:
             return Spoiled("it is not what its name says")
+        data: bytes | memoryview | None = whole[_HEAD.size :]
+        if width != RAW and data is not None:
+            data = unpack(data, width, self.shape.block_bytes)
+        if data is None or len(data) != self.shape.block_bytes:
+            return Spoiled("it has another size")
         with memory.block(Slot(slot)) as view:
-            view[:] = whole[_HEAD.size :]
+            view[:] = data
         return int(checksum)
+
+    def _packed(self, data: memoryview) -> tuple[int, bytes | memoryview]:
+        """As it is written, and by which width of numbers."""
+        if not self._is_packed:
+            return RAW, data
+        if self._width is None:
+            self._width = best_width(data)
+        if self._width == RAW:
+            return RAW, data
+        packed = pack(data, self._width)
+        return (self._width, packed) if len(packed) < len(data) else (RAW, data)
 
     def _failed(self, error: Exception) -> TransferFailed:
         told = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

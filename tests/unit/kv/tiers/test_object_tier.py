@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.unit.kv.tiers.tier_lab import Device, device, keys, sequence
 
@@ -21,7 +22,7 @@ from kvolt.kv.tiers.disk import DiskFiles
 from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.object_blocks import ObjectBlocks
 from kvolt.kv.tiers.object_tier import ObjectTier
-from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 
 
 class Clock:
@@ -333,3 +334,30 @@ def test_a_folder_is_made_for_who_keeps_blocks_only(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
     with pytest.raises(ConfigError, match="slash"):
         ObjectBlocks("s3:/bucket/x", BlockShape(10))
+
+
+async def test_who_compresses_and_who_does_not_read_each_other(tmp_path: Path) -> None:
+    blocks, num_bytes = sequence("a", 6), 1 << 16
+    with device(block_bytes=num_bytes) as memory:
+        shape = BlockShape.of(memory.slabs)
+        slots = np.arange(6, dtype=np.int64)
+        sources = SlotMemory(shape, 6)
+        for slot in range(6):
+            with sources.block(slot) as view:
+                view[:] = np.random.default_rng(slot).normal(size=num_bytes // 4).astype(np.float32).tobytes()
+        sums = sources.checksums(slots, keys(blocks)).tolist()
+        packed, plain = ObjectBlocks(str(tmp_path), shape, is_packed=True), ObjectBlocks(str(tmp_path), shape)
+        assert packed.write(keys(blocks)[:3], sums[:3], sources, slots[:3]) == [True] * 3
+        assert plain.write(keys(blocks)[3:], sums[3:], sources, slots[3:]) == [True] * 3
+        sizes = [next(tmp_path.rglob(block.key.hex())).stat().st_size for block in blocks]
+        assert max(sizes[:3]) < 0.95 * min(sizes[3:])
+        for reader in (packed, plain):
+            target = SlotMemory(shape, 6)
+            assert reader.read(keys(blocks), target, slots) == sums
+            target.close()
+        [path] = tmp_path.rglob(blocks[0].key.hex())
+        path.write_bytes(path.read_bytes()[:-100])
+        assert isinstance(plain.read(keys(blocks)[:1], sources, slots[:1])[0], object_blocks.Spoiled)
+        packed.close()
+        plain.close()
+        sources.close()
