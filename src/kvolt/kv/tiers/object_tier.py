@@ -19,6 +19,7 @@ from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
 from kvolt.kv.changes import Change
 from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.tiers.known_keys import KnownKeys
 from kvolt.kv.tiers.lower import TierStats
 from kvolt.kv.tiers.object_blocks import Came, ObjectBlocks
 from kvolt.kv.tiers.slot_memory import SlotMemory
@@ -27,7 +28,6 @@ from kvolt.transfer.memory import Numbers
 
 log = logging.getLogger(__name__)
 
-_MOST_KNOWN = 1 << 18
 _MOST_ABSENT = 1 << 14
 _ABSENT_S = 10.0
 """After a block was not there, before it is asked for again."""
@@ -55,12 +55,12 @@ class ObjectTier:
         self._blocks = blocks
         self._now = now
         self.stats = TierStats()
-        self._known: OrderedDict[BlockKey, None] = OrderedDict()
+        self._known = KnownKeys()
         """Read or written lately, or found by a `look`."""
         self._writing: set[BlockKey] = set()
         self._absent: OrderedDict[BlockKey, float] = OrderedDict()
         """Until when it is not asked for."""
-        self._spoiled: OrderedDict[BlockKey, None] = OrderedDict()
+        self._spoiled = KnownKeys(_MOST_ABSENT)
         """Objects that are no blocks: to be replaced when there is one again."""
         self._asked_again_at = 0.0
         # Three: a prompt does not wait behind what is written, nor a question behind a prompt.
@@ -90,7 +90,7 @@ class ObjectTier:
     # --- finding
 
     async def look(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
-        start = next((index for index, key in enumerate(keys) if key not in self._known), len(keys))
+        start = self._known.num_known(keys)
         now = self._now()
         if start == len(keys) or now < self._asked_again_at or self._absent.get(keys[start], 0.0) > now:
             return
@@ -119,15 +119,12 @@ class ObjectTier:
             self._miss(keys[end])
 
     def _learn(self, keys: Sequence[BlockKey]) -> None:
+        self._known.add(keys)
         for key in keys:
-            self._known[key] = None
-            self._known.move_to_end(key)
             self._absent.pop(key, None)
-        while len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
 
     def _miss(self, key: BlockKey) -> None:
-        self._known.pop(key, None)
+        self._known.forget([key])
         self._absent[key] = self._now() + _ABSENT_S
         self._absent.move_to_end(key)
         if len(self._absent) > _MOST_ABSENT:
@@ -151,8 +148,7 @@ class ObjectTier:
                 are_new, took_s = await self._writers.run(
                     self._blocks.write, keys[some], checksums[some], memory, slots[some], replaced
                 )
-                for key in replaced:
-                    self._spoiled.pop(key, None)
+                self._spoiled.forget(replaced)
                 self._learn(keys[some])
                 self.stats.stored(sum(are_new), took_s)
         finally:
@@ -184,26 +180,21 @@ class ObjectTier:
         self._miss(key)
         self.stats.failures["gone" if found is None else "corrupt"] += 1
         if found is not None:
-            self._spoiled[key] = None
-            if len(self._spoiled) > _MOST_ABSENT:
-                self._spoiled.popitem(last=False)
+            self._spoiled.add([key])
             log.error("block %s of the object tier is computed again: %s", key.hex(), found.reason)
         return None
 
     def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
         """That they are there; they stay, since others use them."""
+        self._known.forget(keys)
         if keys is None:
-            self._known.clear()
             self._absent.clear()
-        for key in keys or ():
-            self._known.pop(key, None)
         return 0
 
     def take_changes(self) -> tuple[Change, ...]:
         return ()
 
     def check_integrity(self) -> None:
-        assert len(self._known) <= _MOST_KNOWN
         assert not self._known.keys() & self._absent.keys(), "a block is there, and is not"
 
 

@@ -11,7 +11,6 @@ import itertools
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +22,7 @@ from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
 from kvolt.kv.changes import Change
 from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.tiers.known_keys import KnownKeys
 from kvolt.kv.tiers.lower import TierStats
 from kvolt.kv.tiers.pool_wire import (
     MOST_BLOCKS,
@@ -53,7 +53,6 @@ from kvolt.transfer.memory import Numbers
 
 log = logging.getLogger(__name__)
 
-_MOST_KNOWN = 1 << 18
 _TRANSFER_S = 30.0
 _ANSWER_S = 35.0
 _LOOK_S = 0.5
@@ -78,11 +77,11 @@ class PoolTier:
     def __init__(self, path: Path, shape: BlockShape, now: Callable[[], float] = time.monotonic) -> None:
         self._link = PoolLink(path, shape, now)
         self.stats = TierStats()
-        self._known: OrderedDict[BlockKey, None] = OrderedDict()
+        self._known = KnownKeys()
         self._writing: set[BlockKey] = set()
         self._agent = TransferAgent()
         self._thread = TierThread("kv-pool")
-        self._link.on_lost = self._known.clear
+        self._link.on_lost = self._known.forget
         self._link.on_late = self._decline
 
     def __len__(self) -> int:
@@ -108,7 +107,7 @@ class PoolTier:
         return key in self._known or key in self._writing
 
     async def look(self, keys: Sequence[BlockKey], worth_s: float = math.inf) -> None:
-        start = next((index for index, key in enumerate(keys) if key not in self._known), len(keys))
+        start = self._known.num_known(keys)
         asked = keys[start : start + MOST_BLOCKS]
         if not asked:
             return
@@ -117,15 +116,7 @@ class PoolTier:
         except KvoltError as error:
             log.debug("the shared pool does not say what it has: %s", error.message)
             return
-        for key, is_there in zip(asked, found.are_there, strict=False):
-            if is_there:
-                self._learn(key)
-
-    def _learn(self, key: BlockKey) -> None:
-        self._known[key] = None
-        self._known.move_to_end(key)
-        if len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
+        self._known.add(key for key, is_there in zip(asked, found.are_there, strict=False) if is_there)
 
     # --- moving
 
@@ -203,17 +194,14 @@ class PoolTier:
 
     def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
         """That they are there; they stay, since others use them."""
-        if keys is None:
-            self._known.clear()
-        for key in keys or ():
-            self._known.pop(key, None)
+        self._known.forget(keys)
         return 0
 
     def take_changes(self) -> tuple[Change, ...]:
         return ()
 
     def check_integrity(self) -> None:
-        assert len(self._known) <= _MOST_KNOWN
+        """The pool has the books."""
 
 
 class PoolLink:

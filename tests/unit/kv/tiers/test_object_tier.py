@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.kv.tiers.tier_lab import Device, device, keys, sequence
+from tests.unit.kv.tiers.tier_lab import Clock, Device, device, keys, sequence
 
 from kvolt.core.errors import ConfigError, TransferFailed
 from kvolt.core.ids import BlockKey
@@ -23,14 +23,6 @@ from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.object_blocks import ObjectBlocks
 from kvolt.kv.tiers.object_tier import ObjectTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.unit.kv.tiers.tier_lab import Device, device, keys, sequence
+from tests.unit.kv.tiers.tier_lab import Clock, Device, device, keys, sequence
 
 from kvolt.core.errors import ConfigError, NetworkFault
 from kvolt.core.kv_events import Tier
@@ -31,14 +31,6 @@ from kvolt.kv.tiers.pool_wire import (
     WireBlock,
 )
 from kvolt.kv.tiers.slot_memory import BlockShape
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @asynccontextmanager
