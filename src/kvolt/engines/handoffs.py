@@ -23,6 +23,7 @@ from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
 from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.engines.contract import KvRoom
 from kvolt.engines.kv_moving import KvMover, KvOffer
+from kvolt.engines.kv_settling import KvSettling
 from kvolt.engines.meetings import WAIT_S, MeetingEngine, Parts, Receiving, compute, push
 from kvolt.runtime.tasks import Crew
 
@@ -100,6 +101,7 @@ class Handoffs:
         self._now = now
         self._pull_s = pull_s
         self._crew = Crew("handoffs")
+        self._settling = KvSettling(engine, self._crew)
         self._offers: dict[RequestId, KvOffer] = {}
         """What waits to be fetched."""
         self.stats = HandoffStats()
@@ -192,7 +194,7 @@ class Handoffs:
             kept_for = keep_for
         finally:
             num_blocks = receiving.by_path.total()
-            await self._settle(room, num_blocks, kept_for)
+            await self._settling.settle(room, num_blocks, kept_for)
         self.stats.pull_s += receiving.moving_s
         num_bytes = num_blocks * self._mover.block_bytes
         return Pulled(num_blocks, num_bytes, "+".join(sorted(receiving.by_path)), receiving.moving_s)
@@ -256,7 +258,7 @@ class Handoffs:
             pulled = await self._pull(ticket, room)
             kept_for = keep_for
         finally:
-            await self._settle(room, pulled.num_blocks, kept_for)
+            await self._settling.settle(room, pulled.num_blocks, kept_for)
         return pulled
 
     async def _pull(self, ticket: HandoffTicket, room: KvRoom) -> Pulled:
@@ -275,28 +277,11 @@ class Handoffs:
         self.stats.pull_s += pulled.took_s
         return pulled
 
-    async def _settle(self, room: KvRoom, num_filled: int, keep_for: RequestId | None) -> None:
-        """Whoever asked may have gone, or go meanwhile: the room is given back all the same, and nothing is kept."""
-        kept = () if keep_for is None else (keep_for,)  # engines of others may not know of it
-        settling = self._crew.start(self._engine.settle_kv(room, num_filled, *kept), "settle")
-        try:
-            await asyncio.shield(settling)
-        except asyncio.CancelledError:
-            if keep_for is not None:
-                self.let_go(keep_for, settling)
-            raise
-
-    def let_go(self, request_id: RequestId, after: asyncio.Task[None] | None = None) -> None:
-        """The request that blocks were kept for is not submitted after all; `after` what is being done for it."""
+    def let_go(self, request_id: RequestId) -> None:
+        """The request that blocks were kept for is not submitted after all."""
         # Of one that this worker itself gives away the blocks are read: those that came for it go by their time.
-        if not self._crew.closed and request_id not in self._offers:
-            self._crew.start(self._let_go(request_id, after), "let go")
-
-    async def _let_go(self, request_id: RequestId, after: asyncio.Task[None] | None) -> None:
-        if after is not None:
-            await asyncio.wait([after])
-        with contextlib.suppress(KvoltError):  # of an engine that is gone, and keeps nothing
-            await self._engine.release_prefill(request_id)
+        if request_id not in self._offers:
+            self._settling.let_go(request_id)
 
     def _decline(self, ticket: HandoffTicket) -> None:
         with contextlib.suppress(KvoltError):  # of what is no ticket nobody waits to hear

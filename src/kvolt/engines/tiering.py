@@ -24,6 +24,7 @@ from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.core.latency import StepModel
 from kvolt.core.request import Request
 from kvolt.engines.contract import Engine, KvMovable, KvPlaced, KvTierable, KvVisible, Prefill, SealedKv
+from kvolt.engines.kv_settling import KvSettling
 from kvolt.engines.tier_hits import HitWindow
 from kvolt.engines.worker_metrics import FAILED
 from kvolt.engines.worker_open import OpenRequests
@@ -98,6 +99,7 @@ class Tiering:
         self._block_size = block_size
         self._sealed = asyncio.Event()
         self._crew = Crew("tiering")
+        self._settling = KvSettling(engine, self._crew)
         self._offloading: asyncio.Task[None] | None = None
         self._num_onboarding = 0
         self.hits = HitWindow()
@@ -231,7 +233,8 @@ class Tiering:
         room = await self._engine.make_room(keys, request.sequence_hashes[: len(keys)])
         if not room.blocks:
             return Fetched()
-        found, kept_for = Fetched(), None
+        found = Fetched()
+        kept_for: RequestId | None = None  # nobody, where this is cancelled
         try:
             blocks = _chain(keys, request.sequence_hashes)
             wanted = blocks[room.num_present : room.num_present + len(room.blocks)]
@@ -241,18 +244,12 @@ class Tiering:
         except TimeoutError:
             log.warning("blocks of %s did not come within %g s", request.request_id, _MOST_S)
         finally:
-            settling = self._crew.start(self._engine.settle_kv(room, found.num_blocks, kept_for), "settle")
-            try:
-                await asyncio.shield(settling)
-            except asyncio.CancelledError:
-                self.let_go(request.request_id)
-                raise
+            await self._settling.settle(room, found.num_blocks, kept_for)
         return found
 
     def let_go(self, request_id: RequestId) -> None:
         """A request that blocks were brought for is not submitted after all."""
-        if not self._crew.closed:
-            self._crew.start(self._release(request_id), "let go")
+        self._settling.let_go(request_id)
 
     async def _release(self, request_id: RequestId) -> None:
         with contextlib.suppress(KvoltError):

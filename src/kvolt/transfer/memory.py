@@ -223,6 +223,8 @@ class Slab:
     def _populate(self) -> None:
         """Now and not when blocks first come, which would take them several times as long."""
         if self._map is not None:
+            with contextlib.suppress(OSError):  # a system that has no huge pages for shared memory
+                self._map.madvise(mmap.MADV_HUGEPAGE)
             with contextlib.suppress(OSError):  # an old kernel, or no memory: it is found out when it is used
                 self._map.madvise(_MADV_POPULATE_WRITE)
 
