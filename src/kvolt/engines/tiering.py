@@ -175,26 +175,26 @@ class Tiering:
 
     # --- up
 
-    def could_help(self, request: Request) -> bool:
-        """Whether a tier has a part of its prompt that may not be on the device."""
+    def names_below(self, request: Request) -> tuple[BlockKey, ...]:
+        """Of its prompt's blocks, if a tier may have some of them; none where nothing can be brought."""
         try:
             keys = self._engine.kv_keys(request)
         except KvoltError:  # the engine says so itself
-            return False
+            return ()
         if not self.cache.host.knows_all or self.cache.host.has_any(keys):
-            return True
+            return keys
         self.hits.add(len(keys), ())
-        return False
+        return ()
 
-    async def onboard(self, request: Request) -> Onboarded:
-        """Bring what is here of a request's prompt, if that is sooner than to compute it. It is to be submitted at
-        once, or `let_go`. Never an error but a cancellation, which leaves nothing."""
+    async def onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> Onboarded:
+        """Bring what is here of a request's prompt, if that is sooner than to compute it. `keys`: as `names_below` told
+        them. It is to be submitted at once, or `let_go`. Never an error but a cancellation, which leaves nothing."""
         if self._num_onboarding >= _MOST_AT_ONCE:  # they would wait for each other, and hold blocks meanwhile
             return _NOTHING
         began_at = self._now()
         self._num_onboarding += 1
         try:
-            found = await self._onboard(request)
+            found = await self._onboard(request, keys)
         except Exception as error:  # whatever it was, the prompt can be computed
             log.warning("blocks of %s were not brought back: %r", request.request_id, error)
             return _NOTHING
@@ -204,8 +204,7 @@ class Tiering:
         self.num_tokens += found.num_blocks * self._block_size
         return Onboarded(found.num_blocks, found.by_tier, self._now() - began_at)
 
-    async def _onboard(self, request: Request) -> Fetched:
-        keys = self._engine.kv_keys(request)
+    async def _onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> Fetched:
         num_present = await self._engine.match(request) // self._block_size
         tiers = self.cache.host.tiers_of(keys, num_present)
         num_known = num_present + len(tiers)
@@ -296,6 +295,7 @@ NewTiering = Callable[
 async def bring_back(
     tiering: Tiering,
     request: Request,
+    keys: tuple[BlockKey, ...],
     requests: OpenRequests,
     submit: Callable[[Request], None],
     then: Coroutine[Any, Any, None] | None,
@@ -304,7 +304,7 @@ async def bring_back(
     request_id = request.request_id
     is_begun = False
     try:
-        onboarded = await tiering.onboard(request)
+        onboarded = await tiering.onboard(request, keys)
         is_begun = then is not None
         if then is not None:
             await then

@@ -295,8 +295,8 @@ class Worker:
         if self.handoffs is not None and (request.prefill_only or is_handed_over):
             work = hand_over(self.handoffs, request, self._open, self._submit, self._instance)
         may_be_below = request.prefill_only or not is_handed_over
-        if self.tiering is not None and may_be_below and self.tiering.could_help(request):
-            return bring_back(self.tiering, request, self._open, self._submit, work)
+        if self.tiering is not None and may_be_below and (keys := self.tiering.names_below(request)):
+            return bring_back(self.tiering, request, keys, self._open, self._submit, work)
         return work
 
     def _submit(self, request: Request) -> None:

@@ -44,8 +44,8 @@ class Tiered:
     async def answer(self, request: Request) -> tuple[list[int], Onboarded]:
         """As a worker does it."""
         onboarded = Onboarded()
-        if self.tiering.could_help(request):
-            onboarded = await self.tiering.onboard(request)
+        if keys := self.tiering.names_below(request):
+            onboarded = await self.tiering.onboard(request, keys)
         said = self.said[request.request_id] = []
         self.engine.submit(request)
         async with asyncio.timeout(20):
@@ -194,7 +194,8 @@ async def test_who_is_cancelled_holds_nothing(tmp_path: Path) -> None:
         await until_offloaded(at, 8)
         await at.engine.clear_kv()
         for delay_s in (0.0, 0.0005, 0.002):
-            onboarding = asyncio.ensure_future(at.tiering.onboard(request("gone", 10)))
+            gone = request("gone", 10)
+            onboarding = asyncio.ensure_future(at.tiering.onboard(gone, at.engine.kv_keys(gone)))
             await asyncio.sleep(delay_s)
             onboarding.cancel()
             await asyncio.wait([onboarding])
