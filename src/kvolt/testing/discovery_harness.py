@@ -41,6 +41,8 @@ class Harness(Protocol):
         ...
 
 
+_LASTING_S = 10.0
+
 Case = Callable[[Harness], Awaitable[None]]
 
 
@@ -61,3 +63,9 @@ async def run_case(case: Case, make_harness: Callable[[], Harness], timeout_s: f
 async def leased(harness: Harness) -> tuple[Discovery, LeaseId]:
     client = await harness.client()
     return client, await client.lease(harness.ttl_s)
+
+
+async def lasting(harness: Harness) -> tuple[Discovery, LeaseId]:
+    """For what is not about its end: a machine that stands still for a while must not bring that about."""
+    client = await harness.client()
+    return client, await client.lease(_LASTING_S)

@@ -20,7 +20,7 @@ from collections.abc import Awaitable
 from kvolt.core.errors import DiscoveryLost, InvalidRequest, KvoltError, NotFound
 from kvolt.runtime.discovery import LeaseId, Put, Synced
 from kvolt.runtime.tasks import Crew
-from kvolt.testing.discovery_harness import Case, Harness, leased, name, run_case
+from kvolt.testing.discovery_harness import Case, Harness, lasting, leased, name, run_case
 from kvolt.testing.discovery_loss_cases import LOSS_CASES
 from kvolt.testing.discovery_observer import Observer, expect, observing
 
@@ -31,7 +31,7 @@ __all__ = ["CASES", "Case", "Harness", "name", "run_case"]
 
 
 async def put_get_overwrite_delete(harness: Harness) -> None:
-    owner, lease = await leased(harness)
+    owner, lease = await lasting(harness)
     reader = await harness.client()
     expect(await reader.get_prefix("") == {}, "a new store is empty")
     await owner.put("a/b", b"1", lease)
@@ -57,7 +57,7 @@ async def deleted_key_stays_deleted(harness: Harness) -> None:
 
 
 async def prefix_and_order(harness: Harness) -> None:
-    owner, lease = await leased(harness)
+    owner, lease = await lasting(harness)
     keys = ["b", "a/2", "a/10", "a", "a/1", "ab", "A", "a/é"]
     for key in keys:
         await owner.put(key, key.encode(), lease)
@@ -68,7 +68,7 @@ async def prefix_and_order(harness: Harness) -> None:
 
 
 async def odd_keys(harness: Harness) -> None:
-    owner, lease = await leased(harness)
+    owner, lease = await lasting(harness)
     keys = [
         ".",
         "..",
@@ -97,7 +97,7 @@ async def odd_keys(harness: Harness) -> None:
 
 
 async def odd_values(harness: Harness) -> None:
-    owner, lease = await leased(harness)
+    owner, lease = await lasting(harness)
     values = {"v/empty": b"", "v/binary": bytes(range(256)), "v/large": b"\x00\xff" * 512 * 1024}
     for key, value in values.items():
         await owner.put(key, value, lease)
@@ -111,7 +111,7 @@ async def odd_values(harness: Harness) -> None:
 
 
 async def watch_initial_then_changes(harness: Harness) -> None:
-    owner, lease = await leased(harness)
+    owner, lease = await lasting(harness)
     for key in ("w/b", "w/a", "other"):
         await owner.put(key, b"0", lease)
     async with observing(await harness.client(), "w/") as [observer]:
@@ -130,7 +130,7 @@ async def watch_initial_then_changes(harness: Harness) -> None:
 
 
 async def two_watchers(harness: Harness) -> None:
-    owner, lease = await leased(harness)
+    owner, lease = await lasting(harness)
     client = await harness.client()
     async with observing(client, "t/", "t/1") as [all_of_it, part]:
         for key in ("t/1", "t/2", "t/11"):
@@ -145,7 +145,7 @@ async def two_watchers(harness: Harness) -> None:
 
 
 async def watch_of_nothing_yet(harness: Harness) -> None:
-    owner, lease = await leased(harness)
+    owner, lease = await lasting(harness)
     async with observing(await harness.client(), "later/") as [observer]:
         expect(observer.events == [Synced()], "an empty prefix is synced at once")
         await owner.put("later/1", b"x", lease)
@@ -153,7 +153,7 @@ async def watch_of_nothing_yet(harness: Harness) -> None:
 
 
 async def slow_reader_gets_the_last_state(harness: Harness) -> None:
-    owner, lease = await leased(harness)
+    owner, lease = await lasting(harness)
     watch = (await harness.client()).watch_prefix("s/")
     for number in range(50):
         await owner.put("s/a", str(number).encode(), lease)
@@ -167,7 +167,7 @@ async def slow_reader_gets_the_last_state(harness: Harness) -> None:
 
 
 async def close_ends_watches(harness: Harness) -> None:
-    owner, lease = await leased(harness)
+    owner, lease = await lasting(harness)
     await owner.put("c/1", b"x", lease)
     reader = await harness.client()
     async with observing(reader, "c/") as [observer], observing(owner, "c/") as [own]:
@@ -251,8 +251,8 @@ async def takeover_of_a_crashed_owner(harness: Harness) -> None:
 
 
 async def misuse_has_names(harness: Harness) -> None:
-    owner, lease = await leased(harness)
-    _, others = await leased(harness)
+    owner, lease = await lasting(harness)
+    _, others = await lasting(harness)
     for key in ("", "\ud800"):
         await _raises(InvalidRequest, owner.put(key, b"", lease), f"a put of {key!r}")
     await _raises(NotFound, owner.put("m/1", b"", others), "a put under another client's lease")
