@@ -1,6 +1,6 @@
 """Aggregated, P/D and conditional as real processes in real time, beside the twin of the same runs.
 
-    python -m benchmarks.disaggregation.real_time              twenty minutes; results/real_time.{json,txt}
+    python -m benchmarks.disaggregation.real_time              40 minutes; results/real_time.{json,txt}
     python -m benchmarks.disaggregation.real_time --quick      one cell, one seed, half a minute each; not kept
 
 Run from the repository's root, on a machine that does nothing else. `kvolt serve` with sim workers that take four times
