@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,7 +139,7 @@ def stat_pool(args: argparse.Namespace) -> int:
     path = Path(args.pool).expanduser() if args.pool else default_socket()
 
     async def main() -> int:
-        link = PoolLink(path, None, time.monotonic)
+        link = PoolLink(path, None, SystemClock().monotonic)
         try:
             status = await link.ask(Status(), PoolStatus, _ANSWER_S)
         finally:

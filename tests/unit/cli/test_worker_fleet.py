@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from tests.unit.engines.lab import ARGUMENTS, make_request, sim
 
-from kvolt.cli import worker_fleet
+from kvolt.cli import process
 from kvolt.cli.process import Process, running
 from kvolt.cli.worker import check_engine
 from kvolt.cli.worker_fleet import WorkerFleet
@@ -254,7 +254,7 @@ def test_as_many_files_as_the_system_allows(
     put: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda kind, value: put.append(value))
-    worker_fleet._allow_open_files(256 + 32 * 300)
+    process.allow_open_files(256 + 32 * 300)
     assert put == ([wanted] if wanted else [])
 
 

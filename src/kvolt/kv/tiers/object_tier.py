@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -51,7 +50,7 @@ class ObjectTier:
     num_slots = None
     has_chores = False
 
-    def __init__(self, blocks: ObjectBlocks, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, blocks: ObjectBlocks, now: Callable[[], float]) -> None:
         self._blocks = blocks
         self._now = now
         self.stats = TierStats()

@@ -74,7 +74,7 @@ class PoolTier:
     num_slots = None
     has_chores = False
 
-    def __init__(self, path: Path, shape: BlockShape, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, shape: BlockShape, now: Callable[[], float]) -> None:
         self._link = PoolLink(path, shape, now)
         self.stats = TierStats()
         self._known = KnownKeys()

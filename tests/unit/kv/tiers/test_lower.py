@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class PoolHarness:
         if self._server is None:
             self._server = PoolServer(self._path, lambda shape: HostTier(shape, 4 * NUM_SLOTS))
             await self._server.start()
-        return PoolTier(self._path, SHAPE)
+        return PoolTier(self._path, SHAPE, time.monotonic)
 
     def spoil(self, key: BlockKey) -> None:
         assert self._server is not None
@@ -115,7 +116,7 @@ class ObjectHarness:
 
     async def open(self) -> LowerTier:
         self._blocks = ObjectBlocks(self._url, SHAPE)
-        return ObjectTier(self._blocks)
+        return ObjectTier(self._blocks, time.monotonic)
 
     def spoil(self, key: BlockKey) -> None:
         assert self._blocks is not None

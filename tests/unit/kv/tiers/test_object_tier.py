@@ -193,7 +193,7 @@ async def test_blocks_of_three_tiers_come_as_one_prefix(tmp_path: Path) -> None:
         memory.compute(blocks, range(12))
         shape = BlockShape.of(memory.slabs)
         disk = DiskTier(DiskFiles(tmp_path / "disk", shape, 64))
-        store = ObjectTier(ObjectBlocks(str(tmp_path / "store"), shape))
+        store = ObjectTier(ObjectBlocks(str(tmp_path / "store"), shape), Clock())
         cache = TieredCache(memory.slabs, 16, [(disk, 1), (store, 1)])
         await cache.start()
         try:
