@@ -93,8 +93,9 @@ class HostTier:
         """All of it, part by part and between other work: blocks that come first would wait for each part."""
         try:
             for num_slots in self.memory.steps():
-                if num_slots > self.memory.num_slots:
-                    return  # it has got smaller meanwhile
+                # By the books, which know at once: the memory is told by its thread, in its turn.
+                if num_slots > self.books.num_slots:
+                    return
                 await self._memory_thread.run(self.memory.reach, num_slots)
         except OSError as error:
             num_slots = self.memory.num_reached
