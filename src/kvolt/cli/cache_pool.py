@@ -23,7 +23,7 @@ from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.cache_directory import cache_directory
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.logs import setup_logs
-from kvolt.runtime.settings import TierSettings
+from kvolt.runtime.settings_tiers import TierSettings
 from kvolt.runtime.stop import StopSignal
 
 _ANSWER_S = 5.0

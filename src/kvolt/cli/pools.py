@@ -11,7 +11,8 @@ import msgspec
 
 from kvolt.cli.cache_pool import serve_command, short_socket
 from kvolt.cli.tiers import check_sizes
-from kvolt.runtime.settings import Settings, TierSettings, WorkerSettings
+from kvolt.runtime.settings import Settings, WorkerSettings
+from kvolt.runtime.settings_tiers import TierSettings
 from kvolt.runtime.supervisor import ChildSpec
 
 _LAST = -1

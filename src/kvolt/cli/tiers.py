@@ -26,7 +26,8 @@ from kvolt.kv.tiers.sizes import parse_capacity
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.cache_directory import cache_directory
 from kvolt.runtime.memory import free_bytes
-from kvolt.runtime.settings import TierSettings, WorkerSettings
+from kvolt.runtime.settings import WorkerSettings
+from kvolt.runtime.settings_tiers import TierSettings
 
 log = logging.getLogger(__name__)
 

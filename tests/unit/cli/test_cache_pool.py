@@ -19,7 +19,8 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.kv_events import Tier
 from kvolt.kv.tiers.pool_server import PoolServer
 from kvolt.kv.tiers.slot_memory import BlockShape
-from kvolt.runtime.settings import Settings, TierSettings, WorkerSettings
+from kvolt.runtime.settings import Settings, WorkerSettings
+from kvolt.runtime.settings_tiers import TierSettings
 
 SHARED = TierSettings(host="8MiB", disk="16MiB", shared=True)
 

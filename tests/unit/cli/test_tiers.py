@@ -18,7 +18,8 @@ from kvolt.core.request import Role
 from kvolt.engines.contract import features_of
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
-from kvolt.runtime.settings import TierSettings, WorkerSettings
+from kvolt.runtime.settings import WorkerSettings
+from kvolt.runtime.settings_tiers import TierSettings
 
 
 def flags(**given: str) -> argparse.Namespace:

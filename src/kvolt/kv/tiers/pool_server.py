@@ -150,13 +150,13 @@ class PoolServer:
         if host is None:
             raise InvalidRequest("say hello first")
         if isinstance(question, Look):
-            keys = [_key(key) for key in question.keys]
+            keys = [BlockKey(key) for key in question.keys]
             await host.look(keys, question.worth_s)
             return Found(tuple(bool(host.tiers_of([key])) for key in keys))
         if isinstance(question, Keep):
             return Kept(await self._keep(host, question))
         if isinstance(question, Suspect):
-            await self._suspect(host, [_key(key) for key in question.keys])
+            await self._suspect(host, [BlockKey(key) for key in question.keys])
             return Done()
         return await self._bring(host, question, mine)
 
@@ -308,10 +308,6 @@ class _Client:
         await self._crew.close()
         for offering in list(self._offerings):
             offering.cancel()
-
-
-def _key(data: bytes) -> BlockKey:
-    return BlockKey(data)
 
 
 async def _answers(path: Path) -> bool:

@@ -1,0 +1,58 @@
+"""The `tiers` of a `[[workers]]` entry: where KV goes that leaves a worker's device."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where KV goes that leaves a worker's device, to be brought back when a prompt can use it."""
+
+    host: Annotated[
+        str,
+        Meta(
+            description="Memory of the host: 4GiB, 1000blocks, or 2x what the device holds. Empty for no tiers."
+        ),
+    ] = ""
+    disk: Annotated[
+        str, Meta(description="Room on a disk below that, which survives restarts. Empty for none.")
+    ] = ""
+    disk_dir: Annotated[
+        str,
+        Meta(
+            description="Folder for it; each worker has a part of its own. Empty: in the user's cache folder."
+        ),
+    ] = ""
+    disk_touches: Annotated[
+        int,
+        Meta(ge=1, le=15, description="How often a block is to be seen before it is written to the disk."),
+    ] = 1
+    object: Annotated[
+        str,
+        Meta(
+            description="A store that all workers share: s3://bucket/folder, gs://, az://, or a folder. Empty for none."
+        ),
+    ] = ""
+    object_touches: Annotated[
+        int,
+        Meta(ge=1, le=15, description="How often a block is to be seen before it is written to that store."),
+    ] = 2
+    object_compression: Annotated[
+        Literal["none", "zstd"], Meta(description="How blocks are written there. Read is whatever there is.")
+    ] = "none"
+    pool: Annotated[
+        str,
+        Meta(description="Socket of a `kvolt cache serve` on this host, whose pool is used. Empty for none."),
+    ] = ""
+    shared: Annotated[
+        bool,
+        Meta(
+            description="`kvolt serve` keeps all of this in one pool for its workers, in place of one for each."
+        ),
+    ] = False
+    eviction: Annotated[
+        Literal["lru", "s3fifo", "tinylfu"], Meta(description="Which blocks go when a tier is full.")
+    ] = "lru"
