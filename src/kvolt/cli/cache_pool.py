@@ -16,8 +16,8 @@ from kvolt.cli.tiers import check_sizes, host_blocks, lower_tiers
 from kvolt.engines.models.fetch_progress import size_text
 from kvolt.kv.tiers.eviction import EVICTIONS
 from kvolt.kv.tiers.host_tier import HostTier
+from kvolt.kv.tiers.pool_link import PoolLink
 from kvolt.kv.tiers.pool_server import PoolServer
-from kvolt.kv.tiers.pool_tier import PoolLink
 from kvolt.kv.tiers.pool_wire import PoolStatus, Status
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.cache_directory import cache_directory

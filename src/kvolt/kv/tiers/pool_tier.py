@@ -7,47 +7,36 @@ may be wrong, which a read corrects. A pool that has gone is a tier without bloc
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
-
-from kvolt.core.errors import KvoltError, NetworkFault, TransferFailed, from_info
+from kvolt.core.errors import KvoltError, NetworkFault
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
 from kvolt.kv.changes import Change
 from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.known_keys import KnownKeys
 from kvolt.kv.tiers.lower import TierStats
+from kvolt.kv.tiers.pool_link import PoolLink
 from kvolt.kv.tiers.pool_wire import (
     MOST_BLOCKS,
     Answer,
-    Answered,
-    Asked,
     Bring,
     Brought,
     Done,
     Found,
-    Hello,
     Keep,
     Kept,
     Look,
-    Question,
-    Refused,
     Suspect,
     WireBlock,
-    frame,
-    read_frame,
 )
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.slot_reads import offer_slots, read_slots, withdraw
 from kvolt.kv.tiers.tier_thread import TierThread
-from kvolt.runtime.tasks import Crew
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.memory import Numbers
 
@@ -58,12 +47,6 @@ _ANSWER_S = 35.0
 _LOOK_S = 0.5
 _PATIENCE_S = 2.0
 """A read that is given up after this was too slow; before, somebody did not want it any more."""
-_MOST_SILENT = 3
-"""Questions in a row without an answer in time, after which a pool is held to be gone."""
-_AGAIN_S = 2.0
-"""After the pool was not there, before it is looked for again."""
-
-Expected = TypeVar("Expected", bound=Answer)
 
 
 class PoolTier:
@@ -202,118 +185,3 @@ class PoolTier:
 
     def check_integrity(self) -> None:
         """The pool has the books."""
-
-
-class PoolLink:
-    """A connection to a pool, made when it is needed."""
-
-    def __init__(self, path: Path, shape: BlockShape | None, now: Callable[[], float]) -> None:
-        """`shape`: of who stores and reads; None for who only asks how it is."""
-        self._path = path
-        self._shape = shape
-        self._now = now
-        self.on_lost: Callable[[], None] = lambda: None
-        self.on_late: Callable[[Answer], None] = lambda _: None
-        """Told of an answer that nobody waits for any more."""
-        self._num_silent = 0
-        self._writer: asyncio.StreamWriter | None = None
-        self._connecting = asyncio.Lock()
-        self._not_before = float("-inf")
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._crew = Crew("kv pool's link")
-
-    async def connect(self) -> None:
-        """NetworkFault where it is not there, ConfigError where it is for others."""
-        async with self._connecting:
-            if self._writer is not None:
-                return
-            if self._crew.closed or self._now() < self._not_before:
-                raise NetworkFault(f"no pool answers at {self._path}")
-            try:
-                reader, writer = await asyncio.open_unix_connection(self._path)
-            except OSError as error:
-                self._not_before = self._now() + _AGAIN_S
-                raise NetworkFault(
-                    f"no pool answers at {self._path}: {error.strerror or error}",
-                    remedy="start it: `kvolt cache serve`",
-                ) from None
-            self._writer = writer
-            self._crew.start(self._listen(reader, writer), "listen")
-            if self._shape is None:
-                return
-            try:
-                await self._ask(Hello(self._shape), Done)
-            except BaseException:
-                self._hang_up(writer)
-                raise
-
-    async def ask(self, question: Question, expected: type[Expected], timeout_s: float) -> Expected:
-        """KvoltError where there is no answer within this time, or another."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.connect()
-                answer = await self._ask(question, expected)
-        except TimeoutError:
-            self._num_silent += 1
-            if self._num_silent >= _MOST_SILENT:
-                self.give_up("it does not answer")
-            raise NetworkFault(f"the pool did not answer within {timeout_s:g} s") from None
-        self._num_silent = 0
-        return answer
-
-    async def _ask(self, question: Question, expected: type[Expected]) -> Expected:
-        writer = self._writer
-        if writer is None:
-            raise NetworkFault("the connection to the pool is lost")
-        number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            writer.write(frame(Asked(number, question)))
-            await writer.drain()
-            body = await answer
-        except OSError as error:
-            raise NetworkFault(f"the connection to the pool is lost: {error}") from None
-        finally:
-            self._waiting.pop(number, None)
-        if isinstance(body, Refused):
-            raise from_info(body.error)
-        if not isinstance(body, expected):
-            raise TransferFailed("the pool answered something else", path="pool", reason="answer")
-        return body
-
-    def give_up(self, reason: str) -> None:
-        """As if it had gone: it is looked for again after a while."""
-        if self._writer is not None:
-            log.warning("the shared pool is left alone for %g s: %s", _AGAIN_S, reason)
-            self._hang_up(self._writer)
-
-    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                answered = msgspec.msgpack.decode(await read_frame(reader), type=Answered)
-                waiting = self._waiting.get(answered.number)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(answered.body)
-                else:
-                    self.on_late(answered.body)
-        except (KvoltError, msgspec.MsgspecError) as error:
-            log.warning("the shared pool has gone: %s", str(error))
-        finally:
-            self._hang_up(writer)
-
-    def _hang_up(self, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-        if self._writer is not writer:
-            return
-        self._writer = None
-        self._not_before = self._now() + _AGAIN_S
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(NetworkFault("the connection to the pool is lost"))
-        self.on_lost()
-
-    async def close(self) -> None:
-        await self._crew.close()
-        if self._writer is not None:
-            self._hang_up(self._writer)

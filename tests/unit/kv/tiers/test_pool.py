@@ -18,8 +18,9 @@ from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.disk import DiskFiles
 from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.host_tier import HostTier
+from kvolt.kv.tiers.pool_link import PoolLink
 from kvolt.kv.tiers.pool_server import PoolServer
-from kvolt.kv.tiers.pool_tier import PoolLink, PoolTier
+from kvolt.kv.tiers.pool_tier import PoolTier
 from kvolt.kv.tiers.pool_wire import (
     Bring,
     Brought,
