@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 
 _PINNED = RequestId("kvolt/offload")
 """What holds blocks while they are copied down; one batch at a time."""
-_REST_S = 0.02
-"""Between two batches: what is completed meanwhile goes together."""
+_ENOUGH_BLOCKS = 64
+_GATHER_S = 0.2
+"""What is completed goes down together, that many blocks or what there is after so long: each time a device is taken
+from who computes for a moment, however few they are."""
+_POOL_PARTS = 16
+"""Of a small pool, what is enough is such a part: blocks that wait may go before it is their turn."""
 _SPARE = 0.9
 """Of the time to compute blocks again, that to bring them may take: both are guesses, and to compute is certain."""
-
-
-_OFFLOADED_AT_ONCE = 256
-"""Blocks."""
 _MARGIN_S = 2.0
 """What may be between the engine's clock and ours."""
 _MOST_AT_ONCE = 16
@@ -98,6 +98,10 @@ class Tiering:
         self._model = model
         self._block_size = block_size
         self._sealed = asyncio.Event()
+        self._num_sealed = 0
+        """Since the last batch."""
+        self._enough = asyncio.Event()
+        self._num_enough = min(_ENOUGH_BLOCKS, max(cache.num_device_blocks // _POOL_PARTS, 1))
         self._crew = Crew("tiering")
         self._settling = KvSettling(engine, self._crew)
         self._offloading: asyncio.Task[None] | None = None
@@ -127,18 +131,27 @@ class Tiering:
 
     def saw(self, changes: tuple[KvChange, ...]) -> None:
         """What the engine told of its blocks."""
-        if any(isinstance(change, Stored) for change in changes):
-            self._sealed.set()
+        num_sealed = sum(change.num_blocks for change in changes if isinstance(change, Stored))
+        if not num_sealed:
+            return
+        self._sealed.set()
+        self._num_sealed += num_sealed
+        if self._num_sealed >= self._num_enough:
+            self._enough.set()
 
     async def _offload_on(self) -> None:
         while True:
             await self._sealed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GATHER_S):
+                    await self._enough.wait()
+            self._num_sealed = 0
             self._sealed.clear()
+            self._enough.clear()
             try:
                 await self.offload()
             except Exception as error:  # the engine has ended, or is about to; else the next may be better
                 log.warning("blocks are not offloaded: %r", error)
-            await asyncio.sleep(_REST_S)
 
     async def offload(self) -> int:
         """All that was completed until now; how many blocks were new to the tiers."""
@@ -156,16 +169,10 @@ class Tiering:
             self.tell_changes()
 
     async def _offload(self, run: SealedKv, began_at: float) -> int:
-        """In parts, between which others have their turn. Blocks that may not be held any more are not looked at, and
-        what was copied of them is not kept: the bytes may be another's, and the checksum would be right."""
+        """Blocks that may not be held any more are not looked at, and what was copied of them is not kept: the bytes
+        may be another's, and the checksum would be right."""
         ends_at = began_at + run.expires_in_s - min(_MARGIN_S, run.expires_in_s / 4)
-        blocks, num_new = _blocks(run), 0
-        for start in range(0, len(blocks), _OFFLOADED_AT_ONCE):
-            if self._now() >= ends_at:
-                break
-            some = slice(start, start + _OFFLOADED_AT_ONCE)
-            num_new += await self.cache.offload(blocks[some], run.blocks[some], lambda: self._now() < ends_at)
-        return num_new
+        return await self.cache.offload(_blocks(run), run.blocks, lambda: self._now() < ends_at)
 
     def clear(self) -> int:
         """Forget all that nobody is at; how many blocks."""

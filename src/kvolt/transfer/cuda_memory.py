@@ -1,8 +1,8 @@
 """CudaMemory: a tensor of a device, or a peer's by CUDA IPC, as memory that blocks are moved from and to.
 
 Imported only where a device is used. Work goes to a stream of its own, so that it waits for nothing that is computed
-and nothing waits for it; what lies in blocks that are offered must have been written before. Memory of the host is read
-and written by the device itself where it is pinned, and by way of pinned memory where it is not.
+and nothing waits for it; what lies in blocks that are offered must have been written before. Pinned memory of the host
+is reached by the device's copy engines, in small pieces by the device itself; what is not pinned goes by way of that.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from torch import Tensor
 from kvolt.core.errors import KvoltError, TransferFailed, Unsupported
 from kvolt.transfer import block_bytes, cuda_ipc
 from kvolt.transfer.cuda_blocks import DeviceBlocks
+from kvolt.transfer.cuda_copies import copy_pieces
 from kvolt.transfer.device_memory import DeviceHandle, Memory, Sums
 from kvolt.transfer.memory import Pieces
-from kvolt.transfer.piece_checks import check_as_many, check_pieces
+from kvolt.transfer.piece_checks import WORD_BYTES, check_as_many, check_pieces
 
 log = logging.getLogger(__name__)
 
 _BOUNCE_BYTES = 8 << 20
 """Of pinned memory, for what is not pinned."""
+_ENGINE_BYTES = 64 << 10
+"""Pieces from this size on go by the copy engines, which take about as long for each smaller one."""
 _WARM_UP_BYTES = (16, 8)
 """Pieces of these sizes take all forms of the kernel."""
 
@@ -122,9 +125,27 @@ class CudaMemory:
             to, source = self._reached(dst), self._reached(src)
             if to is None or source is None:
                 return self._bounced(dst, into, src, origin, seeds)
+            if to.device != source.device and _is_for_engines(into, origin):
+                return self._by_engines(to, into, source, origin, seeds)
             shape = (into.piece_bytes, into.per_block, seeds)
             with self._on_stream():
                 return self._blocks.copy(to, into.offsets, source, origin.offsets, *shape).checksums()
+
+    def _by_engines(
+        self, to: Tensor, into: Pieces, source: Tensor, origin: Pieces, seeds: bytes | None
+    ) -> Sums:
+        """Of a move from or to memory of the host, what lies in the device's memory is summed: before it goes, or after
+        it came."""
+        check_as_many(into.offsets, origin.offsets)
+        check_pieces("dst_offsets", into.offsets, into.piece_bytes, to.nbytes)
+        check_pieces("src_offsets", origin.offsets, into.piece_bytes, source.nbytes)
+        ours = into if to.device == self._device else origin
+        with self._on_stream():
+            try:
+                copy_pieces(to, into.offsets, source, origin.offsets, into.piece_bytes)
+                return self.checksums(ours, seeds)  # on the same stream: all has been copied then
+            finally:
+                torch.cuda.current_stream(self._device).synchronize()
 
     def checksums(self, pieces: Pieces, seeds: bytes | None) -> Sums:
         with _failures(), self._on_stream():
@@ -242,6 +263,14 @@ def _failures() -> Iterator[None]:
     except Exception as error:
         told = str(error).partition("\n")[0][:300]
         raise TransferFailed(f"the device failed: {told}", path="cuda-copy", reason="device") from error
+
+
+def _is_for_engines(into: Pieces, origin: Pieces) -> bool:
+    """Whether pieces are large enough to be copied one by one, and can be summed where they lie."""
+    return into.piece_bytes >= _ENGINE_BYTES and not any(
+        int(np.bitwise_or.reduce(each.offsets, initial=each.piece_bytes)) % WORD_BYTES
+        for each in (into, origin)
+    )
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -22,12 +22,11 @@ from kvolt.core.errors import ConfigError, InvalidRequest
 from kvolt.transfer.device_memory import DeviceMemory, Memory
 from kvolt.transfer.lanes import MemoryKind
 from kvolt.transfer.layout import SlabLayout
+from kvolt.transfer.populate import populate
 
 _FINAL_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _NO_MORE_WRITERS = 0x0010
 """F_SEAL_FUTURE_WRITE: who has mapped it writes to it, and nobody else ever will. Since Linux 5.1."""
-_MADV_POPULATE_WRITE = 23
-"""Since Linux 5.14."""
 
 _MOST_NAME_CHARS = 128
 _WORD_BYTES = 8
@@ -146,7 +145,8 @@ class Slab:
             slab = cls.mapped(descriptor, num_blocks * block_bytes, block_bytes, layout)
             with contextlib.suppress(OSError):  # an old kernel: peers, of the same user, keep to it without
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _NO_MORE_WRITERS)
-            slab._populate()
+            assert slab._map is not None
+            populate(slab._map)
             return slab
         except BaseException:
             os.close(descriptor)
@@ -219,14 +219,6 @@ class Slab:
     def contents(self) -> Memory:
         """Where blocks lie, whatever memory that is but a file."""
         return self.memory if self.device is None else self.device
-
-    def _populate(self) -> None:
-        """Now and not when blocks first come, which would take them several times as long."""
-        if self._map is not None:
-            with contextlib.suppress(OSError):  # a system that has no huge pages for shared memory
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-            with contextlib.suppress(OSError):  # an old kernel, or no memory: it is found out when it is used
-                self._map.madvise(_MADV_POPULATE_WRITE)
 
     def read_only(self) -> int | None:
         """A descriptor of the same memory that cannot be written through, for peers; None where there is none."""

@@ -18,6 +18,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import KvChange, Stored, Tier
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, StopConditions
+from kvolt.engines import tiering as tiering_module
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.tiering import Onboarded, Tiering
@@ -248,6 +249,25 @@ async def test_a_tier_that_was_slow_once_is_tried_again() -> None:
             brought.append((await at.answer(request(f"again {number}", 10)))[1].num_blocks)
         assert brought[0] == 0
         assert brought[-1] == 8, "by then it is known to be quick"
+
+
+async def test_a_few_blocks_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time a device is taken from who computes."""
+    monkeypatch.setattr(tiering_module, "_GATHER_S", 3600.0)
+    monkeypatch.setattr(tiering_module, "_POOL_PARTS", 3)
+    async with tiered() as at:
+        await at.answer(request("few", 10, num_tokens=7 * BLOCK + 1))
+        await asyncio.sleep(0.05)
+        assert len(at.cache.host.books) == 0
+        await at.answer(request("one more", 500, num_tokens=BLOCK + 1))
+        await until_offloaded(at, 8)
+
+
+async def test_few_blocks_do_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiering_module, "_POOL_PARTS", 1)
+    async with tiered() as at:
+        await at.answer(request("few", 10, num_tokens=2 * BLOCK + 1))
+        await until_offloaded(at, 2)
 
 
 async def test_blocks_that_may_not_be_held_any_more_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

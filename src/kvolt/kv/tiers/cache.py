@@ -7,7 +7,7 @@ whenever they move: one that is not what it was is a miss, and nothing else. Whi
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +18,12 @@ from kvolt.kv.tiers.host_tier import Brought, HostTier, numbers_of
 from kvolt.kv.tiers.lower import LowerTier
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.tier_thread import TierThread
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import Scope
 from kvolt.transfer.device_memory import Sums
 from kvolt.transfer.memory import Numbers, Slab
+
+_UNDER_WAY = 2
+"""Parts at a time: the books of one are kept while another's bytes are copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,14 @@ class Fetched:
 
     num_blocks: int = 0
     by_tier: tuple[tuple[Tier, int], ...] = ()
+
+
+class _Way(TierThread):
+    """A thread that copies, and the engine's memory as it is for that thread."""
+
+    def __init__(self, name: str, slabs: Sequence[Slab]) -> None:
+        super().__init__(name)
+        self.slabs = tuple(slab.for_thread() for slab in slabs)
 
 
 class TieredCache:
@@ -42,77 +53,106 @@ class TieredCache:
         eviction: str = "lru",
     ) -> None:
         """`slabs`: the engine's memory, by ranks. `lower`, `eviction`: see `HostTier`."""
-        self._slabs = tuple(slab.for_thread() for slab in slabs)
-        shape = BlockShape.of(slabs)
-        self.host = HostTier(shape, num_host_blocks, lower, eviction, self._slabs[0].device)
-        self._crew = Crew("kv tiers")
-        self._thread = TierThread("kv-host")
+        self.num_device_blocks = slabs[0].num_blocks
+        self.host = HostTier(BlockShape.of(slabs), num_host_blocks, lower, eviction, slabs[0].device)
+        # One each: a prompt that waits for its blocks does not wait for those that go down.
+        self._down, self._up = _Way("kv-down", slabs), _Way("kv-up", slabs)
 
     async def start(self) -> None:
         await self.host.start()
 
     async def close(self) -> None:
-        await self._crew.close()
-        await asyncio.to_thread(self._thread.close)
+        await asyncio.gather(asyncio.to_thread(self._down.close), asyncio.to_thread(self._up.close))
         await self.host.close()
 
     async def offload(
         self, blocks: Sequence[TierBlock], numbers: Sequence[int], are_held: Callable[[], bool] = lambda: True
     ) -> int:
         """Copy blocks of the engine's memory; how many were new and are kept. `are_held`: whether they were as they
-        should be until now; where they were not, others' bytes may have been copied."""
+        should be until now; where they were not, others' bytes may have been copied, and none are from then on."""
+        at_once = self.host.at_once
+        cleared = self.host.num_clears
+        storing: deque[asyncio.Task[int]] = deque()
+        num_new = 0
 
+        def are_wanted() -> bool:
+            return are_held() and self.host.num_clears == cleared
+
+        async with Scope("offload") as scope:
+            for start in range(0, len(blocks), at_once):
+                if len(storing) == _UNDER_WAY:
+                    num_new += await storing.popleft()
+                if not are_wanted():
+                    break
+                some = slice(start, start + at_once)
+                part = self._store(blocks[some], numbers[some], are_wanted)
+                storing.append(scope.start(part, "store"))
+            for each in storing:
+                num_new += await each
+        return num_new
+
+    async def _store(
+        self, blocks: Sequence[TierBlock], numbers: Sequence[int], are_held: Callable[[], bool]
+    ) -> int:
         async def copy(slots: Numbers, places: list[int]) -> tuple[Sums, float]:
             keys = [blocks[index].key for index in places]
             sources = numbers_of(numbers[index] for index in places)
-            return await self._thread.run(self.host.memory.fill, slots, keys, self._slabs, sources)
+            return await self._down.run(self.host.memory.fill, slots, keys, self._down.slabs, sources)
 
         return await self.host.store(blocks, copy, are_held)
 
     async def fetch(self, blocks: Sequence[TierBlock], numbers: Sequence[int]) -> Fetched:
         """Bring blocks into these of the engine's memory; how many came, from the first on. The next part comes from
         below while one is copied."""
-        came: Counter[Tier] = Counter()
         at_once = self.host.at_once
-        parts = [blocks[start : start + at_once] for start in range(0, len(blocks), at_once)]
+        parts = deque(blocks[start : start + at_once] for start in range(0, len(blocks), at_once))
+        held: deque[tuple[Brought, asyncio.Task[int]]] = deque()
         ahead: asyncio.Task[Brought] | None = None
-        num_here = 0
+        came: Counter[Tier] = Counter()
+        is_whole = True
         try:
-            for index, part in enumerate(parts):
-                brought = await (ahead or self.host.bring(part))
-                ahead = None
-                if index + 1 < len(parts) and len(brought.keys) == len(part):
-                    ahead = self._crew.start(self.host.bring(parts[index + 1]), "bring")
-                num_good = await self._up(brought.keys, numbers[num_here : num_here + len(brought.keys)])
-                num_here += num_good
-                came.update(brought.tiers[:num_good])
-                if num_good < len(part):
-                    break
-        finally:
-            if ahead is not None:  # what it brings is not wanted any more
-                ahead.cancel()
-                ahead.add_done_callback(self._let_go)
-        return Fetched(num_here, tuple(sorted(came.items())))
+            async with Scope("fetch") as scope:
+                num_brought = 0
+                while is_whole and (parts or held):
+                    if parts and len(held) < _UNDER_WAY:
+                        part = parts.popleft()
+                        brought = await (ahead or self.host.bring(part))
+                        ahead = None
+                        if len(brought.keys) < len(part):
+                            parts.clear()  # what follows would be of no use
+                        if parts:
+                            ahead = scope.start(self.host.bring(parts[0]), "bring")
+                        end = num_brought + len(brought.keys)
+                        up = self._bring_up(brought.keys, numbers[num_brought:end])
+                        held.append((brought, scope.start(up, "up")))
+                        num_brought = end
+                    else:
+                        brought, copying = held[0]
+                        num_good = await copying
+                        held.popleft()
+                        self.host.release(brought.keys)
+                        came.update(brought.tiers[:num_good])
+                        is_whole = num_good == len(brought.keys)
+                if not is_whole:
+                    scope.cancel()
+        finally:  # nothing is under way any more
+            for brought, _ in held:
+                self.host.release(brought.keys)
+            if ahead is not None and not ahead.cancelled() and ahead.exception() is None:
+                self.host.release(ahead.result().keys)
+        return Fetched(came.total(), tuple(sorted(came.items())))
 
-    def _let_go(self, ahead: asyncio.Task[Brought]) -> None:
-        if not ahead.cancelled() and ahead.exception() is None:
-            self.host.release(ahead.result().keys)
-
-    async def _up(self, keys: Sequence[BlockKey], numbers: Sequence[int]) -> int:
-        """Blocks of the host, held until this is over; how many came whole, from the first on."""
+    async def _bring_up(self, keys: Sequence[BlockKey], numbers: Sequence[int]) -> int:
+        """Blocks of the host, which are held meanwhile; how many came whole, from the first on."""
         if not keys:
             return 0
         books = self.host.books
-        slots = numbers_of(map(books.slot, keys))
-        try:
-            sums, took_s = await self._thread.run(
-                self.host.memory.empty, slots, keys, self._slabs, numbers_of(numbers)
-            )
-            wanted = map(books.checksum, keys)
-            are_good = [found == due for found, due in zip(sums.tolist(), wanted, strict=True)]
-        finally:
-            self.host.release(keys)
-        num_good = are_good.index(False) if False in are_good else len(keys)
+        slots, due = numbers_of(map(books.slot, keys)), [books.checksum(key) for key in keys]
+        sums, took_s = await self._up.run(
+            self.host.memory.empty, slots, keys, self._up.slabs, numbers_of(numbers)
+        )
+        found = sums.tolist()
+        num_good = next((index for index in range(len(keys)) if found[index] != due[index]), len(keys))
         if num_good < len(keys):
             self.host.spoiled(keys[num_good])
         self.host.stats[Tier.HOST].loaded(num_good, took_s)

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 _BATCH_BYTES = 256 << 20
 """Moved between two tiers at a time."""
 _MOST_BATCH = 1024
+_MADE_S = 60.0
+"""For the memory, before the rest of it is made beside work."""
 _GUESSED_BYTES_PER_S = {Tier.HOST: 4e9, Tier.PEER: 2e9, Tier.DISK: 0.5e9, Tier.OBJECT: 0.1e9}
 
 Fill = Callable[[Numbers, list[int]], Awaitable[tuple[Sums, float]]]
@@ -70,7 +72,8 @@ class HostTier:
         self.stats = {Tier.HOST: TierStats(), **{each.tier: each.stats for each in self.lower}}
         self._coming: dict[BlockKey, asyncio.Future[None]] = {}
         """Being brought from below: over when it is here, or not."""
-        self._num_clears = 0
+        self.num_clears = 0
+        """So often was all forgotten: what was under way then is not kept."""
         self._resizing = asyncio.Lock()
         self._is_shrinking = False
         """Whether blocks lie beyond its end still."""
@@ -78,11 +81,13 @@ class HostTier:
         self._memory_thread = TierThread("kv-memory")
 
     async def start(self) -> None:
-        """What tiers below have kept is found from now on. The memory is made meanwhile."""
-        self._crew.start(self._grow(), "make memory")
+        """What tiers below have kept is found from now on. The memory is there, too, unless it takes very long: blocks
+        that come while it is made wait, and so does who computes them."""
+        growing = self._crew.start(self._grow(), "make memory")
         for writer in self._writers:
             await writer.lower.start()
             writer.start(self._crew)
+        await asyncio.wait([growing], timeout=_MADE_S)
 
     def on_change(self, told: Callable[[], None]) -> None:
         """Call this when blocks have come to a tier below or gone from it, besides what was asked for."""
@@ -187,8 +192,13 @@ class HostTier:
 
     def block_s(self, tier: Tier) -> float:
         """How long it takes to bring one block from there, by what was measured, or a guess before that."""
-        above_s = 0.0 if tier is Tier.HOST else self.block_s(Tier.HOST)
-        known_s = self.stats[tier].block_s
+        above_s, stats = 0.0, self.stats[tier]
+        known_s = stats.block_s
+        if tier is not Tier.HOST:
+            above_s = self.block_s(Tier.HOST)
+        elif known_s is None:
+            # As long up as down. A guess that is too slow would keep blocks below for long.
+            known_s = stats.store_block_s
         return above_s + (self.shape.block_bytes / _GUESSED_BYTES_PER_S[tier] if known_s is None else known_s)
 
     def take_changes(self) -> tuple[Change, ...]:
@@ -205,7 +215,7 @@ class HostTier:
 
     def clear(self) -> int:
         """Forget what nobody is at; how many blocks."""
-        self._num_clears += 1  # what is under way is not kept
+        self.num_clears += 1
         return self.books.forget(self.books) + sum(writer.clear() for writer in self._writers)
 
     # --- down
@@ -219,7 +229,7 @@ class HostTier:
     ) -> int:
         """Keep those that are not here yet, as far as there is room; how many. `are_good`: asked once their bytes are
         here, whether they may be kept. Never an error but a cancellation, which leaves nothing."""
-        stats, cleared = self.stats[Tier.HOST], self._num_clears
+        stats, cleared = self.stats[Tier.HOST], self.num_clears
         num_lacking = len(self.lacking(blocks))
         reserved = self.books.reserve(blocks)
         stats.failures["no_room"] += num_lacking - len(reserved)
@@ -235,7 +245,7 @@ class HostTier:
                 log.warning("blocks could not be offloaded: %s", str(error))
                 stats.failures["unwritten"] += len(keys)
                 return 0
-            if not are_good() or cleared != self._num_clears:
+            if not are_good() or cleared != self.num_clears:
                 self.books.cancel(keys)
                 stats.failures["late"] += len(keys)
                 return 0
@@ -300,11 +310,11 @@ class HostTier:
         coming = {block.key: loop.create_future() for block in wanted}
         self._coming.update(coming)
         sums: list[int | None] = [None] * len(wanted)
-        cleared = self._num_clears
+        cleared = self.num_clears
         try:
             sums = await lower.read(wanted, self.memory, numbers_of(slot for _, slot in reserved))
         finally:
-            if cleared != self._num_clears:
+            if cleared != self.num_clears:
                 sums = [None] * len(wanted)
             for block, checksum in zip(wanted, sums, strict=True):
                 if checksum is None:

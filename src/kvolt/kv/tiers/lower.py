@@ -21,7 +21,7 @@ from kvolt.kv.tiers.slot_memory import SlotMemory
 from kvolt.transfer.memory import Numbers
 
 _LATELY = 0.25
-"""What the last load counts, where the speed of a tier is worked out."""
+"""What the last load, or store, counts, where the speed of a tier is worked out."""
 
 
 @dataclass(slots=True)
@@ -34,21 +34,28 @@ class TierStats:
     loaded_s: float = 0.0
     block_s: float | None = None
     """How long it takes to load one, by those that were lately."""
+    store_block_s: float | None = None
+    """To store one, likewise."""
     failures: Counter[str] = field(default_factory=Counter)
     """Blocks by what became of them: corrupt, unread, unwritten, no_room."""
 
     def stored(self, count: int, took_s: float) -> None:
         self.num_stored += count
         self.stored_s += took_s
+        self.store_block_s = _lately(self.store_block_s, count, took_s)
 
     def loaded(self, count: int, took_s: float) -> None:
         self.num_loaded += count
         self.loaded_s += took_s
-        if count:
-            each_s = took_s / count
-            before_s = each_s if self.block_s is None else self.block_s
-            # One slow load may be chance; a quick one is what it can do.
-            self.block_s = min((1 - _LATELY) * before_s + _LATELY * each_s, 2.0 * each_s)
+        self.block_s = _lately(self.block_s, count, took_s)
+
+
+def _lately(before_s: float | None, count: int, took_s: float) -> float | None:
+    if not count:
+        return before_s
+    each_s = took_s / count
+    # One slow load may be chance; a quick one is what it can do.
+    return min((1 - _LATELY) * (before_s or each_s) + _LATELY * each_s, 2.0 * each_s)
 
 
 class LowerTier(Protocol):

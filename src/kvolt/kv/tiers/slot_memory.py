@@ -138,7 +138,8 @@ class SlotMemory:
         return part.memory[start : start + self.shape.block_bytes]
 
     def fill(self, slots: Numbers, keys: Sequence[BlockKey], slabs: Sequence[Slab], blocks: Numbers) -> Sums:
-        """Blocks of an engine's memory into slots; their checksums. For any thread, one at a time."""
+        """Blocks of an engine's memory into slots; their checksums. For any thread, with slabs of
+        its own."""
         return self._copy(slots, keys, slabs, blocks, is_in=True)
 
     def empty(self, slots: Numbers, keys: Sequence[BlockKey], slabs: Sequence[Slab], blocks: Numbers) -> Sums:

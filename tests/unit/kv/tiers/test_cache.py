@@ -127,6 +127,51 @@ async def test_a_prefix_comes_from_wherever_each_block_lies(tmp_path: Path) -> N
             assert all(memory.holds(block, 20 + index) for index, block in enumerate(blocks))
 
 
+def flip_a_bit(cache: TieredCache, slot: int) -> None:
+    with cache.host.memory.block(slot) as block:
+        block[77] ^= 4
+
+
+@pytest.mark.parametrize("num_good", [0, 2, 4, 7, 9, 11])
+async def test_a_miss_in_any_part_ends_what_comes(num_good: int) -> None:
+    """While it is found out the next part is under way: that is of no use, and nobody holds it afterwards."""
+    with device() as memory:
+        async with cache_over(memory, num_host=16) as cache:
+            blocks = sequence("a", 12)
+            memory.compute(blocks, range(12))
+            assert cache.host.at_once == 4
+            assert await cache.offload(blocks, range(12)) == 12
+            flip_a_bit(cache, cache.host.books.slot(blocks[num_good].key))
+            assert (await cache.fetch(blocks, range(20, 32))).num_blocks == num_good
+            assert all(memory.holds(block, 20 + index) for index, block in enumerate(blocks[:num_good]))
+            cache.host.check_integrity()
+            assert cache.host.clear() == 11, "nobody holds what is left"
+
+
+async def test_a_miss_below_ends_what_comes(tmp_path: Path) -> None:
+    with device() as memory:
+        async with cache_over(memory, num_host=16, folder=tmp_path) as cache:
+            blocks = sequence("a", 12)
+            memory.compute(blocks, range(12))
+            await cache.offload(blocks, range(12))
+            cache.host.books.forget(keys(blocks[6:7]))
+            cache.host.lower[0].forget(keys(blocks[6:7]))
+            assert (await cache.fetch(blocks, range(20, 32))).num_blocks == 6
+
+
+async def test_what_was_never_brought_is_expected_as_fast_as_it_went() -> None:
+    with device() as memory:
+        async with cache_over(memory) as cache:
+            blocks = sequence("a", 4)
+            memory.compute(blocks, range(4))
+            guessed_s = cache.host.block_s(Tier.HOST)
+            await cache.offload(blocks, range(4))
+            stats = cache.host.stats[Tier.HOST]
+            assert cache.host.block_s(Tier.HOST) == stats.store_block_s != guessed_s
+            await cache.fetch(blocks, range(20, 24))
+            assert cache.host.block_s(Tier.HOST) == stats.block_s
+
+
 async def test_a_flipped_bit_in_the_host_is_a_miss() -> None:
     with device() as memory:
         async with cache_over(memory) as cache:
@@ -134,8 +179,7 @@ async def test_a_flipped_bit_in_the_host_is_a_miss() -> None:
             memory.compute(blocks, range(6))
             await cache.offload(blocks, range(6))
             slot = cache.host.books.slot(blocks[3].key)
-            part = next(cache.host.memory.by_part(__import__("numpy").array([slot])))[0]
-            part.memory[slot * cache.host.shape.slot_bytes + 77] ^= 4
+            flip_a_bit(cache, slot)
             assert (await cache.fetch(blocks, range(20, 26))).num_blocks == 3
             assert cache.host.tiers_of(keys(blocks)) == [Tier.HOST] * 3, "nobody finds it any more"
             assert cache.host.stats[Tier.HOST].failures["corrupt"] == 1
@@ -294,6 +338,9 @@ async def test_what_was_let_go_while_it_was_copied_is_not_kept() -> None:
             blocks = sequence("a", 4)
             memory.compute(blocks, range(4))
             assert await cache.offload(blocks, range(4), lambda: False) == 0
+            assert not cache.host.stats[Tier.HOST].failures, "they were not even looked at"
+            are_held = iter([True, False])
+            assert await cache.offload(blocks, range(4), lambda: next(are_held)) == 0
             assert cache.host.tiers_of(keys(blocks)) == []
             assert cache.host.stats[Tier.HOST].failures["late"] == 4
 
