@@ -53,6 +53,9 @@ class Held:
     def find(self, hashes: Any) -> npt.NDArray[np.int32]:
         return self._index.find(hashes)
 
+    def find_below(self, hashes: Any) -> None:
+        return None
+
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
         return self._slots[instance_id]
 

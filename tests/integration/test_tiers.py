@@ -227,3 +227,67 @@ async def test_workers_that_share_a_pool(bench: Bench) -> None:
         for prompt in ("zeta " * 45, "kappa " * 45):
             await ask(client, prompt)
         await Serving(bench, two, plain.url).until_stored("peer", int(before) + 10)
+
+
+async def test_workers_take_from_each_other(bench: Bench) -> None:
+    """A prompt that is sent elsewhere takes its KV along; a giver that is killed costs nothing but time."""
+    plain = await serving(bench)
+    async with httpx.AsyncClient(base_url=plain.url, timeout=PATIENCE_S) as client:
+        expected = await texts(client, PROMPTS)
+        plain.worker.kill()
+        tiers = ("--kv-host", "200blocks", "--kv-peers")
+        one = bench.worker("one", *tiers)
+        await bench.until_seen("frontend", "one", timeout_s=START_S)
+        await until_ready(plain.url, START_S)
+        assert await texts(client, PROMPTS) == expected
+        await Serving(bench, one, plain.url).until_stored("host", 45)
+        bench.worker("two", *tiers)
+        views = await bench.until_seen("frontend", "one", "two", timeout_s=START_S)
+        status = views["two"].status
+        assert status is not None
+        [there] = [each.instance for each in status.endpoints if str(each.endpoint).endswith("generate")]
+
+        async def ask_two(prompt: str) -> tuple[str, int]:
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+            headers = {"x-kvolt-worker-instance-id": there}
+            response = await client.post("/v1/completions", json=body, headers=headers)
+            assert response.status_code == 200, response.text
+            answer = response.json()
+            cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            return answer["choices"][0]["text"], cached
+
+        text, cached = await ask_two(PROMPTS[0])
+        assert text == expected[0]
+        assert cached >= 5 * BLOCK_SIZE, "it came from the other"
+        metrics = (await client.get(f"http://{views['two'].admin}/metrics")).text
+        assert figure(metrics, "kvolt_tier_loaded_blocks_total", "peer") >= 5
+        one.kill()
+        for prompt, due in zip(PROMPTS, expected, strict=True):
+            assert (await ask_two(prompt))[0] == due
+
+
+async def test_prefill_and_decode_with_tiers_of_their_own(bench: Bench) -> None:
+    """Prompts come back to who computes them, and to who goes on with them: less is handed over then."""
+    plain = await serving(bench)
+    async with httpx.AsyncClient(base_url=plain.url, timeout=PATIENCE_S) as client:
+        expected = await texts(client, PROMPTS)
+        plain.worker.kill()
+    tiers = ("--kv-host", "200blocks", "--namespace", "apart")
+    bench.worker("prefill", "--role", "prefill", *tiers)
+    bench.worker("decode", "--role", "decode", *tiers)
+    edge = ("--namespace", "apart", "--prefill-choice", "threshold", "--prefill-min-tokens", "40")
+    _, url = await bench.frontend(*edge, name="edge")
+    views = await bench.until_seen("edge", "prefill", "decode", timeout_s=START_S, KVOLT_NAMESPACE="apart")
+    await until_ready(url, START_S)
+
+    async def loaded(name: str) -> float:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            metrics = (await client.get(f"http://{views[name].admin}/metrics")).text
+        return figure(metrics, "kvolt_tier_loaded_blocks_total", "host")
+
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        for _ in range(4):
+            assert await texts(client, PROMPTS) == expected
+            await asyncio.sleep(0.5)  # until what was computed lies in the host's memory
+        assert await loaded("prefill") >= 10
+        assert await loaded("decode") >= 10

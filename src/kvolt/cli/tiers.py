@@ -21,6 +21,8 @@ from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.lower import LowerTier
 from kvolt.kv.tiers.object_blocks import ObjectBlocks
 from kvolt.kv.tiers.object_tier import ObjectTier
+from kvolt.kv.tiers.peer_giving import PeerGiving
+from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.pool_tier import PoolTier
 from kvolt.kv.tiers.sizes import parse_capacity
 from kvolt.kv.tiers.slot_memory import BlockShape
@@ -28,6 +30,7 @@ from kvolt.runtime.cache_directory import cache_directory
 from kvolt.runtime.memory import free_bytes
 from kvolt.runtime.settings import WorkerSettings
 from kvolt.runtime.settings_tiers import TierSettings
+from kvolt.transfer.agent import TransferAgent
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,11 @@ def add_tier_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SOCKET",
         help="in the pool of a `kvolt cache serve` on this host, besides or in place",
     )
+    parser.add_argument(
+        "--kv-peers",
+        action="store_true",
+        help="fetch KV from other workers' tiers, too, where a router knows of more there, and give them ours",
+    )
 
 
 def with_tiers(group: WorkerSettings, args: argparse.Namespace) -> WorkerSettings:
@@ -65,6 +73,7 @@ def with_tiers(group: WorkerSettings, args: argparse.Namespace) -> WorkerSetting
         "disk_dir": args.kv_disk_dir,
         "object": args.kv_object,
         "pool": args.kv_pool,
+        "peers": args.kv_peers or None,
         "shared": getattr(args, "kv_shared", None) or None,
     }
     said = {key: value for key, value in given.items() if value is not None}
@@ -78,6 +87,18 @@ def check_sizes(tiers: TierSettings) -> None:
     sizes = {
         key: parse_capacity(text, f"tiers.{key}") for key in ("host", "disk") if (text := getattr(tiers, key))
     }
+    if tiers.peers and not tiers.host:
+        raise ConfigError(
+            "workers give each other what the host's memory has",
+            key="tiers.host",
+            remedy="say how much: --kv-host 8GiB",
+        )
+    if tiers.peers and (tiers.pool or tiers.shared):
+        raise ConfigError(
+            "blocks come from a pool or from other workers, not from both",
+            key="tiers.peers",
+            remedy="leave out --kv-peers, or --kv-pool and --kv-shared",
+        )
     if not tiers.shared:
         return
     if "host" not in sizes:
@@ -100,10 +121,11 @@ def are_wanted(tiers: TierSettings) -> bool:
     return bool(tiers.host or tiers.disk or tiers.object or tiers.pool)
 
 
-def tiering_of(tiers: TierSettings) -> NewTiering | None:
-    """How a worker makes its own; None where none is wanted."""
+def tiering_of(tiers: TierSettings, new_agent: Callable[[], TransferAgent]) -> NewTiering | None:
+    """How a worker makes its own; None where none is wanted. `new_agent`: for what goes to other workers."""
     if not are_wanted(tiers):
         return None
+    agent = new_agent() if tiers.peers else None
 
     def new(
         engine: Engine,
@@ -123,8 +145,14 @@ def tiering_of(tiers: TierSettings) -> NewTiering | None:
         num_device = info.capacity.kv_total_blocks
         num_host = host_blocks(tiers, shape, num_device)
         lower = lower_tiers(tiers, shape, num_device, now)
+        others = None if agent is None else PeerTier(agent, now)
+        if others is not None:
+            # Before a store, which is farther for everybody; a disk of one's own is nearer.
+            is_far = [tier.tier is Tier.OBJECT for tier, _ in lower]
+            lower.insert(is_far.index(True) if any(is_far) else len(lower), (others, 1))
         cache = TieredCache(slabs, num_host, lower, tiers.eviction)
-        return Tiering(tiered, cache, now, tell, info.step_model, info.block_size)
+        peers = None if agent is None or others is None else (others, PeerGiving(cache.host, agent))
+        return Tiering(tiered, cache, now, tell, info.step_model, info.block_size, peers)
 
     return new
 

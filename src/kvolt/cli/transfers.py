@@ -43,12 +43,16 @@ class Transfers:
         return self._agent.paths if self._agent is not None else None
 
     def mover(self, engine: KvPlaced) -> KvMover:
+        return AgentMover(self.agent(), engine.kv_slabs())
+
+    def agent(self) -> TransferAgent:
+        """Of the process."""
         if self._agent is None:
             self._agent = self._new_agent()
             loop = asyncio.get_running_loop()
             self._agent.paths.on_news = partial(loop.call_soon_threadsafe, self._news.set)
             self._crew.start(self._tell_links(self._agent.paths), "links")
-        return AgentMover(self._agent, engine.kv_slabs())
+        return self._agent
 
     def _new_agent(self) -> TransferAgent:
         listen, told = self._runtime.options.listen, self._runtime.plane.address

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         runtime = process.runtime
         transfers = Transfers(runtime, process.settings.transfer)
         engine = build_engine(engine_name, spec, arguments)
-        new_tiering = tiering_of(group.tiers)
+        new_tiering = tiering_of(group.tiers, transfers.agent)
         worker = Worker(runtime, engine, loaded.settings.namespace, options, transfers.mover, new_tiering)
         transfers.tell(worker.tell_links)
         await worker.start()

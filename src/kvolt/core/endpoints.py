@@ -15,6 +15,8 @@ CARD = "card"
 CONTROL = "control"
 """What an operator may ask of one worker (`worker_control`). Not registered: it is found at the address of
 `generate`, and answers while the worker is cordoned."""
+KV = "kv"
+"""What workers ask each other for (`kv_neighbours`). Not registered, as `control`."""
 LOAD_TOPIC = "load"
 """Event plane topic of load reports."""
 KV_TOPIC = "kv"

@@ -75,6 +75,13 @@ class TierMetrics(Collector):
             for reason in sorted({reason for each in stats for reason in each.failures}):
                 failures.add_metric((tier, reason), sum(each.failures[reason] for each in stats))
         yield failures
+        given = CounterMetricFamily(
+            "kvolt_tier_given_blocks", "KV blocks that other workers fetched from here"
+        )
+        givers = [each.peers[1] for each in every if each.peers is not None]
+        if givers:
+            given.add_metric((), sum(each.num_given for each in givers))
+        yield given
         declined = CounterMetricFamily(
             "kvolt_tier_declined_blocks", "KV blocks that were computed sooner than brought"
         )

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, Protocol
 
 import msgspec
@@ -30,6 +31,8 @@ from kvolt.engines.worker_metrics import FAILED
 from kvolt.engines.worker_open import OpenRequests
 from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.cache import Fetched, TieredCache
+from kvolt.kv.tiers.peer_giving import PeerGiving
+from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)
@@ -88,15 +91,18 @@ class Tiering:
         tell: Callable[[tuple[KvChange, ...]], None],
         model: StepModel | None,
         block_size: int,
+        peers: tuple[PeerTier, PeerGiving] | None = None,
     ) -> None:
         """`tell`: of blocks that come to a tier and go. `model`: how long the engine takes; None where that is not
-        known, and whatever can be brought is."""
+        known, and whatever can be brought is. `peers`: of the cache's tiers the one that is others', and what others
+        are given."""
         self._engine = engine
         self.cache = cache
         self._now = now
         self._tell = tell
         self._model = model
         self._block_size = block_size
+        self.peers = peers
         self._sealed = asyncio.Event()
         self._num_sealed = 0
         """Since the last batch."""
@@ -188,9 +194,12 @@ class Tiering:
             keys = self._engine.kv_keys(request)
         except KvoltError:  # the engine says so itself
             return ()
-        if not self.cache.host.knows_all or self.cache.host.has_any(keys):
+        if self.peers is not None:
+            self.peers[0].expect(keys, request.kv_sources)
+        is_far_asked = not self.cache.host.knows_all and not _is_handed_over(request)
+        if is_far_asked or self.cache.host.has_any(keys):
             return keys
-        self.hits.add(len(keys), ())
+        self._count(request, len(keys), Fetched())
         return ()
 
     async def onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> Onboarded:
@@ -215,7 +224,10 @@ class Tiering:
         num_present = await self._engine.match(request) // self._block_size
         tiers = self.cache.host.tiers_of(keys, num_present)
         num_known = num_present + len(tiers)
-        if num_known < len(keys) and not self.cache.host.knows_all:
+        if _is_handed_over(request):
+            # What the host has is nearer than who computed the prompt; nothing else is.
+            tiers = list(takewhile(lambda tier: tier is Tier.HOST, tiers))
+        elif num_known < len(keys) and not self.cache.host.knows_all:
             await self.cache.host.look(
                 keys[num_known:], self._worth_of_looking(request, num_known, len(keys))
             )
@@ -224,8 +236,12 @@ class Tiering:
         found = Fetched()
         if num_wanted:
             found = await self._bring(request, keys[: num_present + num_wanted])
-        self.hits.add(len(keys), found.by_tier)
+        self._count(request, len(keys), found)
         return found
+
+    def _count(self, request: Request, num_keys: int, found: Fetched) -> None:
+        if not _is_handed_over(request):  # of that another says what was found
+            self.hits.add(num_keys, found.by_tier)
 
     def _worth_of_looking(self, request: Request, num_known: int, num_keys: int) -> float:
         """How long it may take to ask whether the rest of a prompt is there: a part of what to compute it takes."""
@@ -337,6 +353,11 @@ async def bring_back(
     finally:
         if then is not None and not is_begun:
             then.close()
+
+
+def _is_handed_over(request: Request) -> bool:
+    """Whether the rest of its prompt comes from who computed it, and is not computed here."""
+    return request.handoff is not None and not request.prefill_only
 
 
 def _in_parts(change: KvChange) -> Iterator[KvChange]:

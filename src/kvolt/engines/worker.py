@@ -37,6 +37,7 @@ from kvolt.core.withdrawal import Withdraw, Withdrawn, withdrawn_error
 from kvolt.engines.contract import Engine, KvPlaced, features_of
 from kvolt.engines.handoffs import Handoffs, HandoffStats
 from kvolt.engines.kv_moving import KvMover
+from kvolt.engines.kv_neighbours import meet_neighbours
 from kvolt.engines.kv_peers import check_peers, with_slabs
 from kvolt.engines.tiering import NewTiering, Tiering, bring_back
 from kvolt.engines.worker_control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
@@ -147,6 +148,8 @@ class Worker:
             info = msgspec.structs.replace(info, transfer_addresses={MEETING: self.handoffs.where})
             self.info = info
         await self._start_tiers(info)
+        if self.tiering is not None and self.tiering.peers is not None:
+            self.info = info = msgspec.structs.replace(info, shares_kv=True)
         self._set_health(State.READY)
         self._runtime.add_details("engine", self._describe)
         self._serve_control(component)
@@ -160,6 +163,8 @@ class Worker:
         self._measure(info, component, began_at)
         if self.tiering is not None:
             self.tiering.tell_changes()
+            if self.tiering.peers is not None:
+                await meet_neighbours(self._runtime, instance, *self.tiering.peers)
         log.info("serving %s as %s with the %s engine", card.name, info.role, info.engine)
 
     async def _start_tiers(self, info: EngineInfo) -> None:
@@ -294,8 +299,8 @@ class Worker:
         is_handed_over = request.handoff is not None or request.rendezvous is not None
         if self.handoffs is not None and (request.prefill_only or is_handed_over):
             work = hand_over(self.handoffs, request, self._open, self._submit, self._instance)
-        may_be_below = request.prefill_only or not is_handed_over
-        if self.tiering is not None and may_be_below and (keys := self.tiering.names_below(request)):
+        comes_in_parts = request.rendezvous is not None and not request.prefill_only
+        if self.tiering is not None and not comes_in_parts and (keys := self.tiering.names_below(request)):
             return bring_back(self.tiering, request, keys, self._open, self._submit, work)
         return work
 

@@ -5,6 +5,7 @@ What is named here can be used with no runtime: a Selector, its index and its po
 
 from kvolt.router.by_hand import hashes_of, prompt_of, request_of, worker_info
 from kvolt.router.index import BlockIndex
+from kvolt.router.overlap import Holders, NoHolders
 from kvolt.router.place import Place
 from kvolt.router.policy import (
     ClassicWeights,
@@ -16,7 +17,7 @@ from kvolt.router.policy import (
     latency,
 )
 from kvolt.router.posted import EventsMissed, PostedEvent, PostedIndex
-from kvolt.router.selector import Choice, Explained, Holders, NoHolders, PlaceLoad, Selector
+from kvolt.router.selector import Choice, Explained, PlaceLoad, Selector
 from kvolt.router.standalone import Reservation, Standalone, StandaloneOptions
 
 __all__ = [

@@ -44,6 +44,7 @@ class InstanceSlots:
             change = event.change
             match change:
                 case Stored():
+                    self._stats.tells_below |= change.tier is not Tier.DEVICE
                     index.store(slot, change.hashes, TIER_LEVEL[change.tier])
                 case Removed():
                     index.remove(slot, change.hashes, TIER_LEVEL[change.tier])
@@ -57,6 +58,7 @@ class InstanceSlots:
     def replace(self, blocks: Mapping[tuple[int, Tier], bytes]) -> None:
         for dp_rank, slot in self._by_rank.items():
             for tier, level in TIER_LEVEL.items():
+                self._stats.tells_below |= tier is not Tier.DEVICE and bool(blocks.get((dp_rank, tier)))
                 self._replace(slot, level, blocks.get((dp_rank, tier), b""))
 
     def _replace(self, slot: int, level: int, packed: bytes) -> None:

@@ -141,6 +141,8 @@ class IngestStats:
 
     num_events: int = 0
     """Applied, wherever they came from."""
+    tells_below: bool = False
+    """Whether any worker has told of blocks below its device."""
     num_duplicates: int = 0
     """Batches that said nothing new."""
     num_gaps: int = 0

@@ -6,20 +6,23 @@ Counts its own decisions at once, and what workers report on top. Routing itself
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
+from kvolt.core.kv_events import Tier
 from kvolt.core.load import LoadReport
-from kvolt.core.request import Request, Role
+from kvolt.core.request import KvSource, Request, Role
 from kvolt.router.eligible import Eligible
 from kvolt.router.forecast import Forecast
 from kvolt.router.gossip import PlaceBookings
 from kvolt.router.learning import Watch
+from kvolt.router.overlap import Holders
 from kvolt.router.policy import Policy
 from kvolt.router.port import Decision
 from kvolt.router.roster import ranks_of
-from kvolt.router.selector import Choice, Explained, Holders, PlaceLoad, Selector
+from kvolt.router.selector import Choice, Explained, PlaceLoad, Selector
 from kvolt.router.stats import RouterStats
 from kvolt.runtime.address import EndpointAddress, Instance
 from kvolt.runtime.client import EndpointClient
@@ -43,6 +46,8 @@ class KvRouter:
         self._client = client
         self._eligible = Eligible(client, role)
         self._known_version: int | None = None
+        self._is_sharing = False
+        """Whether any worker gives others what it has."""
         self._everyone: tuple[list[Instance], tuple[InstanceId, ...]] | None = None
         self.on_relief: Callable[[], None] = _nobody_waits
         """Called when a worker may have got room without `begun` or `free`; of who lets requests wait."""
@@ -135,16 +140,29 @@ class KvRouter:
     # ---
 
     def _choose(self, request: Request, excluded: frozenset[InstanceId]) -> Choice:
-        return self.selector.choose(request, self._candidates(request, excluded))
+        candidates = self._candidates(request, excluded)
+        givers: Sequence[InstanceId] = ()
+        if self._is_sharing and candidates is not self._all_ids():
+            givers = self._all_ids()
+        return self.selector.choose(request, candidates, givers)
+
+    def _all_ids(self) -> Sequence[InstanceId]:
+        """Of those that can be reached; the same tuple as long as they are the same."""
+        everyone = self._client.candidates()
+        if self._everyone is None or self._everyone[0] is not everyone:
+            self._everyone = (everyone, _ids(everyone))
+        return self._everyone[1]
 
     def _decide(self, choice: Choice) -> Decision:
         is_query = choice.request.routing.query_only
         instance_id, dp_rank = choice.place
-        has_several = len(ranks_of(self._eligible.registered.infos().get(instance_id))) > 1
+        infos = self._eligible.registered.infos()
+        has_several = len(ranks_of(infos.get(instance_id))) > 1
         return Decision(
             self._client.instance(instance_id),
             choice.overlap_blocks,
             choice.predicted_s * 1e3,
+            _sources(choice, infos),
             booking=0 if is_query else self.selector.book(choice),
             dp_rank=dp_rank if has_several else None,
         )
@@ -152,18 +170,29 @@ class KvRouter:
     def _candidates(self, request: Request, excluded: frozenset[InstanceId]) -> Sequence[InstanceId]:
         self._look()
         if self._eligible.is_anyone(request, excluded):
-            everyone = self._client.candidates()
+            everyone = self._all_ids()
             if everyone:
-                if self._everyone is None or self._everyone[0] is not everyone:
-                    self._everyone = (everyone, _ids(everyone))
-                return self._everyone[1]
+                return everyone
         return _ids(self._eligible.of(request, excluded))
 
     def _look(self) -> None:
         registered = self._eligible.registered
         if registered.version != self._known_version:
             self._known_version = registered.version
-            self.selector.set_workers(registered.infos())
+            infos = registered.infos()
+            self.selector.set_workers(infos)
+            self._is_sharing = any(info is not None and info.shares_kv for info in infos.values())
+
+
+def _sources(choice: Choice, infos: Mapping[InstanceId, EngineInfo | None]) -> tuple[KvSource, ...]:
+    """Who has more of the prompt, if it gives and the chosen one takes."""
+    if choice.source is None:
+        return ()
+    both = (infos.get(choice.source.instance_id), infos.get(choice.place.instance_id))
+    if not all(info is not None and info.shares_kv for info in both):
+        return ()
+    source = choice.source
+    return (KvSource(source.instance_id, Tier.HOST, choice.source_blocks, source.dp_rank),)
 
 
 def _nobody_waits() -> None:

@@ -37,6 +37,8 @@ class ExactHolders(Protocol):
 
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]: ...
 
+    def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None: ...
+
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None: ...
 
     def resync(self, instance_id: InstanceId) -> None:
@@ -80,6 +82,14 @@ class MixedHolders:
             return exact
         return np.concatenate([self.approximate.find(hashes, self._now()), exact])
 
+    def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
+        """Of who tells nothing no more is known than what is on its device."""
+        exact = None if self._exact is None else self._exact.find_below(hashes)
+        if exact is None or not self.approximate.num_slots:
+            return exact
+        guessed = self.approximate.find(hashes, self._now())
+        return np.concatenate([np.broadcast_to(guessed, (len(exact), len(guessed))), exact], axis=1)
+
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
         """The approximate places come first."""
         approximate = self.approximate.slot_of(instance_id, dp_rank)
@@ -102,12 +112,12 @@ class MixedHolders:
         slot = self._exact_slot(*place)
         if self._exact is not None and slot is not None and not self.trust.is_trusted(place.instance_id):
             held = int(self._exact.find(choice.usable_hashes)[slot])
-            self._promises[ticket] = Promise(held, max(held, choice.overlap_blocks))
+            self._promises[ticket] = _promise(held, choice)
 
     def begun(self, ticket: int, choice: Choice, cached_tokens: int | None, now: float) -> None:
         request, place = choice.request, choice.place
         if cached_tokens is not None and self._exact_slot(*place) is not None:
-            promise = self._promises.get(ticket) or Promise(choice.held_blocks, choice.overlap_blocks)
+            promise = self._promises.get(ticket) or _promise(choice.held_blocks, choice)
             cached_blocks = cached_tokens // (request.block_size or 1)
             self._judge(place, promise, cached_blocks, now)
         self.approximate.computed(*place, request.sequence_hashes, now)
@@ -160,3 +170,8 @@ class MixedHolders:
                 MAX_PLACES,
             )
         self._is_full = not all(has_room)
+
+
+def _promise(held: int, choice: Choice) -> Promise:
+    """More than its device has may be there by then: on its way, or brought from a tier or a peer."""
+    return Promise(held, max(held, choice.overlap_blocks, choice.reach_blocks, choice.source_blocks))

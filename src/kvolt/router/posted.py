@@ -68,6 +68,9 @@ class PostedIndex:
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
         return self.index.find(hashes)
 
+    def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
+        return self.index.find_tiers(hashes) if self.stats.tells_below else None
+
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
         worker = self._workers.get(instance_id)
         return None if worker is None else worker.slots.of(dp_rank)

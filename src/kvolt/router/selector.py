@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from kvolt.router.forecast import Forecast
 from kvolt.router.gossip import PlaceBookings
 from kvolt.router.learning import Learning, Watch
 from kvolt.router.load import Booking, LoadBook
-from kvolt.router.lookup import Lookup, Lookups
+from kvolt.router.overlap import Holders, Overlaps, usable_hashes
 from kvolt.router.place import Place
 from kvolt.router.policy import Policy, RequestView, WorkersView, pick, prefer
 from kvolt.router.prices import Asked
@@ -40,35 +40,6 @@ from kvolt.router.stats import RouterStats
 from kvolt.runtime.settings_router import RouterSettings
 
 _Mask = npt.NDArray[np.bool_]
-
-
-class Holders(Protocol):
-    """Which worker holds which blocks."""
-
-    @property
-    def slots_version(self) -> int:
-        """Another one whenever somebody's slot has changed."""
-        ...
-
-    def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        """How many blocks of a prompt, from the first on, each slot holds."""
-        ...
-
-    def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
-        """None where nothing is known of it."""
-        ...
-
-
-class NoHolders:
-    """Nobody holds anything: whoever has no index routes by load."""
-
-    slots_version = 0
-
-    def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        return np.zeros(0, dtype=np.int32)
-
-    def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
-        return None
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -85,9 +56,14 @@ class Choice(msgspec.Struct, frozen=True):
     blocks: float
     """That it would hold at its end, prompt and answer."""
     held_blocks: int = 0
-    """Of the overlap, what is held already; the rest is on its way there."""
+    """Of the overlap, what the device holds already; the rest is in a tier below it, or on its way there."""
+    reach_blocks: int = 0
+    """What it has in any tier."""
     most_overlap: int = 0
     """Of any place that it could have gone to."""
+    source: Place | None = None
+    """Who has more of the prompt, in whatever tier, than it has."""
+    source_blocks: int = 0
     told_s: float = 0.0
     """What the worker's own model says that the prompt takes."""
     room_s: float = 0.0
@@ -102,7 +78,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def usable_hashes(self) -> tuple[SequenceHash, ...]:
-        return _usable_hashes(self.request)
+        return usable_hashes(self.request)
 
 
 class Explained(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +135,7 @@ class _Scored:
     """Full, or behind with prompts: a policy knows that, and may find that waiting there is best all the same."""
     is_any_saturated: bool
     held: Floats
+    reach: Floats
     pace: Floats
     find_s: float
 
@@ -176,13 +153,13 @@ class Selector:
         watch: Watch | None = None,
     ) -> None:
         """Who looks on is told what becomes of requests."""
-        self._holders = holders
         self._policy = policy
         self._now = now
         self._rng = rng
         self._settings = settings = settings or RouterSettings()
         self._book = LoadBook()
         self._expected = ExpectedBlocks()
+        self._overlaps = Overlaps(holders, self._expected, settings)
         self._learning = Learning(watch, settings.correct_times)
         self._roster = Roster(self._book, self._add_row, self._drop_row)
         self._affinity = Affinity(settings.affinity_half_life_s, settings.affinity_sessions)
@@ -211,8 +188,11 @@ class Selector:
 
     # --- decisions
 
-    def choose(self, request: Request, allowed: Sequence[InstanceId]) -> Choice:
-        """The best place at one of these workers. Unavailable when there is none. Nothing is booked.
+    def choose(
+        self, request: Request, allowed: Sequence[InstanceId], givers: Sequence[InstanceId] = ()
+    ) -> Choice:
+        """The best place at one of these workers. Unavailable when there is none. Nothing is booked. `givers`: who may
+        have blocks for it besides them.
 
         Give the same tuple as long as the same are allowed: then nothing is worked out again.
         """
@@ -222,6 +202,10 @@ class Selector:
         asked, workers = scored.asked, scored.workers
         overlap = int(workers.overlap_blocks[index])
         prefill_s = float(workers.prefill_s[index])
+        reach = int(scored.reach[index])
+        source, source_blocks = self._farthest(request, scored, givers)
+        if source_blocks <= max(reach, overlap):
+            source, source_blocks = None, 0
         choice = Choice(
             scored.field.places[index],
             overlap,
@@ -232,13 +216,29 @@ class Selector:
             asked.prompt_tokens - overlap * asked.block_size,
             asked.num_blocks + asked.output_tokens / asked.block_size,
             int(scored.held[index]),
+            reach,
             int(_most(workers.overlap_blocks)),
+            source,
+            source_blocks,
             prefill_s / float(scored.pace[index]),
             float(workers.room_s[index]),
             None if self.shadow is None else _shadowed(self.shadow, scored, index),
         )
         self.stats.took(scored.find_s, self._now() - started_at)
         return choice
+
+    def _farthest(
+        self, request: Request, scored: _Scored, givers: Sequence[InstanceId]
+    ) -> tuple[Place | None, int]:
+        """Who has most of a prompt, in whatever tier."""
+        field, reach = scored.field, scored.reach
+        if givers:
+            field = self._roster.field(givers, None)
+            if not field.places:
+                return None, 0
+            reach = self._overlaps.of(request, field).reach
+        index = int(reach.argmax())
+        return field.places[index], int(reach[index])
 
     def forecast(self, request: Request, allowed: Sequence[InstanceId]) -> Forecast:
         """What it would come to at the best place. Nothing is booked."""
@@ -386,7 +386,7 @@ class Selector:
             hints.weights,
         )
         now = self._now()
-        overlap, held = self._overlap(asked, request, field)
+        overlap, held, reach = self._overlaps.of(request, field)
         find_s = self._now() - now
         pace = self._learning.pace(field.at, now)
         workers = self._look(asked, overlap, pace, field, self._affinities(hints, field, now), now)
@@ -396,7 +396,9 @@ class Selector:
             preference = _preference(field, hints.preferred_taints)
             costs = prefer(costs, preference)
         full, saturated, is_any = self._busy(field, workers)
-        return _Scored(field, asked, workers, costs, preference, full, saturated, is_any, held, pace, find_s)
+        return _Scored(
+            field, asked, workers, costs, preference, full, saturated, is_any, held, reach, pace, find_s
+        )
 
     def _pick(self, hints: RoutingHints, scored: _Scored) -> tuple[int, bool]:
         """The index of the best, and whether all are saturated. Who is full counts only while all are."""
@@ -461,30 +463,6 @@ class Selector:
             affinity=affinity,
         )
 
-    def _overlap(self, asked: RequestView, request: Request, field: Field) -> tuple[Floats, Floats]:
-        """Of each candidate, what it has by then and what it has now."""
-        hashes = _usable_hashes(request)
-        if not hashes:
-            return field.nothing, field.nothing
-        lookups = self._lookups(field)
-        held = lookups.held.read(self._holders.find(hashes))
-        if (
-            request.handoff is not None or request.rendezvous is not None
-        ):  # it fetches what it lacks, wherever it goes
-            return np.full(len(field.places), float(len(hashes))), held
-        soon = self._expected.find(hashes)
-        return (held if soon is None else np.maximum(held, lookups.expected.read(soon))), held
-
-    def _lookups(self, field: Field) -> Lookups:
-        version = self._holders.slots_version
-        if field.lookups is None or field.lookups.version != version:
-            field.lookups = Lookups(
-                version,
-                Lookup(self._holders.slot_of(place.instance_id, place.dp_rank) for place in field.places),
-                Lookup(self._expected.slot_of(row) for row in field.rows.tolist()),
-            )
-        return field.lookups
-
     def _affinities(self, hints: RoutingHints, field: Field, now: float) -> Floats:
         last = self._affinity.of(hints, now)
         index = None if last is None else field.index_of.get(last[0])
@@ -511,11 +489,6 @@ class Selector:
 def _most(values: npt.NDArray[Any]) -> Any:
     """As `max` and `any`, at half their cost: of short arrays that is spent before the first element."""
     return values[values.argmax()]
-
-
-def _usable_hashes(request: Request) -> tuple[SequenceHash, ...]:
-    """Less the last block where it is all there: an engine computes the last token anyway."""
-    return request.sequence_hashes[: (request.num_given_tokens - 1) // (request.block_size or 1)]
 
 
 def _shadowed(shadow: Shadow, scored: _Scored, chosen: int) -> Shadowed | None:

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 _WEEK_S = 7 * 24 * 3600
 _Weight = Annotated[float, Meta(ge=0, le=1e6, extra={"metavar": "X"})]
+_Share = Annotated[float, Meta(ge=0, le=1, extra={"metavar": "X"})]
 _Factor = Annotated[float, Meta(gt=0, le=1e6, extra={"metavar": "X"})]
 _Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 _Seconds = Annotated[float, Meta(gt=0, le=_WEEK_S)]
@@ -78,6 +79,14 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _Weight,
         Meta(description="Of `classic`: what a block to compute counts beside a block in use."),
     ] = 1.0
+    host_weight: Annotated[
+        _Share,
+        Meta(
+            description="What a block in the memory of a worker's host counts beside one on its device, which need not "
+            "be brought there."
+        ),
+    ] = 0.9
+    disk_weight: Annotated[_Share, Meta(description="And one on its disk.")] = 0.7
     others_weight: Annotated[
         _Weight,
         Meta(

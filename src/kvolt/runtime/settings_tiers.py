@@ -47,6 +47,13 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         Meta(description="Socket of a `kvolt cache serve` on this host, whose pool is used. Empty for none."),
     ] = ""
+    peers: Annotated[
+        bool,
+        Meta(
+            description="Fetch blocks from the tiers of other workers, where a router knows of more there, and give "
+            "them ours. For all workers of a model."
+        ),
+    ] = False
     shared: Annotated[
         bool,
         Meta(

@@ -86,7 +86,7 @@ async def test_the_tiers_of_a_pool(tmp_path: Path) -> None:
 
 
 def flags(**more: object) -> argparse.Namespace:
-    names = ("kv_host", "kv_disk", "kv_disk_dir", "kv_object", "kv_pool")
+    names = ("kv_host", "kv_disk", "kv_disk_dir", "kv_object", "kv_pool", "kv_peers")
     return argparse.Namespace(**{**dict.fromkeys(names), **more})
 
 

@@ -14,16 +14,18 @@ from tests.unit.engines.test_tiering import tiered
 from kvolt.cli.main import main
 from kvolt.cli.tiers import resize_tiers, tiering_of, with_tiers
 from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
+from kvolt.core.kv_events import Tier
 from kvolt.core.request import Role
 from kvolt.engines.contract import features_of
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.runtime.settings import WorkerSettings
 from kvolt.runtime.settings_tiers import TierSettings
+from kvolt.transfer.agent import TransferAgent
 
 
-def flags(**given: str) -> argparse.Namespace:
-    names = ("kv_host", "kv_disk", "kv_disk_dir", "kv_object", "kv_pool")
+def flags(**given: str | bool) -> argparse.Namespace:
+    names = ("kv_host", "kv_disk", "kv_disk_dir", "kv_object", "kv_pool", "kv_peers")
     return argparse.Namespace(**{**dict.fromkeys(names), **given})
 
 
@@ -39,13 +41,43 @@ def test_a_size_that_is_none_is_told_before_anything_is_started() -> None:
 
 
 def test_without_sizes_there_are_none() -> None:
-    assert tiering_of(TierSettings()) is None
+    assert tiering_of(TierSettings(), no_agent) is None
+
+
+def no_agent() -> TransferAgent:
+    raise AssertionError("nobody gives anything to others")
+
+
+def test_workers_that_share_need_something_to_share() -> None:
+    with pytest.raises(ConfigError, match="what is in the host's memory"):
+        with_tiers(WorkerSettings(), flags(kv_peers=True))
+    with pytest.raises(ConfigError, match="not from both"):
+        with_tiers(WorkerSettings(), flags(kv_host="1GiB", kv_peers=True, kv_pool="/s"))
+    assert with_tiers(WorkerSettings(), flags(kv_host="1GiB", kv_peers=True)).tiers.peers
+
+
+async def test_other_workers_come_before_a_store_and_after_a_disk(tmp_path: Path) -> None:
+    engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.AGGREGATED), SimArguments())
+    started = replace(await engine.start(), features=features_of(engine))
+    agent = TransferAgent()
+    tiers = TierSettings(
+        host="100blocks", disk="100blocks", disk_dir=str(tmp_path), object=str(tmp_path / "store"), peers=True
+    )
+    new = tiering_of(tiers, lambda: agent)
+    assert new is not None
+    tiering = new(engine, started, time.monotonic, lambda changes: None)
+    assert [each.tier for each in tiering.cache.host.lower] == [Tier.DISK, Tier.PEER, Tier.OBJECT]
+    assert tiering.peers is not None
+    await tiering.start()
+    await tiering.close()
+    agent.close()
+    await engine.close()
 
 
 async def refusal(tiers: TierSettings, **info: object) -> ConfigError:
     engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.AGGREGATED), SimArguments())
     started = await engine.start()
-    new = tiering_of(tiers)
+    new = tiering_of(tiers, no_agent)
     assert new is not None
     with pytest.raises(ConfigError) as told:
         new(

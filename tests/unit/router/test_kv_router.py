@@ -14,9 +14,10 @@ from tests.unit.engines.lab import ARGUMENTS, Lab, RunningWorker, ScriptedEngine
 from kvolt.core.card import EngineInfo
 from kvolt.core.errors import KvoltError, Unavailable
 from kvolt.core.ids import InstanceId, RequestId, SequenceHash
+from kvolt.core.kv_events import Tier
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import LoadReport, WorkerLoad
-from kvolt.core.request import Request, Role, RoutingHints
+from kvolt.core.request import KvSource, Request, Role, RoutingHints
 from kvolt.journey.journey import Journey, Road
 from kvolt.router.kv_router import KvRouter
 from kvolt.router.policy import Policy, classic, latency
@@ -42,6 +43,9 @@ class Shelf:
 
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
         return list(self.blocks).index(instance_id) if instance_id in self.blocks else None
+
+    def find_below(self, hashes: tuple[int, ...]) -> None:
+        return None
 
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
         return np.array(
@@ -101,6 +105,34 @@ def test_a_prompt_goes_to_who_holds_it(policy: Policy) -> None:
         assert here.router.num_under_way == 0
 
     scene(body, policy)
+
+
+def test_who_has_more_is_named_where_both_share() -> None:
+    async def body(here: Scene, workers: list[RunningWorker], client: EndpointClient) -> None:
+        here.shelf.blocks = {here.ids[0]: {1}, here.ids[2]: {1, 2, 3}}
+        by_id = {worker.worker._instance: worker for worker in workers}
+        pinned = replace(prompt(1, 2, 3, 4), routing=RoutingHints(pins={Role.AGGREGATED: here.ids[0]}))
+
+        async def sources(request: Request) -> tuple[KvSource, ...]:
+            decision = await here.router.route(request)
+            here.router.free(decision, None)
+            return decision.kv_sources
+
+        async def share(number: int) -> None:
+            worker = by_id[here.ids[number]]
+            version = here.router._eligible.registered.version
+            assert worker.worker.info is not None
+            await worker.runtime.update_info(worker.endpoint, replace(worker.worker.info, shares_kv=True))
+            await until(lambda: here.router._eligible.registered.version != version)
+
+        assert await sources(pinned) == ()
+        await share(0)
+        assert await sources(pinned) == (), "the other does not give"
+        await share(2)
+        assert await sources(pinned) == (KvSource(here.ids[2], Tier.HOST, 3),)
+        assert await sources(prompt(1, 2, 3, 4)) == (), "it goes where most of it is"
+
+    scene(body, latency())
 
 
 def test_the_last_token_is_computed_even_if_all_is_held() -> None:

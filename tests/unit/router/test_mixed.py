@@ -52,10 +52,17 @@ class Exact:
         self.slots_version = 0
         self.workers = list(workers)
         self.held: dict[InstanceId, int] = {}
+        self.below: dict[InstanceId, int] = {}
         self.asked: list[InstanceId] = []
 
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
         return np.array([min(self.held.get(each, 0), len(hashes)) for each in self.workers], dtype=np.int32)
+
+    def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
+        if not self.below:
+            return None
+        deep = [self.held.get(each, 0) + self.below.get(each, 0) for each in self.workers]
+        return np.array([self.find(hashes), *[np.minimum(deep, len(hashes))] * 4], dtype=np.int32)
 
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
         return self.workers.index(instance_id) if instance_id in self.workers else None
@@ -289,3 +296,16 @@ def test_a_worker_of_which_the_index_is_wrong_is_found_out() -> None:
             await close()
 
     run_virtual(scenario)
+
+
+def test_tiers_of_those_that_tell_beside_those_that_do_not() -> None:
+    exact = Exact(A)
+    shop = Shop(exact, A, B)
+    hashes = tuple(range(8))
+    assert shop.holders.find_below(hashes) is None, "nobody tells of any"
+    exact.held, exact.below = {A: 2}, {A: 3}
+    below = shop.holders.find_below(hashes)
+    assert below is not None
+    at_a, at_b = shop.holders.slot_of(A), shop.holders.slot_of(B)
+    assert below[:, at_a].tolist() == [2, 5, 5, 5, 5]
+    assert below[:, at_b].tolist() == [0, 0, 0, 0, 0]

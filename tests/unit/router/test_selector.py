@@ -19,8 +19,9 @@ from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Request, RoutingHints
+from kvolt.router.overlap import NoHolders
 from kvolt.router.policy import Policy, classic, latency
-from kvolt.router.selector import NoHolders, Selector
+from kvolt.router.selector import Selector
 from kvolt.runtime.settings_router import RouterSettings
 
 BLOCK = 16
@@ -33,6 +34,8 @@ class Held:
 
     def __init__(self, **blocks: Iterable[int]) -> None:
         self.blocks = {self._place(name): set(held) for name, held in blocks.items()}
+        self.host: dict[tuple[str, int], set[int]] = {}
+        self.disk: dict[tuple[str, int], set[int]] = {}
         self.slots_version = 0
         self.num_looked_up = 0
 
@@ -45,12 +48,26 @@ class Held:
         place = (instance_id, dp_rank)
         return list(self.blocks).index(place) if place in self.blocks else None
 
+    def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
+        if not self.host and not self.disk:
+            return None
+        rows = [self.find(hashes)]
+        reached = dict(self.blocks)
+        for tier in (self.host, self.disk):
+            reached = {place: held | tier.get(place, set()) for place, held in reached.items()}
+            rows.append(_depths(hashes, reached))
+        return np.array([*rows, rows[-1], rows[-1]], dtype=np.int32)
+
     def find(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        depths = [
-            next((at for at, each in enumerate(hashes) if each not in held), len(hashes))
-            for held in self.blocks.values()
-        ]
-        return np.array(depths, dtype=np.int32)
+        return _depths(hashes, self.blocks)
+
+
+def _depths(hashes: tuple[int, ...], blocks: dict[tuple[str, int], set[int]]) -> npt.NDArray[np.int32]:
+    depths = [
+        next((at for at, each in enumerate(hashes) if each not in held), len(hashes))
+        for held in blocks.values()
+    ]
+    return np.array(depths, dtype=np.int32)
 
 
 def prompt(*hashes: int, more_tokens: int = 1, **hints: Any) -> Request:
@@ -110,6 +127,56 @@ def test_each_rank_has_its_own_blocks() -> None:
     assert (pinned.place, pinned.overlap_blocks) == ((A, 0), 1)
     with pytest.raises(Unavailable, match="rank 7"):
         here.where(prompt(1, pinned_dp_rank=7))
+
+
+# --- tiers below the device
+
+
+def test_blocks_below_the_device_count_almost_as_much() -> None:
+    held = Held(a=[1], b=[1, 2], c=[])
+    held.host = {("a", 0): {1, 2, 3, 4, 5}}
+    here = Scene({A: worker(), B: worker(), C: worker()}, held)
+    choice = here.selector.choose(prompt(1, 2, 3, 4, 5, 6), here.allowed)
+    assert choice.place == (A, 0)
+    assert (choice.held_blocks, choice.reach_blocks) == (1, 5)
+    assert choice.overlap_blocks == int(1 + 0.9 * 4)
+    assert choice.source is None, "nobody has more"
+
+
+def test_a_disk_counts_less_and_a_device_more() -> None:
+    held = Held(a=[], b=[], c=[])
+    held.disk = {("a", 0): {1, 2, 3, 4}}
+    held.host = {("b", 0): {1, 2, 3, 4}}
+    here = Scene({A: worker(), B: worker(), C: worker()}, held)
+    overlaps = {
+        each.instance: each.overlap_blocks
+        for each in here.selector.explain(prompt(1, 2, 3, 4, 5), here.allowed)
+    }
+    assert overlaps == {A: pytest.approx(0.7 * 4), B: pytest.approx(0.9 * 4), C: 0.0}
+
+
+def test_what_tiers_count_can_be_set() -> None:
+    held = Held(a=[], b=[1])
+    held.host = {("a", 0): {1, 2, 3}}
+    here = Scene({A: worker(), B: worker()}, held, host_weight=0.0)
+    assert here.where(prompt(1, 2, 3, 4)) == (B, 0)
+
+
+def test_who_has_more_is_named() -> None:
+    held = Held(a=[1, 2, 3, 4], b=[1])
+    held.host = {("a", 0): {5, 6}, ("b", 0): {2}}
+    here = Scene({A: worker(), B: worker()}, held)
+    choice = here.selector.choose(prompt(1, 2, 3, 4, 5, 6, 7), (B,))
+    assert choice.source is None, "nobody else was asked about"
+    choice = here.selector.choose(prompt(1, 2, 3, 4, 5, 6, 7), (B,), givers=here.allowed)
+    assert (choice.place, choice.source, choice.source_blocks) == ((B, 0), (A, 0), 6)
+    for _ in range(40):  # until the other has less to do
+        choice = here.selector.choose(prompt(1, 2, 3, 4, 5, 6, 7), here.allowed)
+        if choice.place == (B, 0):
+            break
+        here.book(prompt(*range(100, 140), pinned_dp_rank=0))
+    assert choice.place == (B, 0)
+    assert (choice.source, choice.source_blocks, choice.reach_blocks) == ((A, 0), 6, 2)
 
 
 def test_each_rank_has_its_own_load() -> None:

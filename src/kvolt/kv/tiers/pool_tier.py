@@ -35,7 +35,7 @@ from kvolt.kv.tiers.pool_wire import (
     WireBlock,
 )
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
-from kvolt.kv.tiers.slot_reads import offer_slots, read_slots, withdraw
+from kvolt.kv.tiers.slot_reads import offer_slots, read_brought, withdraw
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.memory import Numbers
@@ -131,10 +131,7 @@ class PoolTier:
         try:
             await self._thread.run(memory.reach, int(slots.max()) + 1)
             brought = await self._link.ask(Bring(tuple(map(WireBlock.of, blocks))), Brought, _ANSWER_S)
-            count = min(len(brought.checksums), len(keys))
-            wanted = dict(enumerate(slots.tolist()[:count]))
-            await read_slots(self._agent, brought.offered, memory, wanted, _TRANSFER_S)
-            sums, _ = await self._thread.run(memory.checksums, slots[:count], keys[:count])
+            came = await read_brought(self._agent, self._thread, brought, memory, slots, keys, _TRANSFER_S)
         except asyncio.CancelledError:
             self._decline(brought)
             if time.perf_counter() - began_at > _PATIENCE_S:  # that is why
@@ -146,16 +143,10 @@ class PoolTier:
             self.stats.failures["unread"] += len(keys)
             self.forget(keys)
             return [None] * len(keys)
-        came: list[int | None] = [None] * len(keys)
-        bad: list[BlockKey] = []
-        for place, (found, due) in enumerate(zip(sums.tolist(), brought.checksums, strict=False)):
-            if found == due:
-                came[place] = due
-            else:
-                bad.append(keys[place])
+        told = zip(keys, came, brought.checksums, strict=False)
+        await self._tell_bad([key for key, each, _ in told if each is None])
         self.stats.loaded(sum(each is not None for each in came), time.perf_counter() - began_at)
-        self.stats.failures["gone"] += len(keys) - count
-        await self._tell_bad(bad)
+        self.stats.failures["gone"] += max(len(keys) - len(brought.checksums), 0)
         self.forget([key for key, each in zip(keys, came, strict=True) if each is None])
         return came
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvolt.kv.tiers.pool_wire import Offered
+from kvolt.core.ids import BlockKey
+from kvolt.kv.tiers.pool_wire import Brought, Offered
 from kvolt.kv.tiers.slot_memory import SlotMemory
+from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.transfer.agent import Offering, Operation, TransferAgent
 from kvolt.transfer.memory import Numbers
 
@@ -70,6 +72,27 @@ async def read_slots(
                 reading.cancel()
                 await _all_over([reading])
                 raise
+
+
+async def read_brought(
+    agent: TransferAgent,
+    thread: TierThread,
+    brought: Brought,
+    memory: SlotMemory,
+    slots: Numbers,
+    keys: Sequence[BlockKey],
+    timeout_s: float,
+) -> list[int | None]:
+    """What somebody brought of these blocks into slots; the checksum of each that came whole. As `read_slots`."""
+    count = min(len(brought.checksums), len(keys))
+    wanted = dict(enumerate(slots.tolist()[:count]))
+    await read_slots(agent, brought.offered, memory, wanted, timeout_s)
+    sums, _ = await thread.run(memory.checksums, slots[:count], keys[:count])
+    came: list[int | None] = [None] * len(keys)
+    for place, (found, due) in enumerate(zip(sums.tolist(), brought.checksums, strict=False)):
+        if found == due:
+            came[place] = due
+    return came
 
 
 async def _all_over(operations: Sequence[Operation]) -> None:
