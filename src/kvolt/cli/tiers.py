@@ -89,7 +89,7 @@ def check_sizes(tiers: TierSettings) -> None:
     }
     if tiers.peers and not tiers.host:
         raise ConfigError(
-            "workers give each other what the host's memory has",
+            "workers give each other what is in the host's memory",
             key="tiers.host",
             remedy="say how much: --kv-host 8GiB",
         )
