@@ -15,6 +15,7 @@ from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
 from kvolt.core.kv_events import KvChange, Tier
 from kvolt.engines.contract import Engine
 from kvolt.engines.tiering import NewTiering, TieredEngine, Tiering
+from kvolt.kv.tiers.admission import Admission
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.disk import DiskFiles
 from kvolt.kv.tiers.disk_tier import DiskTier
@@ -152,7 +153,8 @@ def tiering_of(tiers: TierSettings, new_agent: Callable[[], TransferAgent]) -> N
             lower.insert(is_far.index(True) if any(is_far) else len(lower), (others, 1))
         cache = TieredCache(slabs, num_host, lower, tiers.eviction)
         peers = None if agent is None or others is None else (others, PeerGiving(cache.host, agent))
-        return Tiering(tiered, cache, now, tell, info.step_model, info.block_size, peers)
+        admission = Admission(tiers.depth or None, tiers.min_priority, tiers.tenants)
+        return Tiering(tiered, cache, now, tell, info.step_model, info.block_size, peers, admission)
 
     return new
 

@@ -29,6 +29,7 @@ from kvolt.engines.kv_settling import KvSettling
 from kvolt.engines.tier_hits import HitWindow
 from kvolt.engines.worker_metrics import FAILED
 from kvolt.engines.worker_open import OpenRequests
+from kvolt.kv.tiers.admission import Admission
 from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.cache import Fetched, TieredCache
 from kvolt.kv.tiers.peer_giving import PeerGiving
@@ -92,10 +93,11 @@ class Tiering:
         model: StepModel | None,
         block_size: int,
         peers: tuple[PeerTier, PeerGiving] | None = None,
+        admission: Admission | None = None,
     ) -> None:
         """`tell`: of blocks that come to a tier and go. `model`: how long the engine takes; None where that is not
         known, and whatever can be brought is. `peers`: of the cache's tiers the one that is others', and what others
-        are given."""
+        are given. `admission`: which blocks are kept; all, where there is none."""
         self._engine = engine
         self.cache = cache
         self._now = now
@@ -103,6 +105,7 @@ class Tiering:
         self._model = model
         self._block_size = block_size
         self.peers = peers
+        self._admission = Admission() if admission is None else admission
         self._sealed = asyncio.Event()
         self._num_sealed = 0
         """Since the last batch."""
@@ -178,7 +181,11 @@ class Tiering:
         """Blocks that may not be held any more are not looked at, and what was copied of them is not kept: the bytes
         may be another's, and the checksum would be right."""
         ends_at = began_at + run.expires_in_s - min(_MARGIN_S, run.expires_in_s / 4)
-        return await self.cache.offload(_blocks(run), run.blocks, lambda: self._now() < ends_at)
+        blocks, numbers = _blocks(run), run.blocks
+        places = self._admission.places(blocks)
+        if len(places) < len(blocks):
+            blocks, numbers = [blocks[each] for each in places], tuple(numbers[each] for each in places)
+        return await self.cache.offload(blocks, numbers, lambda: self._now() < ends_at)
 
     def clear(self) -> int:
         """Forget all that nobody is at; how many blocks."""
@@ -194,6 +201,7 @@ class Tiering:
             keys = self._engine.kv_keys(request)
         except KvoltError:  # the engine says so itself
             return ()
+        self._admission.asked(keys, request.routing)
         if self.peers is not None:
             self.peers[0].expect(keys, request.kv_sources)
         is_far_asked = not self.cache.host.knows_all and not _is_handed_over(request)

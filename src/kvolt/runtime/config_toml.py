@@ -37,7 +37,8 @@ def literal(value: Any) -> str:
         case list() | tuple():
             return "[" + ", ".join(literal(item) for item in value) + "]"
         case msgspec.Struct():
-            return literal(msgspec.structs.asdict(value))
+            said = msgspec.structs.asdict(value)
+            return literal({name: each for name, each in said.items() if each is not None})
         case dict():
             return (
                 "{" + ", ".join(f"{literal(str(key))} = {literal(item)}" for key, item in value.items()) + "}"

@@ -60,6 +60,15 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="`kvolt serve` keeps all of this in one pool for its workers, in place of one for each."
         ),
     ] = False
+    depth: Annotated[
+        int, Meta(ge=0, description="Keep of a prompt the first so many blocks only; 0 keeps all of it.")
+    ] = 0
+    min_priority: Annotated[
+        int | None, Meta(description="Keep only KV of requests with this priority or a higher one.")
+    ] = None
+    tenants: Annotated[
+        tuple[str, ...], Meta(description="Keep only KV of these tenants' requests. Empty: of all.")
+    ] = ()
     eviction: Annotated[
         Literal["lru", "s3fifo", "tinylfu"], Meta(description="Which blocks go when a tier is full.")
     ] = "lru"

@@ -17,11 +17,12 @@ from kvolt.core.hashing import SequenceHasher
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import KvChange, Stored, Tier
 from kvolt.core.latency import LatencyModel
-from kvolt.core.request import Request, Role, StopConditions
+from kvolt.core.request import Request, Role, RoutingHints, StopConditions
 from kvolt.engines import tiering as tiering_module
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.tiering import Onboarded, Tiering
+from kvolt.kv.tiers.admission import Admission
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.disk import DiskFiles
 from kvolt.kv.tiers.disk_tier import DiskTier
@@ -60,7 +61,10 @@ class Tiered:
 
 @asynccontextmanager
 async def tiered(
-    num_host: int = 64, folder: Path | None = None, model: LatencyModel | None = None
+    num_host: int = 64,
+    folder: Path | None = None,
+    model: LatencyModel | None = None,
+    admission: Admission | None = None,
 ) -> AsyncIterator[Tiered]:
     engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.AGGREGATED), ENGINE)
     await engine.start()
@@ -69,7 +73,7 @@ async def tiered(
     lower = [] if folder is None else [(DiskTier(DiskFiles(folder, shape, 256)), 1)]
     cache = TieredCache(slabs, num_host, lower)
     told: list[KvChange] = []
-    tiering = Tiering(engine, cache, time.monotonic, told.extend, model, BLOCK)
+    tiering = Tiering(engine, cache, time.monotonic, told.extend, model, BLOCK, admission=admission)
     found = Tiered(engine, cache, tiering, told=told)
 
     async def listen() -> None:
@@ -249,6 +253,19 @@ async def test_a_tier_that_was_slow_once_is_tried_again() -> None:
             brought.append((await at.answer(request(f"again {number}", 10)))[1].num_blocks)
         assert brought[0] == 0
         assert brought[-1] == 8, "by then it is known to be quick"
+
+
+async def test_only_what_is_admitted_goes_down() -> None:
+    async with tiered(admission=Admission(depth=3, tenants=["gold"])) as at:
+        await at.answer(request("nobody's", 400))
+        gold = replace(request("gold", 10), routing=RoutingHints(tenant="gold"))
+        expected, _ = await at.answer(gold)
+        await until_offloaded(at, 3)
+        await asyncio.sleep(0.05)
+        assert len(at.cache.host.books) == 3
+        await at.engine.clear_kv()
+        tokens, onboarded = await at.answer(replace(gold, request_id=RequestId("again")))
+        assert (tokens, onboarded.num_blocks) == (expected, 3)
 
 
 async def test_a_few_blocks_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
