@@ -1,4 +1,4 @@
-"""One pool for four workers of a host, beside a pool of a quarter for each: what is kept, found and answered.
+"""One pool for four workers of a host, beside a memory of a quarter for each: what is kept, found and answered.
 
     python -m benchmarks.kv.shared            some ten minutes on two cores; results/shared.{json,txt}
     python -m benchmarks.kv.shared --quick    one round of few conversations, not kept
@@ -6,7 +6,8 @@
 SmolLM2-135M on four workers whose devices hold two conversations each. Conversations, each with a long beginning of its
 own, are asked in turns, four at a time, in a random order that is the same for all. Routed by `round-robin`, where a
 conversation comes to another worker each time, and by `latency`, which sends it to who has most of it. `private`: each
-worker keeps blocks in a memory of its own, a quarter of what `shared` has in one pool. Requests per second and cached
+worker keeps blocks in a memory of its own, a quarter of what `shared` has in one pool. `peers`: the same, and workers
+fetch from each other what the router (`latency` only) says that another has. Requests per second and cached
 shares are of the rounds after the first. Kept: blocks in all tiers of the host together.
 """
 
@@ -38,6 +39,7 @@ BLOCK = 16
 NUM_WORKERS = 4
 AT_ONCE = 4
 _READY_S = 240.0
+FLAGS: dict[str, tuple[str, ...]] = {"private": (), "peers": ("--kv-peers",), "shared": ("--kv-shared",)}
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -80,8 +82,8 @@ class Served:
         )
         return json.loads(done.stdout)
 
-    def num_kept(self, is_shared: bool) -> int:
-        if is_shared:
+    def num_kept(self, pool: str) -> int:
+        if pool == "shared":
             told = self._kvolt(
                 "cache", "stat", "--pool", str(self._folder / "logs" / "kv-pool-0.sock"), "--json"
             )
@@ -103,8 +105,8 @@ class Served:
 
 
 @contextmanager
-def served(plan: Plan, router: str, is_shared: bool) -> Iterator[Served]:
-    host = plan.pool_blocks if is_shared else plan.pool_blocks // NUM_WORKERS
+def served(plan: Plan, router: str, pool: str) -> Iterator[Served]:
+    host = plan.pool_blocks if pool == "shared" else plan.pool_blocks // NUM_WORKERS
     with Processes("shared") as processes:
         port = free_port()
         environ = clean_environ(
@@ -116,7 +118,7 @@ def served(plan: Plan, router: str, is_shared: bool) -> Iterator[Served]:
         command += ["--aggregated", str(NUM_WORKERS), "--router", router, "--kv-host", f"{host}blocks"]
         for name, value in (("served_name", "m"), ("kv_blocks", plan.device_blocks), ("threads", 1)):
             command += ["--arg", f"{name}={value}"]
-        command += ["--arg", "dtype=float32", *(["--kv-shared"] if is_shared else [])]
+        command += ["--arg", "dtype=float32", *FLAGS[pool]]
         serving = processes.start("serve", command, environ)
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _READY_S
         while sum((served_models(url, 2.0) or {}).values()) < NUM_WORKERS:
@@ -127,29 +129,29 @@ def served(plan: Plan, router: str, is_shared: bool) -> Iterator[Served]:
         yield Served(processes.folder, environ, url)
 
 
-def run(plan: Plan, router: str, is_shared: bool, expected: list[str]) -> Row:
+def run(plan: Plan, router: str, pool: str, expected: list[str]) -> Row:
     draw = random.Random(5)
     sessions = [tokens(draw, plan.prefix_tokens) for _ in range(plan.sessions)]
     rounds = []
     for _ in range(plan.rounds):
         order = draw.sample(sessions, len(sessions))
         rounds.append([[*session, *tokens(draw, plan.turn_tokens)] for session in order])
-    with served(plan, router, is_shared) as system, ThreadPoolExecutor(AT_ONCE) as pool:
+    with served(plan, router, pool) as system, ThreadPoolExecutor(AT_ONCE) as threads:
         answers, took_s = [], 0.0
         for number, prompts in enumerate(rounds):
             began = time.perf_counter()
-            asked = list(pool.map(lambda prompt: ask(system.url, prompt, 4), prompts))
+            asked = list(threads.map(lambda prompt: ask(system.url, prompt, 4), prompts))
             if number:
                 took_s += time.perf_counter() - began
             answers.append(asked)
             time.sleep(0.5)
-        kept = system.num_kept(is_shared)
+        kept = system.num_kept(pool)
     texts = [each.text for asked in answers for each in asked]
     expected += [] if expected else texts
     later = [each for asked in answers[1:] for each in asked]
     row = Row(
         router,
-        "shared" if is_shared else "private",
+        pool,
         len(later) / took_s,
         sum(each.cached for each in later) / (len(later) * plan.prefix_tokens),
         1e3 * sum(each.ttft_s for each in later) / len(later),
@@ -177,18 +179,22 @@ def text_of(plan: Plan, rows: Sequence[Row]) -> str:
         f"{plan.sessions} conversations of {plan.session_blocks} blocks, {plan.pool_blocks} blocks of memory in all",
         table(("router", "pools", "requests/s", "cached", "TTFT ms", "blocks kept", "same text"), body),
     ]
-    for router in dict.fromkeys(row.router for row in rows):
-        private, shared = (
-            next(row for row in rows if (row.router, row.pool) == (router, pool)) for pool in POOLS
-        )
-        ratio = shared.requests_per_s / private.requests_per_s
-        lines.append(
-            f"{router}: shared over private, requests/s {ratio:.2f}, TTFT {shared.ttft_ms / private.ttft_ms:.2f}"
-        )
+    private = {row.router: row for row in rows if row.pool == "private"}
+    for row in rows:
+        if row.pool != "private":
+            beside = private[row.router]
+            rate, ttft = row.requests_per_s / beside.requests_per_s, row.ttft_ms / beside.ttft_ms
+            lines.append(f"{row.router}: {row.pool} over private, requests/s {rate:.2f}, TTFT {ttft:.2f}")
     return "\n".join(lines)
 
 
-POOLS = ("private", "shared")
+RUNS = (
+    ("round-robin", "private"),
+    ("round-robin", "shared"),
+    ("latency", "private"),
+    ("latency", "peers"),
+    ("latency", "shared"),
+)
 
 
 def main() -> int:
@@ -200,11 +206,8 @@ def main() -> int:
     plan = Plan(sessions=3, prefix_tokens=160, rounds=2, device_blocks=32) if args.quick else Plan()
     found = machine()
     expected: list[str] = []
-    rows = [
-        run(plan, router, is_shared, expected)
-        for router in (("latency",) if args.quick else ("round-robin", "latency"))
-        for is_shared in (False, True)
-    ]
+    runs = [each for each in RUNS if not args.quick or each[0] == "latency"]
+    rows = [run(plan, router, pool, expected) for router, pool in runs]
     text = text_of(plan, rows)
     print(text)
     if not args.quick:

@@ -24,6 +24,7 @@ from kvolt.transfer.cuda_blocks import DeviceBlocks
 from kvolt.transfer.cuda_copies import copy_pieces
 from kvolt.transfer.device_memory import DeviceHandle, Memory, Sums
 from kvolt.transfer.memory import Pieces
+from kvolt.transfer.numa import node_of_pci
 from kvolt.transfer.piece_checks import WORD_BYTES, check_as_many, check_pieces
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,17 @@ class CudaMemory:
     @property
     def num_bytes(self) -> int:
         return self.tensor.nbytes
+
+    @property
+    def numa_node(self) -> int | None:
+        if self._device.type != "cuda":
+            return None
+        found: Any = torch.cuda.get_device_properties(self._device)
+        try:
+            place = (found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+        except AttributeError:  # an old torch
+            return None
+        return node_of_pci("{:04x}:{:02x}:{:02x}.0".format(*place))
 
     def open(self, handle: DeviceHandle) -> CudaMemory:
         with _failures():

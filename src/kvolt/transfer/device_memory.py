@@ -49,6 +49,11 @@ class DeviceMemory(Protocol):
     def num_bytes(self) -> int: ...
 
     @property
+    def numa_node(self) -> int | None:
+        """The part of the host's memory that is nearest to it; None where there are no parts, or it is not known."""
+        ...
+
+    @property
     def handle(self) -> DeviceHandle | None:
         """For peers; None where there is none."""
         ...

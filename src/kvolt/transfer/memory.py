@@ -137,8 +137,11 @@ class Slab:
         self._read_only: int | None = None
 
     @classmethod
-    def shared(cls, num_blocks: int, block_bytes: int, layout: SlabLayout | None = None) -> Self:
-        """New memory that other processes of this host can map, all of it there at once. `close` gives it back."""
+    def shared(
+        cls, num_blocks: int, block_bytes: int, layout: SlabLayout | None = None, *, node: int | None = None
+    ) -> Self:
+        """New memory that other processes of this host can map, all of it there at once. `close` gives it back.
+        `node`: the NUMA node that it should be on."""
         descriptor = os.memfd_create("kvolt-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, num_blocks * block_bytes)
@@ -146,7 +149,7 @@ class Slab:
             with contextlib.suppress(OSError):  # an old kernel: peers, of the same user, keep to it without
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _NO_MORE_WRITERS)
             assert slab._map is not None
-            populate(slab._map)
+            populate(slab._map, node)
             return slab
         except BaseException:
             os.close(descriptor)

@@ -6,6 +6,7 @@ By libc's own call: Python's holds the interpreter meanwhile, and a GiB of small
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+
+from kvolt.transfer.numa import prefer_node
+
+log = logging.getLogger(__name__)
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE: since Linux 5.14."""
@@ -27,10 +32,12 @@ def _libc() -> Any:
     return libc
 
 
-def populate(memory: mmap.mmap) -> None:
-    """All of it, by several threads, of which each makes pages about as fast as another. Where the system cannot, or
-    has no more memory, that is found out when it is used."""
+def populate(memory: mmap.mmap, node: int | None = None) -> None:
+    """All of it, by several threads, of which each makes pages about as fast as another; on a NUMA node, if one is
+    named. Where the system cannot, or has no more memory, that is found out when it is used."""
     address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+    if node is not None and not prefer_node(address, len(memory), node):
+        log.warning("memory of the host cannot be had on NUMA node %d: copies may take longer", node)
     _libc().madvise(address, len(memory), mmap.MADV_HUGEPAGE)  # shared memory has none on many systems
 
     def make(start: int) -> bool:

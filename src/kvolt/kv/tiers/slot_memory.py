@@ -107,7 +107,8 @@ class SlotMemory:
             return
         with self._growing:
             while len(self._parts) * self._per_part < num_slots:
-                part = Slab.shared(self._per_part, self.shape.slot_bytes)
+                node = None if self._device is None else self._device.numa_node
+                part = Slab.shared(self._per_part, self.shape.slot_bytes, node=node)
                 if self._device is not None:
                     self._unpin.append(self._device.pin(part.memory))
                 self._parts.append(part)
