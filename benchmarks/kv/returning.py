@@ -170,7 +170,7 @@ def copies(device: str) -> dict[str, float]:
         return memory.nbytes / min(took) / 1e9
 
     async def tier() -> tuple[float, float]:
-        cache = TieredCache([slab], 5 * NUM_COPIED)
+        cache = TieredCache.over([slab], 5 * NUM_COPIED)
         down, up = [], []
         await cache.start()
         for number in range(5):

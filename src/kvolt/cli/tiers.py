@@ -151,7 +151,7 @@ def tiering_of(tiers: TierSettings, new_agent: Callable[[], TransferAgent]) -> N
             # Before a store, which is farther for everybody; a disk of one's own is nearer.
             is_far = [tier.tier is Tier.OBJECT for tier, _ in lower]
             lower.insert(is_far.index(True) if any(is_far) else len(lower), (others, 1))
-        cache = TieredCache(slabs, num_host, lower, tiers.eviction)
+        cache = TieredCache.over(slabs, num_host, lower, tiers.eviction)
         peers = None if agent is None or others is None else (others, PeerGiving(cache.host, agent))
         admission = Admission(tiers.depth or None, tiers.min_priority, tiers.tenants)
         return Tiering(tiered, cache, now, tell, info.step_model, info.block_size, peers, admission)

@@ -14,9 +14,11 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.registry import check_arguments, parse_argument
 from kvolt.engines.sim import SimArguments
+from kvolt.kv.tiers.sizes import parse_capacity
 from kvolt.router.policies import ROUTERS, find_router
 from kvolt.runtime.settings_router import RouterSettings
 from kvolt.twin.cluster import PrefillChoice, TwinSettings
+from kvolt.twin.paper_tiers import TwinTiers
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +61,15 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="argument of the sim engine, as `kvolt engine list sim` tells them (repeat for more)",
     )
+    group.add_argument(
+        "--kv-host",
+        metavar="SIZE",
+        help="memory of each worker's host for KV that leaves its device: 64GiB, 1000blocks, or 2x the device's blocks",
+    )
+    group.add_argument("--kv-disk", metavar="SIZE", help="and below that on a disk")
+    group.add_argument(
+        "--kv-eviction", default="lru", metavar="RULE", help="lru, s3fifo or tinylfu (default: lru)"
+    )
     group.add_argument("--seed", type=int, default=0)
     group = parser.add_argument_group("what is asked")
     group.add_argument("--speed", type=float, default=1.0, metavar="X", help="arrivals X times as fast")
@@ -92,8 +103,26 @@ def settings_of(args: argparse.Namespace) -> TwinSettings:
         router=args.router,
         routing=routing,
         engine=engine,
+        tiers=_tiers_of(args, engine),
         seed=args.seed,
     )
+
+
+def _tiers_of(args: argparse.Namespace, engine: SimArguments) -> TwinTiers:
+    block_bytes = engine.block_size * engine.kv_bytes_per_token
+    sizes = {
+        name: parse_capacity(text, f"kv_{name}").blocks(block_bytes, engine.kv_blocks)
+        for name, text in (("host", args.kv_host), ("disk", args.kv_disk))
+        if text is not None
+    }
+    try:
+        return TwinTiers(
+            host_blocks=sizes.get("host", 0), disk_blocks=sizes.get("disk", 0), eviction=args.kv_eviction
+        )
+    except ValueError as error:
+        raise ConfigError(
+            str(error), key="kv_host", remedy="give --kv-host 64GiB, and --kv-disk besides"
+        ) from None
 
 
 def _routing_of(given: list[str]) -> RouterSettings:
@@ -127,6 +156,9 @@ def told_settings(args: argparse.Namespace, settings: TwinSettings) -> dict[str,
         "gpus": settings.gpus_per_worker,
         "router": settings.router,
         "preset": settings.engine.preset,
+        "host blocks": settings.tiers.host_blocks or None,
+        "disk blocks": settings.tiers.disk_blocks or None,
+        "eviction": settings.tiers.eviction if settings.tiers.host_blocks else None,
         "speed": args.speed,
         "limit": args.limit,
         "seed": args.seed,

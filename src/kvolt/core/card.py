@@ -85,6 +85,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Capability protocols the engine implements, by name."""
     kv_events: bool = True
     """Whether an engine that can tell of its blocks does; where it does not, routers go by their own decisions."""
+    has_tiers: bool = False
+    """Whether it keeps KV below its device, and may bring more of a prompt than it tells of."""
     shares_kv: bool = False
     """Whether it gives blocks of its tiers to others of its kind, and takes theirs where a request names them."""
     loras: tuple[str, ...] = ()

@@ -308,6 +308,8 @@ class SimEngine:
         return num_blocks
 
     async def match(self, request: Request) -> int:
+        if self._arguments.paper:
+            return self._scheduler.pool.match(self.kv_keys(request)) * self._arguments.block_size
         return self._exchange.match(request)
 
     async def kv_contents(self) -> tuple[Stored, ...]:
@@ -317,6 +319,8 @@ class SimEngine:
         return layout(self._arguments.block_size)
 
     def kv_keys(self, request: Request) -> tuple[BlockKey, ...]:
+        if self._arguments.paper:
+            return tuple(PaperNaming(request, self._arguments.block_size).names.keys)
         return tuple(self._exchange.keys(request))
 
     async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:

@@ -158,26 +158,27 @@ class Tiering:
             self._sealed.clear()
             self._enough.clear()
             try:
-                await self.offload()
+                # Only what is a batch of its own goes on at once: each one waits for a step.
+                while await self.offload() >= self._num_enough:
+                    pass
             except Exception as error:  # the engine has ended, or is about to; else the next may be better
                 log.warning("blocks are not offloaded: %r", error)
 
     async def offload(self) -> int:
-        """All that was completed until now; how many blocks were new to the tiers."""
-        num_new = 0
-        while True:
-            began_at = self._now()
-            sealed = await self._engine.pin_sealed(_PINNED)
-            if not sealed:
-                return num_new
-            try:
-                for run in sealed:
-                    num_new += await self._offload(run, began_at)
-            finally:
-                await asyncio.shield(self._crew.start(self._release(_PINNED), "release"))
-            self.tell_changes()
+        """A batch of what was completed until now; of how many blocks."""
+        began_at = self._now()
+        sealed = await self._engine.pin_sealed(_PINNED)
+        if not sealed:
+            return 0
+        try:
+            for run in sealed:
+                await self._offload(run, began_at)
+        finally:
+            await asyncio.shield(self._crew.start(self._release(_PINNED), "release"))
+        self.tell_changes()
+        return sum(len(run.blocks) for run in sealed)
 
-    async def _offload(self, run: SealedKv, began_at: float) -> int:
+    async def _offload(self, run: SealedKv, began_at: float) -> None:
         """Blocks that may not be held any more are not looked at, and what was copied of them is not kept: the bytes
         may be another's, and the checksum would be right."""
         ends_at = began_at + run.expires_in_s - min(_MARGIN_S, run.expires_in_s / 4)
@@ -185,7 +186,7 @@ class Tiering:
         places = self._admission.places(blocks)
         if len(places) < len(blocks):
             blocks, numbers = [blocks[each] for each in places], tuple(numbers[each] for each in places)
-        return await self.cache.offload(blocks, numbers, lambda: self._now() < ends_at)
+        await self.cache.offload(blocks, numbers, lambda: self._now() < ends_at)
 
     def clear(self) -> int:
         """Forget all that nobody is at; how many blocks."""
@@ -219,12 +220,12 @@ class Tiering:
         self._num_onboarding += 1
         try:
             found = await self._onboard(request, keys)
+            self.tell_changes()
         except Exception as error:  # whatever it was, the prompt can be computed
             log.warning("blocks of %s were not brought back: %r", request.request_id, error)
             return _NOTHING
         finally:
             self._num_onboarding -= 1
-        self.tell_changes()
         self.num_tokens += found.num_blocks * self._block_size
         return Onboarded(found.num_blocks, found.by_tier, self._now() - began_at)
 
@@ -255,7 +256,7 @@ class Tiering:
         """How long it may take to ask whether the rest of a prompt is there: a part of what to compute it takes."""
         if self._model is None:
             return math.inf
-        num_tokens = len(request.token_ids)
+        num_tokens = request.num_prompt_tokens
         saved_s = self._prompt_s(num_tokens, num_known) - self._prompt_s(num_tokens, num_keys)
         return _SPENT_LOOKING * saved_s
 
@@ -268,11 +269,8 @@ class Tiering:
         try:
             blocks = _chain(keys, request.sequence_hashes)
             wanted = blocks[room.num_present : room.num_present + len(room.blocks)]
-            async with asyncio.timeout(_MOST_S):
-                found = await self.cache.fetch(wanted, room.blocks)
+            found = await self.cache.fetch(wanted, room.blocks, _MOST_S)
             kept_for = request.request_id
-        except TimeoutError:
-            log.warning("blocks of %s did not come within %g s", request.request_id, _MOST_S)
         finally:
             await self._settling.settle(room, found.num_blocks, kept_for)
         return found
@@ -289,7 +287,7 @@ class Tiering:
         """Of blocks that lie in these tiers, how many to bring: all, or up to where to compute is sooner."""
         if self._model is None or not tiers:
             return len(tiers)
-        num_tokens = len(request.token_ids)
+        num_tokens = request.num_prompt_tokens
         best, best_s, fetch_s = 0, self._prompt_s(num_tokens, num_present), 0.0
         for index, tier in enumerate(tiers, 1):
             fetch_s += self.cache.host.block_s(tier)
@@ -338,7 +336,12 @@ async def bring_back(
         onboarded = await tiering.onboard(request, keys)
         is_begun = then is not None
         if then is not None:
-            await then
+            try:
+                await then
+            except asyncio.CancelledError:
+                if not request.prefill_only:  # of that the blocks may be others' by now
+                    tiering.let_go(request_id)
+                raise
             return
         entry = requests.get(request_id)
         if entry is None:  # its caller has gone meanwhile

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -37,7 +38,7 @@ from kvolt.core.withdrawal import Withdraw, Withdrawn, withdrawn_error
 from kvolt.engines.contract import Engine, KvPlaced, features_of
 from kvolt.engines.handoffs import Handoffs, HandoffStats
 from kvolt.engines.kv_moving import KvMover
-from kvolt.engines.kv_neighbours import meet_neighbours
+from kvolt.engines.kv_neighbours import Neighbours
 from kvolt.engines.kv_peers import check_peers, with_slabs
 from kvolt.engines.tiering import NewTiering, Tiering, bring_back
 from kvolt.engines.worker_control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
@@ -67,6 +68,8 @@ from kvolt.runtime.tasks import Crew
 log = logging.getLogger(__name__)
 
 _LOAD_INTERVAL_S = 0.1
+_TIERS_MADE_S = 600.0
+"""Room for terabytes on a disk."""
 
 _decode_request = msgspec.msgpack.Decoder(Request).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -125,6 +128,7 @@ class Worker:
         self.journal: KvJournal | None = None
         self.handoffs: Handoffs | None = None
         self.tiering: Tiering | None = None
+        self._neighbours: Neighbours | None = None
 
     async def start(self) -> None:
         """Start the engine, then register: who is registered can compute."""
@@ -148,8 +152,9 @@ class Worker:
             info = msgspec.structs.replace(info, transfer_addresses={MEETING: self.handoffs.where})
             self.info = info
         await self._start_tiers(info)
-        if self.tiering is not None and self.tiering.peers is not None:
-            self.info = info = msgspec.structs.replace(info, shares_kv=True)
+        if self.tiering is not None:
+            shares = self.tiering.peers is not None
+            self.info = info = msgspec.structs.replace(info, has_tiers=True, shares_kv=shares)
         self._set_health(State.READY)
         self._runtime.add_details("engine", self._describe)
         self._serve_control(component)
@@ -158,13 +163,16 @@ class Worker:
             EndpointAddress(self._namespace, component, CARD), self._serve_card, str, info=card_hash(card)
         )
         self._generate = EndpointAddress(self._namespace, component, GENERATE)
+        if self.tiering is not None and self.tiering.peers is not None:
+            self._neighbours = Neighbours(self._runtime, self._generate, *self.tiering.peers)
+            await self._neighbours.start()
         instance = await self._runtime.serve_streams(self._generate, self._on_stream, info=info)
         self._instance = instance.id
         self._measure(info, component, began_at)
         if self.tiering is not None:
             self.tiering.tell_changes()
-            if self.tiering.peers is not None:
-                await meet_neighbours(self._runtime, instance, *self.tiering.peers)
+        if self._neighbours is not None:
+            self._neighbours.begin(instance.id)
         log.info("serving %s as %s with the %s engine", card.name, info.role, info.engine)
 
     async def _start_tiers(self, info: EngineInfo) -> None:
@@ -173,7 +181,8 @@ class Worker:
             return
         now, tell = self._clock.monotonic, self._tell_tiers
         try:
-            tiering = await asyncio.to_thread(self._new_tiering, self._engine, info, now, tell)
+            make = partial(self._new_tiering, self._engine, info, now, tell)
+            tiering = await self._runtime.ports.blocking.run(make, _TIERS_MADE_S)
             await tiering.start()
         except BaseException:
             await self._engine.close()
@@ -236,6 +245,8 @@ class Worker:
 
     async def close(self) -> None:
         self._progress.close()
+        if self._neighbours is not None:
+            await self._neighbours.close()
         await self._crew.close()
         if self.handoffs is not None:
             await self.handoffs.close()

@@ -32,6 +32,7 @@
 
 enum {
     NUM_TIERS = 5,
+    OWN_TIERS = 3,
     SLOT_BITS = 13,
     MAX_SLOTS = 1 << SLOT_BITS,
     MAX_WORDS = MAX_SLOTS / 64,
@@ -1177,6 +1178,7 @@ static PyObject *find_levels(Index *x, PyObject *hashes, uint32_t num_levels) {
 
 static PyObject *index_find(Index *x, PyObject *hashes) { return find_levels(x, hashes, 1); }
 static PyObject *index_find_tiers(Index *x, PyObject *hashes) { return find_levels(x, hashes, NUM_TIERS); }
+static PyObject *index_find_own(Index *x, PyObject *hashes) { return find_levels(x, hashes, OWN_TIERS); }
 
 static PyObject *index_digest(Index *x, PyObject *args, PyObject *kwargs) {
     Held *held = held_from(x, args, kwargs, "O|O:digest");
@@ -1324,6 +1326,7 @@ static PyMethodDef index_methods[] = {
     {"clear", (PyCFunction)(void (*)(void))index_clear, KEYWORDS, "All blocks of the worker, or those of one tier."},
     {"find", (PyCFunction)index_find, METH_O, "By slot: blocks of the prompt held on the device, from the first on."},
     {"find_tiers", (PyCFunction)index_find_tiers, METH_O, "By tier and slot: the same in this tier or a faster one."},
+    {"find_own", (PyCFunction)index_find_own, METH_O, "The same of the tiers that are a worker's own."},
     {"digest", (PyCFunction)(void (*)(void))index_digest, KEYWORDS, "How many blocks are held there; their digest."},
     {"contents", (PyCFunction)(void (*)(void))index_contents, KEYWORDS, "What is held there, in no order."},
     {"num_evicted", (PyCFunction)(void (*)(void))index_num_evicted, KEYWORDS, "What the cap has cost it."},

@@ -23,6 +23,7 @@ from kvolt.core.kv_digest import EMPTY_DIGEST, digest_of, mix
 from kvolt.core.kv_events import TIER_LEVEL
 
 NUM_TIERS = len(TIER_LEVEL)
+OWN_TIERS = 3
 MAX_SLOTS = 8192
 """Workers at a time: as many as the native index can name in 16 bits together with the tier."""
 
@@ -143,6 +144,10 @@ class BlockIndex:
     def find_tiers(self, hashes: Hashes) -> npt.NDArray[np.int32]:
         """By tier and slot: the same, where a block counts that is held in this tier or a faster one."""
         return self._found(_checked(hashes), num_levels=NUM_TIERS)
+
+    def find_own(self, hashes: Hashes) -> npt.NDArray[np.int32]:
+        """The same of the tiers that are a worker's own: device, host, disk."""
+        return self._found(_checked(hashes), num_levels=OWN_TIERS)
 
     def digest(self, slot: int, tier: int = 0) -> tuple[int, int]:
         """How many blocks are held there, and their digest (`core.kv_digest`)."""

@@ -141,7 +141,7 @@ class KvIngest:
 
     def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
         """By tier; None where nobody tells of one below its device."""
-        return self._index.find_tiers(hashes) if self.stats.tells_below else None
+        return self._index.find_own(hashes) if self.stats.tells_below else None
 
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
         """None where nothing is known of it."""

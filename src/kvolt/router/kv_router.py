@@ -19,6 +19,7 @@ from kvolt.router.forecast import Forecast
 from kvolt.router.gossip import PlaceBookings
 from kvolt.router.learning import Watch
 from kvolt.router.overlap import Holders
+from kvolt.router.place import Place
 from kvolt.router.policy import Policy
 from kvolt.router.port import Decision
 from kvolt.router.roster import ranks_of
@@ -46,8 +47,8 @@ class KvRouter:
         self._client = client
         self._eligible = Eligible(client, role)
         self._known_version: int | None = None
-        self._is_sharing = False
-        """Whether any worker gives others what it has."""
+        self._givers: tuple[Place, ...] = ()
+        """Those that give others what they have."""
         self._everyone: tuple[list[Instance], tuple[InstanceId, ...]] | None = None
         self.on_relief: Callable[[], None] = _nobody_waits
         """Called when a worker may have got room without `begun` or `free`; of who lets requests wait."""
@@ -140,10 +141,10 @@ class KvRouter:
     # ---
 
     def _choose(self, request: Request, excluded: frozenset[InstanceId]) -> Choice:
-        candidates = self._candidates(request, excluded)
-        givers: Sequence[InstanceId] = ()
-        if self._is_sharing and candidates is not self._all_ids():
-            givers = self._all_ids()
+        candidates = self._candidates(request, excluded)  # and who gives is known
+        givers = self._givers
+        if excluded and givers:  # who has failed this request is not asked for its blocks either
+            givers = tuple(place for place in givers if place.instance_id not in excluded)
         return self.selector.choose(request, candidates, givers)
 
     def _all_ids(self) -> Sequence[InstanceId]:
@@ -181,15 +182,18 @@ class KvRouter:
             self._known_version = registered.version
             infos = registered.infos()
             self.selector.set_workers(infos)
-            self._is_sharing = any(info is not None and info.shares_kv for info in infos.values())
+            self._givers = tuple(
+                Place(instance_id, dp_rank)
+                for instance_id, info in infos.items()
+                if info is not None and info.shares_kv
+                for dp_rank in ranks_of(info)
+            )
 
 
 def _sources(choice: Choice, infos: Mapping[InstanceId, EngineInfo | None]) -> tuple[KvSource, ...]:
-    """Who has more of the prompt, if it gives and the chosen one takes."""
-    if choice.source is None:
-        return ()
-    both = (infos.get(choice.source.instance_id), infos.get(choice.place.instance_id))
-    if not all(info is not None and info.shares_kv for info in both):
+    """Who has more of the prompt than the chosen one, if that one takes it."""
+    info = infos.get(choice.place.instance_id)
+    if choice.source is None or info is None or not info.shares_kv:
         return ()
     source = choice.source
     return (KvSource(source.instance_id, Tier.HOST, choice.source_blocks, source.dp_rank),)

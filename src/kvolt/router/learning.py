@@ -107,7 +107,10 @@ class Learning:
         if cached_tokens is not None and request.num_prompt_tokens:
             self.stats.real_hit_rate.observe(min(cached_tokens / request.num_prompt_tokens, 1.0))
         # Of a prompt that came from elsewhere the time is its way here, and says nothing of the worker's steps.
-        if self._corrects_times and request.handoff is None and request.rendezvous is None:
+        num_cached = (cached_tokens or 0) // (request.block_size or 1)
+        was_brought = choice.is_tiered and num_cached > choice.held_blocks
+        is_own = request.handoff is None and request.rendezvous is None and not was_brought
+        if self._corrects_times and is_own:
             told_s = choice.told_s * (1.0 + sent.others_share)
             if cached_tokens is not None:  # more or less was computed than was thought
                 told_s *= max(request.num_given_tokens - cached_tokens, 1) / max(choice.prefill_tokens, 1)

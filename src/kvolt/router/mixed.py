@@ -173,5 +173,6 @@ class MixedHolders:
 
 
 def _promise(held: int, choice: Choice) -> Promise:
-    """More than its device has may be there by then: on its way, or brought from a tier or a peer."""
-    return Promise(held, max(held, choice.overlap_blocks, choice.reach_blocks, choice.source_blocks))
+    """More than its device has may be there by then: on its way, or, where there are tiers, brought."""
+    most = len(choice.request.sequence_hashes) if choice.is_tiered else choice.overlap_blocks
+    return Promise(held, max(held, most))

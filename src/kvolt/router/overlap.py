@@ -13,6 +13,7 @@ from kvolt.core.latency import Floats
 from kvolt.core.request import Request
 from kvolt.router.expected import ExpectedBlocks
 from kvolt.router.lookup import Lookup, Lookups
+from kvolt.router.place import Place
 from kvolt.router.roster import Field
 from kvolt.runtime.settings_router import RouterSettings
 
@@ -61,7 +62,11 @@ class Overlap(NamedTuple):
     held: Floats
     """On its device now."""
     reach: Floats
-    """In all its tiers."""
+    """In all tiers of its own."""
+    roomed: Floats
+    """That take no more room on its device by then."""
+    found: npt.NDArray[np.int32] | None
+    """The reach of everybody, by the slots of the holders."""
 
 
 class Overlaps:
@@ -75,28 +80,45 @@ class Overlaps:
             (TIER_LEVEL[Tier.DISK], settings.disk_weight),
         )
         """Tiers of a worker's own, and what a block there counts. What all reach alike decides nothing."""
+        self._asked: tuple[tuple[Place, ...], int, Lookup] | None = None
 
     def of(self, request: Request, field: Field) -> Overlap:
         hashes = usable_hashes(request)
         if not hashes:
-            return Overlap(field.nothing, field.nothing, field.nothing)
+            return Overlap(field.nothing, field.nothing, field.nothing, field.nothing, None)
         lookups = self._lookups(field)
         below = self._holders.find_below(hashes)
         if below is None:
-            held = reach = worth = lookups.held.read(self._holders.find(hashes))
+            found = self._holders.find(hashes)
+            held = reach = worth = lookups.held.read(found)
         else:
             held = reach = worth = lookups.held.read(below[0])
             for level, weight in self._below:
-                deeper = lookups.held.read(below[level])
+                found = below[level]
+                deeper = lookups.held.read(found)
                 worth = worth + weight * (deeper - reach)
                 reach = deeper
         if request.handoff is not None or request.rendezvous is not None:
             # It fetches what it lacks, wherever it goes.
-            return Overlap(np.full(len(field.places), float(len(hashes))), held, reach)
-        soon = self._expected.find(hashes)
+            all_of_it = np.full(len(field.places), float(len(hashes)))
+            return Overlap(all_of_it, held, reach, all_of_it, found)
+        soon, roomed = self._expected.find(hashes), held
         if soon is not None:
-            worth = np.maximum(worth, lookups.expected.read(soon))
-        return Overlap(worth, held, reach)
+            coming = lookups.expected.read(soon)
+            worth, roomed = np.maximum(worth, coming), np.maximum(held, coming)
+        return Overlap(worth, held, reach, roomed, found)
+
+    def farthest(self, overlap: Overlap, givers: tuple[Place, ...]) -> tuple[Place | None, int]:
+        """Who of these has most of the prompt, and how much. Give the same tuple as long as it is the same."""
+        if overlap.found is None or not givers:
+            return None, 0
+        version = self._holders.slots_version
+        if self._asked is None or self._asked[0] is not givers or self._asked[1] != version:
+            lookup = Lookup(self._holders.slot_of(place.instance_id, place.dp_rank) for place in givers)
+            self._asked = (givers, version, lookup)
+        reach = self._asked[2].read(overlap.found)
+        index = int(reach.argmax())
+        return givers[index], int(reach[index])
 
     def _lookups(self, field: Field) -> Lookups:
         version = self._holders.slots_version

@@ -69,7 +69,7 @@ class PostedIndex:
         return self.index.find(hashes)
 
     def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
-        return self.index.find_tiers(hashes) if self.stats.tells_below else None
+        return self.index.find_own(hashes) if self.stats.tells_below else None
 
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
         worker = self._workers.get(instance_id)

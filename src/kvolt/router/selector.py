@@ -30,7 +30,7 @@ from kvolt.router.forecast import Forecast
 from kvolt.router.gossip import PlaceBookings
 from kvolt.router.learning import Learning, Watch
 from kvolt.router.load import Booking, LoadBook
-from kvolt.router.overlap import Holders, Overlaps, usable_hashes
+from kvolt.router.overlap import Holders, Overlap, Overlaps, usable_hashes
 from kvolt.router.place import Place
 from kvolt.router.policy import Policy, RequestView, WorkersView, pick, prefer
 from kvolt.router.prices import Asked
@@ -64,6 +64,8 @@ class Choice(msgspec.Struct, frozen=True):
     source: Place | None = None
     """Who has more of the prompt, in whatever tier, than it has."""
     source_blocks: int = 0
+    is_tiered: bool = False
+    """Whether its worker keeps blocks below its device: it may bring more of the prompt than is told."""
     told_s: float = 0.0
     """What the worker's own model says that the prompt takes."""
     room_s: float = 0.0
@@ -134,8 +136,7 @@ class _Scored:
     saturated: _Mask
     """Full, or behind with prompts: a policy knows that, and may find that waiting there is best all the same."""
     is_any_saturated: bool
-    held: Floats
-    reach: Floats
+    overlap: Overlap
     pace: Floats
     find_s: float
 
@@ -164,6 +165,7 @@ class Selector:
         self._roster = Roster(self._book, self._add_row, self._drop_row)
         self._affinity = Affinity(settings.affinity_half_life_s, settings.affinity_sessions)
         self._under_way: dict[int, Choice] = {}
+        self._tiered: frozenset[InstanceId] = frozenset()
         self.shadow: Shadow | None = None
         """A second policy that is asked beside and decides nothing."""
 
@@ -185,16 +187,17 @@ class Selector:
         """These are there and no others; what was booked at others is forgotten. None: nothing is known of it."""
         self._roster.set_workers(infos)
         self._learning.watch.workers(infos)
+        self._tiered = frozenset(each for each, info in infos.items() if info is not None and info.has_tiers)
 
     # --- decisions
 
     def choose(
-        self, request: Request, allowed: Sequence[InstanceId], givers: Sequence[InstanceId] = ()
+        self, request: Request, allowed: Sequence[InstanceId], givers: tuple[Place, ...] = ()
     ) -> Choice:
-        """The best place at one of these workers. Unavailable when there is none. Nothing is booked. `givers`: who may
-        have blocks for it besides them.
+        """The best place at one of these workers. Unavailable when there is none. Nothing is booked. `givers`: whose
+        blocks it could have there.
 
-        Give the same tuple as long as the same are allowed: then nothing is worked out again.
+        Give the same tuples as long as the same are allowed: then nothing is worked out again.
         """
         started_at = self._now()
         scored = self._score(request, allowed)
@@ -202,12 +205,12 @@ class Selector:
         asked, workers = scored.asked, scored.workers
         overlap = int(workers.overlap_blocks[index])
         prefill_s = float(workers.prefill_s[index])
-        reach = int(scored.reach[index])
-        source, source_blocks = self._farthest(request, scored, givers)
-        if source_blocks <= max(reach, overlap):
+        place, reach = scored.field.places[index], int(scored.overlap.reach[index])
+        source, source_blocks = self._overlaps.farthest(scored.overlap, givers)
+        if source is None or source_blocks <= reach or source.instance_id == place.instance_id:
             source, source_blocks = None, 0
         choice = Choice(
-            scored.field.places[index],
+            place,
             overlap,
             float(workers.queue_s[index]),
             prefill_s,
@@ -215,30 +218,18 @@ class Selector:
             request,
             asked.prompt_tokens - overlap * asked.block_size,
             asked.num_blocks + asked.output_tokens / asked.block_size,
-            int(scored.held[index]),
+            int(scored.overlap.held[index]),
             reach,
             int(_most(workers.overlap_blocks)),
             source,
             source_blocks,
+            place.instance_id in self._tiered,
             prefill_s / float(scored.pace[index]),
             float(workers.room_s[index]),
             None if self.shadow is None else _shadowed(self.shadow, scored, index),
         )
         self.stats.took(scored.find_s, self._now() - started_at)
         return choice
-
-    def _farthest(
-        self, request: Request, scored: _Scored, givers: Sequence[InstanceId]
-    ) -> tuple[Place | None, int]:
-        """Who has most of a prompt, in whatever tier."""
-        field, reach = scored.field, scored.reach
-        if givers:
-            field = self._roster.field(givers, None)
-            if not field.places:
-                return None, 0
-            reach = self._overlaps.of(request, field).reach
-        index = int(reach.argmax())
-        return field.places[index], int(reach[index])
 
     def forecast(self, request: Request, allowed: Sequence[InstanceId]) -> Forecast:
         """What it would come to at the best place. Nothing is booked."""
@@ -258,7 +249,7 @@ class Selector:
             step_s=float(step_s[index]),
             slowdown_s=float(workers.slowdown_s[index]),
             output_tokens=asked.output_tokens,
-            lacking_tokens=max(asked.prompt_tokens - int(scored.held[index]) * asked.block_size, 0),
+            lacking_tokens=max(asked.prompt_tokens - int(scored.overlap.held[index]) * asked.block_size, 0),
             is_told=prices.is_told[index],
             num_places=len(decoding),
             all_decoding=float(decoding.sum()),
@@ -345,7 +336,7 @@ class Selector:
                 is_chosen=index == chosen,
                 preference=float(scored.preference[index]),
                 pace=float(scored.pace[index]),
-                held_blocks=float(scored.held[index]),
+                held_blocks=float(scored.overlap.held[index]),
                 **{name: float(getattr(workers, name)[index]) for name in workers.__struct_fields__},
             )
             for index, place in enumerate(scored.field.places)
@@ -386,7 +377,7 @@ class Selector:
             hints.weights,
         )
         now = self._now()
-        overlap, held, reach = self._overlaps.of(request, field)
+        overlap = self._overlaps.of(request, field)
         find_s = self._now() - now
         pace = self._learning.pace(field.at, now)
         workers = self._look(asked, overlap, pace, field, self._affinities(hints, field, now), now)
@@ -397,7 +388,7 @@ class Selector:
             costs = prefer(costs, preference)
         full, saturated, is_any = self._busy(field, workers)
         return _Scored(
-            field, asked, workers, costs, preference, full, saturated, is_any, held, reach, pace, find_s
+            field, asked, workers, costs, preference, full, saturated, is_any, overlap, pace, find_s
         )
 
     def _pick(self, hints: RoutingHints, scored: _Scored) -> tuple[int, bool]:
@@ -435,20 +426,20 @@ class Selector:
         return field.limits
 
     def _look(
-        self, asked: RequestView, overlap: Floats, pace: Floats, field: Field, affinity: Floats, now: float
+        self, asked: RequestView, overlap: Overlap, pace: Floats, field: Field, affinity: Floats, now: float
     ) -> WorkersView:
         book, rows, prices = self._book, field.at, field.prices
         decoding, context = book.decoding[rows], book.context_tokens[rows]
         beside = self._learning.tokens_beside_others(asked.output_tokens)
         prefill_s, slowdown_s = prices.look(
-            Asked(asked.prompt_tokens, asked.block_size, beside, overlap),
+            Asked(asked.prompt_tokens, asked.block_size, beside, overlap.worth),
             pace,
             decoding,
             context,
         )
-        lacking = book.used_blocks[rows] + asked.num_blocks - overlap - field.total_blocks
+        lacking = book.used_blocks[rows] + asked.num_blocks - overlap.roomed - field.total_blocks
         return WorkersView(
-            overlap_blocks=overlap,
+            overlap_blocks=overlap.worth,
             prefill_tokens=book.prefill_tokens[rows],
             blocks=book.blocks[rows],
             requests=book.requests[rows],

@@ -42,13 +42,18 @@ class _Attributes(ctypes.Structure):
     )
 
 
+def has_batches() -> bool:
+    """Whether the driver takes many copies at once."""
+    return _batch_call() is not None
+
+
 def copy_pieces(
     dst: Tensor, dst_offsets: Numbers, src: Tensor, src_offsets: Numbers, piece_bytes: int
 ) -> None:
     """On the current stream, which must be one that was made. Comes back before it is done. Offsets are checked."""
     error = _copy_batch(dst_offsets + dst.data_ptr(), src_offsets + src.data_ptr(), piece_bytes)
     if error:
-        log.warning("the driver has no batches of copies (CUDA error %d): one after the other", error)
+        log.debug("a batch of copies was refused (CUDA error %d): one after the other", error)
         for to, origin in zip(dst_offsets.tolist(), src_offsets.tolist(), strict=True):
             dst[to : to + piece_bytes].copy_(src[origin : origin + piece_bytes], non_blocking=True)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvolt.core.errors import KvoltError, TransferFailed, Unsupported
 from kvolt.transfer import block_bytes, cuda_ipc
 from kvolt.transfer.cuda_blocks import DeviceBlocks
-from kvolt.transfer.cuda_copies import copy_pieces
+from kvolt.transfer.cuda_copies import copy_pieces, has_batches
 from kvolt.transfer.device_memory import DeviceHandle, Memory, Sums
 from kvolt.transfer.memory import Pieces
 from kvolt.transfer.numa import node_of_pci
@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 _BOUNCE_BYTES = 8 << 20
 """Of pinned memory, for what is not pinned."""
 _ENGINE_BYTES = 64 << 10
-"""Pieces from this size on go by the copy engines, which take about as long for each smaller one."""
+"""Pieces from this size on go by the copy engines, which take about as long for each smaller one, if the driver takes
+many at once."""
 _WARM_UP_BYTES = (16, 8)
 """Pieces of these sizes take all forms of the kernel."""
 
@@ -279,7 +280,9 @@ def _failures() -> Iterator[None]:
 
 def _is_for_engines(into: Pieces, origin: Pieces) -> bool:
     """Whether pieces are large enough to be copied one by one, and can be summed where they lie."""
-    return into.piece_bytes >= _ENGINE_BYTES and not any(
+    if into.piece_bytes < _ENGINE_BYTES or not has_batches():
+        return False
+    return not any(
         int(np.bitwise_or.reduce(each.offsets, initial=each.piece_bytes)) % WORD_BYTES
         for each in (into, origin)
     )

@@ -43,6 +43,7 @@ from kvolt.testing.link import LinkProfile
 from kvolt.testing.network import VirtualNetwork
 from kvolt.testing.ports import VirtualProcess
 from kvolt.twin.paper_mover import PaperBoard, PaperMover, link_in, link_out
+from kvolt.twin.paper_tiers import TwinTiers, tiering_on_paper
 from kvolt.twin.trouble import Trouble, every, new_bus
 from kvolt.twin.watching import ClusterWatch, EngineWatch
 
@@ -81,6 +82,8 @@ class TwinSettings(msgspec.Struct, frozen=True, kw_only=True):
     router: str = next(iter(ROUTERS))
     routing: RouterSettings = RouterSettings()
     engine: SimArguments = SimArguments()
+    tiers: TwinTiers = TwinTiers()
+    """Where KV goes that leaves a worker's device."""
     link_s: Annotated[float, Meta(ge=0)] = 0.0001
     """One way between two processes."""
     seed: int = 0
@@ -262,14 +265,19 @@ class TwinCluster:
             settings.engine,
             merge_steps=settings.merge_steps,
             paper=True,
-            kv_events=settings.engine.kv_events and reads_kv_events(settings.router),
+            kv_events=settings.engine.kv_events
+            and (reads_kv_events(settings.router) or settings.tiers.host_blocks > 0),
             slow_by=settings.engine.slow_by * slow_by,
         )
         watch = self._watch.add_worker(name)
         engine = SimEngine(EngineSpec(model=MODEL, role=role), arguments, watch)
         block_bytes = arguments.block_size * arguments.kv_bytes_per_token
         worker = Worker(
-            runtime, engine, NAMESPACE, new_mover=lambda engine: PaperMover(self._board, name, block_bytes)
+            runtime,
+            engine,
+            NAMESPACE,
+            new_mover=lambda engine: PaperMover(self._board, name, block_bytes),
+            new_tiering=tiering_on_paper(settings.tiers, block_bytes),
         )
         self._members.append(_Member(runtime, worker, watch))
         await worker.start()

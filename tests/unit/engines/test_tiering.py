@@ -71,7 +71,7 @@ async def tiered(
     slabs = engine.kv_slabs()
     shape = BlockShape.of(slabs)
     lower = [] if folder is None else [(DiskTier(DiskFiles(folder, shape, 256)), 1)]
-    cache = TieredCache(slabs, num_host, lower)
+    cache = TieredCache.over(slabs, num_host, lower)
     told: list[KvChange] = []
     tiering = Tiering(engine, cache, time.monotonic, told.extend, model, BLOCK, admission=admission)
     found = Tiered(engine, cache, tiering, told=told)
@@ -271,13 +271,14 @@ async def test_only_what_is_admitted_goes_down() -> None:
 async def test_a_few_blocks_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time a device is taken from who computes."""
     monkeypatch.setattr(tiering_module, "_GATHER_S", 3600.0)
-    monkeypatch.setattr(tiering_module, "_POOL_PARTS", 3)
+    monkeypatch.setattr(tiering_module, "_POOL_PARTS", 8)
     async with tiered() as at:
-        await at.answer(request("few", 10, num_tokens=7 * BLOCK + 1))
+        await at.answer(request("few", 10, num_tokens=BLOCK + 1, max_tokens=1))
+        await at.answer(request("more", 300, num_tokens=BLOCK + 1, max_tokens=1))
         await asyncio.sleep(0.05)
         assert len(at.cache.host.books) == 0
-        await at.answer(request("one more", 500, num_tokens=BLOCK + 1))
-        await until_offloaded(at, 8)
+        await at.answer(request("enough", 500, num_tokens=BLOCK + 1, max_tokens=1))
+        await until_offloaded(at, 3)
 
 
 async def test_few_blocks_do_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,7 @@ def test_tiers_count_with_the_faster_ones(make: Make) -> None:
     made.store(1, (1, 2, 3), 2)
     assert made.find((1, 2, 3, 4)).tolist() == [1, 0]
     assert made.find_tiers((1, 2, 3, 4)).tolist() == [[1, 0], [3, 0], [3, 3], [4, 3], [4, 3]]
+    assert made.find_own((1, 2, 3, 4)).tolist() == [[1, 0], [3, 0], [3, 3]]
     made.clear(0, 1)
     assert made.find_tiers((1, 2, 3, 4))[:, 0].tolist() == [1] * 5
     assert made.digest(0, 3) == (1, digest_of([4]))

@@ -20,6 +20,7 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Request, RoutingHints
 from kvolt.router.overlap import NoHolders
+from kvolt.router.place import Place
 from kvolt.router.policy import Policy, classic, latency
 from kvolt.router.selector import Selector
 from kvolt.runtime.settings_router import RouterSettings
@@ -102,7 +103,7 @@ class Scene:
             policy or latency(),
             lambda: self.time_s,
             random.Random(1),
-            RouterSettings(correct_times=False, **(ENOUGH | settings)),
+            RouterSettings(**({"correct_times": False} | ENOUGH | settings)),
         )
         self.selector.set_workers(workers)
         self.allowed = tuple(workers)
@@ -130,6 +131,8 @@ def test_each_rank_has_its_own_blocks() -> None:
 
 
 # --- tiers below the device
+
+GIVERS = (Place(A, 0), Place(B, 0))
 
 
 def test_blocks_below_the_device_count_almost_as_much() -> None:
@@ -162,16 +165,44 @@ def test_what_tiers_count_can_be_set() -> None:
     assert here.where(prompt(1, 2, 3, 4)) == (B, 0)
 
 
+def test_blocks_below_the_device_take_room_on_it() -> None:
+    held = Held(a=[], b=[])
+    held.host = {("a", 0): set(range(40))}
+    here = Scene({A: worker(), B: worker()}, held)
+    for each in (A, B):
+        here.selector.on_report(LoadReport(each, WorkerLoad(running=1, kv_used_blocks=990)))
+    told = {each.instance: each for each in here.selector.explain(prompt(*range(60)), here.allowed)}
+    assert told[A].room_s == told[B].room_s > 0
+
+
+def test_a_worker_that_brings_blocks_in_time_is_not_held_to_be_slow() -> None:
+    held = Held(a=[], b=[])
+    held.host = {("a", 0): set(range(100))}
+    infos = {A: replace(worker(), has_tiers=True), B: replace(worker(), has_tiers=True)}
+    here = Scene(infos, held, correct_times=True)
+    request = prompt(*range(100), more_tokens=1)
+    for _ in range(40):
+        choice = here.selector.choose(request, (A,))
+        ticket = here.selector.book(choice)
+        here.time_s += choice.predicted_s
+        here.selector.begun(ticket, 100 * BLOCK)
+        here.selector.free(ticket, None)
+        here.time_s += 1.0
+    assert here.where(request) == (A, 0)
+    [at_a] = [each for each in here.selector.explain(request, here.allowed) if each.instance == A]
+    assert at_a.pace < 2.0
+
+
 def test_who_has_more_is_named() -> None:
     held = Held(a=[1, 2, 3, 4], b=[1])
     held.host = {("a", 0): {5, 6}, ("b", 0): {2}}
     here = Scene({A: worker(), B: worker()}, held)
     choice = here.selector.choose(prompt(1, 2, 3, 4, 5, 6, 7), (B,))
     assert choice.source is None, "nobody else was asked about"
-    choice = here.selector.choose(prompt(1, 2, 3, 4, 5, 6, 7), (B,), givers=here.allowed)
+    choice = here.selector.choose(prompt(1, 2, 3, 4, 5, 6, 7), (B,), givers=GIVERS)
     assert (choice.place, choice.source, choice.source_blocks) == ((B, 0), (A, 0), 6)
     for _ in range(40):  # until the other has less to do
-        choice = here.selector.choose(prompt(1, 2, 3, 4, 5, 6, 7), here.allowed)
+        choice = here.selector.choose(prompt(1, 2, 3, 4, 5, 6, 7), here.allowed, GIVERS)
         if choice.place == (B, 0):
             break
         here.book(prompt(*range(100, 140), pinned_dp_rank=0))

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NewType
+from typing import NewType, cast
 
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.ids import BlockKey, SequenceHash
@@ -314,7 +314,7 @@ class TierBooks:
 
     def _evict_one(self) -> bool:
         key = self._eviction.evict(self._is_inactive)
-        entry = self._entries[BlockKey(key)] if isinstance(key, bytes) else self._some_inactive()
+        entry = self._some_inactive() if key is None else self._entries[cast("BlockKey", key)]
         if entry is None:
             return False
         self._remove(entry)

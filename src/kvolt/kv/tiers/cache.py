@@ -7,20 +7,24 @@ whenever they move: one that is not what it was is a miss, and nothing else. Whi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
 from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.host_tier import Brought, HostTier, numbers_of
 from kvolt.kv.tiers.lower import LowerTier
+from kvolt.kv.tiers.slab_copies import SlabCopies
 from kvolt.kv.tiers.slot_memory import BlockShape
-from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.runtime.tasks import Scope
 from kvolt.transfer.device_memory import Sums
 from kvolt.transfer.memory import Numbers, Slab
+
+log = logging.getLogger(__name__)
 
 _UNDER_WAY = 2
 """Parts at a time: the books of one are kept while another's bytes are copied."""
@@ -34,35 +38,42 @@ class Fetched:
     by_tier: tuple[tuple[Tier, int], ...] = ()
 
 
-class _Way(TierThread):
-    """A thread that copies, and the engine's memory as it is for that thread."""
+class Copies(Protocol):
+    """How bytes go between an engine's blocks and slots of the host. Gives the checksums of what went, and how long it
+    took."""
 
-    def __init__(self, name: str, slabs: Sequence[Slab]) -> None:
-        super().__init__(name)
-        self.slabs = tuple(slab.for_thread() for slab in slabs)
+    async def down(self, slots: Numbers, keys: Sequence[BlockKey], blocks: Numbers) -> tuple[Sums, float]: ...
+
+    async def up(self, slots: Numbers, keys: Sequence[BlockKey], blocks: Numbers) -> tuple[Sums, float]: ...
+
+    async def close(self) -> None: ...
 
 
 class TieredCache:
     """See the module. `start`, then anything, then `close`."""
 
-    def __init__(
-        self,
+    def __init__(self, host: HostTier, copies: Copies, num_device_blocks: int) -> None:
+        self.host = host
+        self._copies = copies
+        self.num_device_blocks = num_device_blocks
+
+    @classmethod
+    def over(
+        cls,
         slabs: Sequence[Slab],
         num_host_blocks: int,
         lower: Sequence[tuple[LowerTier, int]] = (),
         eviction: str = "lru",
-    ) -> None:
+    ) -> Self:
         """`slabs`: the engine's memory, by ranks. `lower`, `eviction`: see `HostTier`."""
-        self.num_device_blocks = slabs[0].num_blocks
-        self.host = HostTier(BlockShape.of(slabs), num_host_blocks, lower, eviction, slabs[0].device)
-        # One each: a prompt that waits for its blocks does not wait for those that go down.
-        self._down, self._up = _Way("kv-down", slabs), _Way("kv-up", slabs)
+        host = HostTier(BlockShape.of(slabs), num_host_blocks, lower, eviction, slabs[0].device)
+        return cls(host, SlabCopies(slabs, host.memory), slabs[0].num_blocks)
 
     async def start(self) -> None:
         await self.host.start()
 
     async def close(self) -> None:
-        await asyncio.gather(asyncio.to_thread(self._down.close), asyncio.to_thread(self._up.close))
+        await self._copies.close()
         await self.host.close()
 
     async def offload(
@@ -97,13 +108,15 @@ class TieredCache:
         async def copy(slots: Numbers, places: list[int]) -> tuple[Sums, float]:
             keys = [blocks[index].key for index in places]
             sources = numbers_of(numbers[index] for index in places)
-            return await self._down.run(self.host.memory.fill, slots, keys, self._down.slabs, sources)
+            return await self._copies.down(slots, keys, sources)
 
         return await self.host.store(blocks, copy, are_held)
 
-    async def fetch(self, blocks: Sequence[TierBlock], numbers: Sequence[int]) -> Fetched:
-        """Bring blocks into these of the engine's memory; how many came, from the first on. The next part comes from
-        below while one is copied."""
+    async def fetch(
+        self, blocks: Sequence[TierBlock], numbers: Sequence[int], timeout_s: float | None = None
+    ) -> Fetched:
+        """Bring blocks into these of the engine's memory; how many came, from the first on, within that time. The next
+        part comes from below while one is copied."""
         at_once = self.host.at_once
         parts = deque(blocks[start : start + at_once] for start in range(0, len(blocks), at_once))
         held: deque[tuple[Brought, asyncio.Task[int]]] = deque()
@@ -111,7 +124,7 @@ class TieredCache:
         came: Counter[Tier] = Counter()
         is_whole = True
         try:
-            async with Scope("fetch") as scope:
+            async with asyncio.timeout(timeout_s), Scope("fetch") as scope:
                 num_brought = 0
                 while is_whole and (parts or held):
                     if parts and len(held) < _UNDER_WAY:
@@ -135,6 +148,8 @@ class TieredCache:
                         is_whole = num_good == len(brought.keys)
                 if not is_whole:
                     scope.cancel()
+        except TimeoutError:
+            log.warning("of %d blocks %d came within %g s", len(blocks), came.total(), timeout_s or 0.0)
         finally:  # nothing is under way any more
             for brought, _ in held:
                 self.host.release(brought.keys)
@@ -148,9 +163,7 @@ class TieredCache:
             return 0
         books = self.host.books
         slots, due = numbers_of(map(books.slot, keys)), [books.checksum(key) for key in keys]
-        sums, took_s = await self._up.run(
-            self.host.memory.empty, slots, keys, self._up.slabs, numbers_of(numbers)
-        )
+        sums, took_s = await self._copies.up(slots, keys, numbers_of(numbers))
         found = sums.tolist()
         num_good = next((index for index in range(len(keys)) if found[index] != due[index]), len(keys))
         if num_good < len(keys):

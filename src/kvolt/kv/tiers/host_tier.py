@@ -59,19 +59,20 @@ class HostTier:
         lower: Sequence[tuple[LowerTier, int]] = (),
         eviction: str = "lru",
         device: DeviceMemory | None = None,
+        memory: SlotMemory | None = None,
     ) -> None:
         """`lower`: the tiers below, the fastest first, and how often a block is to be seen before it is written there,
-        which costs something. `device`: that should reach the memory fast."""
+        which costs something. `device`: that should reach the memory fast. `memory`: in place of a new one."""
         self.shape = shape
-        self.memory = SlotMemory(shape, num_blocks, device)
+        self.memory = SlotMemory(shape, num_blocks, device) if memory is None else memory
         self.books = TierBooks(Tier.HOST, num_blocks, eviction)
         self.lower = tuple(tier for tier, _ in lower)
         self._writers = [
             TierWriter(tier, self.books, self.memory, touches, self.at_once) for tier, touches in lower
         ]
         self.stats = {Tier.HOST: TierStats(), **{each.tier: each.stats for each in self.lower}}
-        self._coming: dict[BlockKey, asyncio.Future[None]] = {}
-        """Being brought from below: over when it is here, or not."""
+        self._coming: dict[BlockKey, tuple[Tier, asyncio.Future[None]]] = {}
+        """Being brought from a tier below: over when it is here, or not."""
         self.num_clears = 0
         """So often was all forgotten: what was under way then is not kept."""
         self._resizing = asyncio.Lock()
@@ -113,7 +114,10 @@ class HostTier:
         await self._crew.close()
         for tier in self.lower:
             await tier.close()
-        await asyncio.to_thread(self._give_back)
+        if self.memory.num_bytes:
+            await asyncio.to_thread(self._give_back)
+        else:
+            self._give_back()
 
     def _give_back(self) -> None:
         self._memory_thread.close()
@@ -164,6 +168,14 @@ class HostTier:
                 break
             found.append(tier)
         return found
+
+    def num_own(self, keys: Sequence[BlockKey]) -> int:
+        """How many of these, from the first on, are here without another worker's help."""
+        for index, key in enumerate(keys):
+            coming_from = self._coming[key][0] if key in self._coming else None
+            if coming_from is Tier.PEER or self._tier_of(key) in (None, Tier.PEER):
+                return index
+        return len(keys)
 
     def _tier_of(self, key: BlockKey) -> Tier | None:
         if self.books.has(key) or key in self._coming:
@@ -272,7 +284,7 @@ class HostTier:
         keys = [block.key for block in blocks]
         tiers = self.tiers_of(keys)
         keys = keys[: len(tiers)]
-        others = [self._coming[key] for key in keys if key in self._coming]
+        others = [self._coming[key][1] for key in keys if key in self._coming]
         if any(tier is not Tier.HOST for tier in tiers):
             # Those that are here are not to go for those that come.
             here = [key for key in keys if self.books.has(key)]
@@ -308,7 +320,7 @@ class HostTier:
         wanted = [there[index] for index, _ in reserved]
         loop = asyncio.get_running_loop()
         coming = {block.key: loop.create_future() for block in wanted}
-        self._coming.update(coming)
+        self._coming.update({key: (lower.tier, over) for key, over in coming.items()})
         sums: list[int | None] = [None] * len(wanted)
         cleared = self.num_clears
         try:
@@ -316,14 +328,15 @@ class HostTier:
         finally:
             if cleared != self.num_clears:
                 sums = [None] * len(wanted)
+            for key, over in coming.items():  # who waits looks when this is through
+                del self._coming[key]
+                over.set_result(None)
             for block, checksum in zip(wanted, sums, strict=True):
                 if checksum is None:
                     self.books.cancel([block.key])
                 else:
                     self.books.seal(block.key, checksum)
                     self.books.register([block.key])
-                del self._coming[block.key]
-                coming[block.key].set_result(None)
         for block in wanted:
             self._seen(block.key)
 

@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 
 import numpy as np
 
-from kvolt.core.errors import KvoltError
+from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded
 from kvolt.core.ids import BlockKey, InstanceId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource
@@ -32,10 +32,14 @@ from kvolt.transfer.memory import Numbers
 
 log = logging.getLogger(__name__)
 
-_READ_S = 10.0
+_READ_S = 3.0
 """For a batch of blocks to come: to compute them would have taken less."""
+_PATIENCE_S = 1.0
+"""A read that is given up after this was too slow; before, somebody did not want it any more."""
 _ALONE_S = 10.0
 """For which a worker is not asked again that did not answer."""
+_UNLIKE_S = 600.0
+"""For which one is not whose blocks have another shape."""
 _MOST_KNOWN = 1 << 16
 
 AskPeer = Callable[[InstanceId, Bring], AbstractAsyncContextManager[Brought]]
@@ -113,7 +117,8 @@ class PeerTier:
             found = await self._read_from(place, some, memory, slots[np.asarray(indexes)])
             for index, checksum in zip(indexes, found, strict=True):
                 came[index] = checksum
-        self.forget([block.key for block, each in zip(blocks, came, strict=True) if each is None])
+        # Also those that came: the next request says anew who has them, and by then that one may have let them go.
+        self.forget([block.key for block in blocks])
         return came
 
     async def _read_from(
@@ -124,14 +129,19 @@ class PeerTier:
         began_at = time.perf_counter()
         try:
             await self._thread.run(memory.reach, int(slots.max()) + 1)
-            bring = Bring(tuple(map(WireBlock.of, blocks)))
+            bring = Bring(tuple(map(WireBlock.of, blocks)), memory.shape)
             async with asyncio.timeout(_READ_S), self._ask(place, bring) as brought:
                 came = await read_brought(self._agent, self._thread, brought, memory, slots, keys, _READ_S)
+        except asyncio.CancelledError:
+            if time.perf_counter() - began_at > _PATIENCE_S:  # that is why
+                self._leave_alone(place, _ALONE_S)
+            raise
         except (KvoltError, TimeoutError) as error:
             told = error.message if isinstance(error, KvoltError) else f"they took more than {_READ_S:g} s"
             log.warning("blocks did not come from worker %s: %s", place, told)
             self.stats.failures["unread"] += len(keys)
-            self._leave_alone(place)
+            if not isinstance(error, Overloaded):  # that one answers, and may have time for the next
+                self._leave_alone(place, _UNLIKE_S if isinstance(error, InvalidRequest) else _ALONE_S)
             return [None] * len(keys)
         num_came = sum(each is not None for each in came)
         num_bad = min(len(brought.checksums), len(keys)) - num_came
@@ -142,10 +152,11 @@ class PeerTier:
         self.stats.loaded(num_came, time.perf_counter() - began_at)
         return came
 
-    def _leave_alone(self, place: InstanceId) -> None:
+    def _leave_alone(self, place: InstanceId, for_s: float) -> None:
         now = self._now()
         self._alone_until = {each: until for each, until in self._alone_until.items() if until > now}
-        self._alone_until[place] = now + _ALONE_S
+        self._alone_until[place] = now + for_s
+        self.forget([key for key, known in self._places.items() if known == place])
 
     def forget(self, keys: Sequence[BlockKey] | None = None) -> int:
         """That others have them; they keep them."""

@@ -7,8 +7,10 @@ agents, never here. Only processes of the same user reach the socket: what they 
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from kvolt.core.errors import ErrorInfo, NetworkFault
 from kvolt.core.ids import BlockKey, SequenceHash
@@ -22,14 +24,18 @@ _HEAD_BYTES = 4
 _MOST_BYTES = 16 << 20
 
 
+_Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Hash = Annotated[int, Meta(ge=0)]
+
+
 class WireBlock(msgspec.Struct, frozen=True, array_like=True):
     """A `TierBlock`."""
 
-    key: bytes
-    sequence_hash: int
-    parent: bytes | None
-    parent_hash: int | None
-    position: int
+    key: _Key
+    sequence_hash: _Hash
+    parent: _Key | None
+    parent_hash: _Hash | None
+    position: Annotated[int, Meta(ge=0, lt=1 << 32)]
 
     @classmethod
     def of(cls, block: TierBlock) -> WireBlock:
@@ -74,6 +80,8 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
 
 class Bring(msgspec.Struct, frozen=True, tag="bring"):
     blocks: tuple[WireBlock, ...]
+    shape: BlockShape | None = None
+    """Of the blocks that are wanted, where that has not been said."""
 
 
 class Suspect(msgspec.Struct, frozen=True, tag="suspect"):

@@ -28,7 +28,7 @@ async def cache_over(
     if folder is not None:
         files = DiskFiles(folder, BlockShape.of(memory.slabs), num_disk)
         lower.append((DiskTier(files), disk_touches))
-    cache = TieredCache(memory.slabs, num_host, lower)
+    cache = TieredCache.over(memory.slabs, num_host, lower)
     await cache.start()
     try:
         yield cache

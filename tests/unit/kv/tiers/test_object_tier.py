@@ -30,7 +30,7 @@ async def cache_over(
     memory: Device, url: str, num_host: int = 32, touches: int = 1, clock: Clock | None = None
 ) -> AsyncIterator[TieredCache]:
     tier = ObjectTier(ObjectBlocks(url, BlockShape.of(memory.slabs)), clock or Clock())
-    cache = TieredCache(memory.slabs, num_host, [(tier, touches)])
+    cache = TieredCache.over(memory.slabs, num_host, [(tier, touches)])
     await cache.start()
     try:
         yield cache
@@ -194,7 +194,7 @@ async def test_blocks_of_three_tiers_come_as_one_prefix(tmp_path: Path) -> None:
         shape = BlockShape.of(memory.slabs)
         disk = DiskTier(DiskFiles(tmp_path / "disk", shape, 64))
         store = ObjectTier(ObjectBlocks(str(tmp_path / "store"), shape), Clock())
-        cache = TieredCache(memory.slabs, 16, [(disk, 1), (store, 1)])
+        cache = TieredCache.over(memory.slabs, 16, [(disk, 1), (store, 1)])
         await cache.start()
         try:
             await cache.offload(blocks, range(12))

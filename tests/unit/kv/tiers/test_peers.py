@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.unit.kv.tiers.tier_lab import Clock, Device, device, keys, sequence
 
-from kvolt.core.errors import Overloaded, Unavailable
+from kvolt.core.errors import InvalidRequest, Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource
@@ -39,7 +40,7 @@ class Peer:
         lower: list[tuple[LowerTier, int]] = []
         if folder is not None:
             lower.append((DiskTier(DiskFiles(folder, BlockShape.of(memory.slabs), 64)), 1))
-        self.cache = TieredCache(memory.slabs, num_host, [*lower, (self.others, 1)])
+        self.cache = TieredCache.over(memory.slabs, num_host, [*lower, (self.others, 1)])
         self.giving = PeerGiving(self.cache.host, self.agent)
 
     def expect(self, blocks: list[TierBlock], num_blocks: int | None = None, at: InstanceId = GIVER) -> None:
@@ -132,15 +133,15 @@ async def test_what_the_giver_has_let_go_is_a_miss() -> None:
 
 
 async def test_blocks_come_from_the_givers_disk(tmp_path: Path) -> None:
-    async with pair(folder=tmp_path, num_host=8) as both:
-        first, second = sequence("a", 6), sequence("b", 8)
+    async with pair(folder=tmp_path, num_host=12) as both:
+        first, second = sequence("a", 6), sequence("b", 12)
         both.giver.memory.compute(first, range(6))
         await both.giver.cache.offload(first, range(6))
         async with asyncio.timeout(30):
             while len(both.giver.cache.host.lower[0]) < 6:
                 await asyncio.sleep(0.005)
-        both.giver.memory.compute(second, range(6, 14))
-        await both.giver.cache.offload(second, range(6, 14))
+        both.giver.memory.compute(second, range(6, 18))
+        await both.giver.cache.offload(second, range(6, 18))
         assert Tier.DISK in both.giver.cache.host.tiers_of(keys(first))
         both.taker.expect(first)
         assert (await both.taker.cache.fetch(first, range(20, 26))).num_blocks == 6
@@ -240,6 +241,99 @@ async def test_what_is_known_of_others_is_bounded(monkeypatch: pytest.MonkeyPatc
             both.taker.expect(sequence(name, 8))
         assert len(both.taker.others) == 10
         assert both.taker.others.has(sequence("c", 8)[0].key)
+
+
+async def test_who_is_left_alone_is_not_asked_for_anything() -> None:
+    async with pair() as both:
+        both.failure = Unavailable("it has gone")
+        for name in "abc":
+            both.taker.expect(sequence(name, 4))
+        assert (await both.taker.cache.fetch(sequence("a", 4), range(20, 24))).num_blocks == 0
+        assert len(both.taker.others) == 0
+        assert len(both.asked) == 1
+
+
+async def test_a_slow_giver_is_left_alone_also_where_somebody_else_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_tier, "_PATIENCE_S", 0.02)
+
+    @asynccontextmanager
+    async def hang(place: InstanceId, bring: Bring) -> AsyncIterator[Brought]:
+        both.asked.append(place)
+        await asyncio.sleep(3600)
+        yield Brought((), ())
+
+    async with pair() as both:
+        both.taker.others.connect(hang, TAKER)
+        blocks = sequence("a", 4)
+        for _ in range(3):
+            both.taker.expect(blocks)
+            assert (await both.taker.cache.fetch(blocks, range(20, 24), 0.1)).num_blocks == 0
+        assert len(both.asked) == 1
+
+
+async def test_two_that_want_the_same_from_each_other_do_not_wait() -> None:
+    async with pair() as both:
+        giver, taker = both.giver, both.taker
+
+        @asynccontextmanager
+        async def back(place: InstanceId, bring: Bring) -> AsyncIterator[Brought]:
+            async with aclosing(taker.giving.give(bring)) as answers:
+                yield await anext(answers)
+
+        giver.others.connect(back, GIVER)
+        blocks = sequence("a", 4)
+        taker.expect(blocks)
+        giver.expect(blocks, at=TAKER)
+        async with asyncio.timeout(2):
+            found = await asyncio.gather(
+                taker.cache.fetch(blocks, range(20, 24)), giver.cache.fetch(blocks, range(20, 24))
+            )
+        assert [each.num_blocks for each in found] == [0, 0]
+
+
+async def test_blocks_of_another_shape_are_refused() -> None:
+    async with pair() as both:
+        blocks = sequence("a", 4)
+        both.giver.memory.compute(blocks, range(4))
+        await both.giver.cache.offload(blocks, range(4))
+        bring = Bring(tuple(map(WireBlock.of, blocks)), BlockShape(17, 2))
+        with pytest.raises(InvalidRequest, match="of 2"):
+            async with aclosing(both.giver.giving.give(bring)) as answers:
+                await anext(answers)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        (b"short", 1, None, None, 0),
+        (b"x" * 16, -1, None, None, 0),
+        (b"x" * 16, 1, b"", None, 0),
+        (b"x" * 16, 1, None, -5, 0),
+        (b"x" * 16, 1, None, None, -1),
+    ],
+)
+def test_what_is_no_block_is_not_read(block: tuple[object, ...]) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode({"type": "bring", "blocks": [block]}), type=Bring)
+
+
+async def test_a_giver_that_ends_gives_nothing() -> None:
+    async with pair() as both:
+        both.giver.giving.close()
+        with pytest.raises(Unavailable):
+            async with aclosing(both.giver.giving.give(Bring(()))) as answers:
+                await anext(answers)
+
+
+async def test_others_hold_half_of_the_host_at_most() -> None:
+    async with pair(num_host=16) as both:
+        blocks = sequence("a", 12)
+        both.giver.memory.compute(blocks, range(12))
+        await both.giver.cache.offload(blocks, range(12))
+        async with aclosing(both.giver.giving.give(Bring(tuple(map(WireBlock.of, blocks))))) as answers:
+            assert len((await anext(answers)).checksums) == 8
 
 
 async def test_nothing_is_written_to_others() -> None:

@@ -53,7 +53,7 @@ async def worker(
     memory: Device, path: Path, num_host: int = 16, clock: Clock | None = None
 ) -> AsyncIterator[TieredCache]:
     tier = PoolTier(path, BlockShape.of(memory.slabs), clock or Clock())
-    cache = TieredCache(memory.slabs, num_host, [(tier, 1)])
+    cache = TieredCache.over(memory.slabs, num_host, [(tier, 1)])
     await cache.start()
     try:
         yield cache
