@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, Protocol
@@ -116,8 +117,8 @@ class Tiering:
         self._offloading: asyncio.Task[None] | None = None
         self._num_onboarding = 0
         self.hits = HitWindow()
-        self.num_tokens = 0
-        """Of prompts, those whose KV was brought."""
+        self.brought: Counter[Tier] = Counter()
+        """Blocks of prompts, by where they came from."""
         self._num_refusals = 0
         self.num_declined = 0
         """Blocks that were computed again though they could have been brought, since that was sooner."""
@@ -196,6 +197,11 @@ class Tiering:
 
     # --- up
 
+    @property
+    def num_tokens(self) -> int:
+        """Of prompts, those whose KV was brought."""
+        return self.brought.total() * self._block_size
+
     def names_below(self, request: Request) -> tuple[BlockKey, ...]:
         """Of its prompt's blocks, if a tier may have some of them; none where nothing can be brought."""
         try:
@@ -226,7 +232,7 @@ class Tiering:
             return _NOTHING
         finally:
             self._num_onboarding -= 1
-        self.num_tokens += found.num_blocks * self._block_size
+        self.brought.update(dict(found.by_tier))
         return Onboarded(found.num_blocks, found.by_tier, self._now() - began_at)
 
     async def _onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> Fetched:

@@ -225,9 +225,16 @@ class TwinCluster:
         for runtime in reversed(self._runtimes):
             await runtime.close()
         for member in (*self._members, *self._leaving):
-            await member.worker.close()
+            await self._close(member)
         await self._crew.close()
         self._network.close()
+
+    async def _close(self, member: _Member) -> None:
+        await member.worker.close()
+        if member.worker.tiering is not None:
+            block_size = self._settings.engine.block_size
+            for tier, count in member.worker.tiering.brought.items():
+                self._watch.brought_tokens[tier] += count * block_size
 
     # --- trouble
 
@@ -248,7 +255,7 @@ class TwinCluster:
 
     async def _leave(self, member: _Member) -> None:
         await member.runtime.close(_DRAIN_S)
-        await member.worker.close()
+        await self._close(member)
         member.watch.leave()
         self._runtimes.remove(member.runtime)
         self._leaving.remove(member)

@@ -12,7 +12,7 @@ from kvolt.core.kv_events import Tier
 from kvolt.twin.activity import ActivityData
 from kvolt.twin.misses import MissesData
 from kvolt.twin.replay import TwinRun
-from kvolt.twin.watching import EngineWatch
+from kvolt.twin.watching import ClusterWatch, EngineWatch
 
 
 class TierHits(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,12 +73,7 @@ def _twin_facts(run: TwinRun) -> TwinFacts:
         gpus_per_worker=gpus,
         gpu_seconds=gpus * sum(worker.lifetime_s(lifetime_s) for worker in watch.workers),
         busy_gpu_seconds=gpus * sum(worker.busy_s for worker in watch.workers),
-        hits={
-            Tier.DEVICE: TierHits(
-                tokens=tally.cached_tokens,
-                share=tally.cached_tokens / tally.input_tokens if tally.input_tokens else 0.0,
-            )
-        },
+        hits=_hits(tally.cached_tokens, tally.input_tokens, watch),
         preemptions=watch.num_preemptions,
         activity=watch.activity.data(
             lifetime_s, settings.num_workers + settings.num_prefill, settings.engine.kv_blocks
@@ -86,6 +81,16 @@ def _twin_facts(run: TwinRun) -> TwinFacts:
         workers=[_worker_facts(worker, worker.lifetime_s(lifetime_s)) for worker in watch.workers],
         misses=run.misses.data(),
     )
+
+
+def _hits(num_cached: int, num_input: int, watch: ClusterWatch) -> dict[str, TierHits]:
+    """What was not brought from below was on a device."""
+    tokens = {tier: count for tier in Tier if (count := watch.brought_tokens[tier])}
+    tokens = {Tier.DEVICE: max(num_cached - sum(tokens.values()), 0)} | tokens
+    return {
+        tier: TierHits(tokens=count, share=count / num_input if num_input else 0.0)
+        for tier, count in tokens.items()
+    }
 
 
 def _worker_facts(worker: EngineWatch, lifetime_s: float) -> WorkerFacts:

@@ -7,9 +7,11 @@ step with prompts a little for each of them, per token nothing. Must not know wh
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 
 from kvolt.core.ids import RequestId
+from kvolt.core.kv_events import Tier
 from kvolt.core.latency import StepModel, prompt_s
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.engines.sim_arguments import SimArguments, step_model_of
@@ -125,6 +127,8 @@ class ClusterWatch:
         self.visits: dict[RequestId, Visit] = {}
         """Of the requests under way, by id."""
         self.num_preemptions = 0
+        self.brought_tokens: Counter[Tier] = Counter()
+        """Of prompts, those whose KV came from below a device, by where it lay. Known at the end."""
 
     def add_worker(self, name: str) -> EngineWatch:
         """The watch for one more engine; on the loop that it runs on."""
