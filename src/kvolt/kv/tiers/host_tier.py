@@ -209,7 +209,7 @@ class HostTier:
         if tier is not Tier.HOST:
             above_s = self.block_s(Tier.HOST)
         elif known_s is None:
-            # As long up as down. A guess that is too slow would keep blocks below for long.
+            # As long up as down. Rather too quick a guess: the first load tells, but only if there is one.
             known_s = stats.store_block_s
         return above_s + (self.shape.block_bytes / _GUESSED_BYTES_PER_S[tier] if known_s is None else known_s)
 

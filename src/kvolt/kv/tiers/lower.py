@@ -21,7 +21,9 @@ from kvolt.kv.tiers.slot_memory import SlotMemory
 from kvolt.transfer.memory import Numbers
 
 _LATELY = 0.25
-"""What the last load, or store, counts, where the speed of a tier is worked out."""
+"""What the last load counts, where the speed of a tier is worked out."""
+_MANY = 64
+"""Blocks; of fewer it says less, since much of their time is that of any."""
 
 
 @dataclass(slots=True)
@@ -35,14 +37,16 @@ class TierStats:
     block_s: float | None = None
     """How long it takes to load one, by those that were lately."""
     store_block_s: float | None = None
-    """To store one, likewise."""
+    """To store one, of the batch that went fastest."""
     failures: Counter[str] = field(default_factory=Counter)
     """Blocks by what became of them: corrupt, unread, unwritten, no_room."""
 
     def stored(self, count: int, took_s: float) -> None:
         self.num_stored += count
         self.stored_s += took_s
-        self.store_block_s = _lately(self.store_block_s, count, took_s)
+        if count:
+            each_s = took_s / count
+            self.store_block_s = min(self.store_block_s or each_s, each_s)
 
     def loaded(self, count: int, took_s: float) -> None:
         self.num_loaded += count
@@ -54,8 +58,9 @@ def _lately(before_s: float | None, count: int, took_s: float) -> float | None:
     if not count:
         return before_s
     each_s = took_s / count
+    weight = _LATELY * min(count / _MANY, 1.0)
     # One slow load may be chance; a quick one is what it can do.
-    return min((1 - _LATELY) * (before_s or each_s) + _LATELY * each_s, 2.0 * each_s)
+    return min((1 - weight) * (before_s or each_s) + weight * each_s, 2.0 * each_s)
 
 
 class LowerTier(Protocol):

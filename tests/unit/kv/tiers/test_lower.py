@@ -18,7 +18,7 @@ from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.disk import DiskFiles, file_of
 from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.host_tier import HostTier
-from kvolt.kv.tiers.lower import LowerTier
+from kvolt.kv.tiers.lower import LowerTier, TierStats
 from kvolt.kv.tiers.object_blocks import ObjectBlocks, open_store
 from kvolt.kv.tiers.object_tier import ObjectTier
 from kvolt.kv.tiers.pool_server import PoolServer
@@ -208,3 +208,17 @@ async def test_a_broken_tier_is_found_out(broken: type[DiskTier], case: Case, tm
 
     with pytest.raises(AssertionError):
         await run_case(case, Broken(tmp_path))
+
+
+def test_a_few_slow_blocks_do_not_make_a_tier_slow() -> None:
+    stats = TierStats()
+    stats.loaded(1000, 0.05)
+    for _ in range(5):
+        stats.loaded(2, 0.02)  # two hundred times as long for each
+    assert stats.block_s is not None
+    assert stats.block_s < 12 * 0.05 / 1000
+    for _ in range(20):
+        stats.loaded(1000, 1.0)
+    assert stats.block_s > 0.9e-3, "many are believed"
+    stats.loaded(4, 4 * 0.00005)
+    assert stats.block_s <= 0.0001, "and so is a quick one"
