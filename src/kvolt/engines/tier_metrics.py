@@ -76,7 +76,7 @@ class TierMetrics(Collector):
                 failures.add_metric((tier, reason), sum(each.failures[reason] for each in stats))
         yield failures
         given = CounterMetricFamily(
-            "kvolt_tier_given_blocks", "KV blocks that other workers fetched from here"
+            "kvolt_tier_given_blocks", "KV blocks that other workers were given to fetch"
         )
         givers = [each.peers[1] for each in every if each.peers is not None]
         if givers:
