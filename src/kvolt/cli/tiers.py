@@ -220,7 +220,7 @@ def _folder(text: str) -> Path:
 
 
 class NewSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `POST /kv_tiers/resize` takes, in bytes or blocks; what is not named stays."""
+    """What `POST /kv_tiers/resize` takes, as flags do; what is not named stays."""
 
     host: str | None = None
     disk: str | None = None
@@ -239,7 +239,8 @@ async def resize_tiers(tiering: Tiering | None, body: bytes) -> dict[str, dict[s
         if text is None:
             continue
         try:
-            num_blocks = parse_capacity(text, tier).blocks(host.shape.slot_bytes, 0)
+            num_device = tiering.cache.num_device_blocks
+            num_blocks = parse_capacity(text, tier).blocks(host.shape.slot_bytes, num_device)
             _check_size(num_blocks, host.shape, tier)
             if tier is Tier.HOST:
                 _check_memory(num_blocks - host.memory.num_reached, host.shape)

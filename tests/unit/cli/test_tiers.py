@@ -124,6 +124,7 @@ async def test_tiers_are_resized_by_command(tmp_path: Path) -> None:
         assert told["host"]["capacity_blocks"] == 128
         assert told["disk"]["capacity_blocks"] == 300
         assert (await resize_tiers(at.tiering, b""))["host"]["capacity_blocks"] == 128, "nothing named stays"
+        assert (await resize_tiers(at.tiering, b'{"host": "3x"}'))["host"]["capacity_blocks"] == 3 * 24
         for body, reason in (
             (b'{"host": "lots"}', "no size of a tier"),
             (b'{"host": "100TiB"}', "GiB left"),

@@ -47,6 +47,8 @@ class TierWriter:
         self._closing = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
         self._num_clears = 0
+        self._is_refused = False
+        """Whether the last batch was."""
         self.on_change: Callable[[], None] = lambda: None
         """Told when blocks have come to the tier, or gone from it."""
         self.num_dropped = 0
@@ -136,7 +138,11 @@ class TierWriter:
             no_room = isinstance(error, KvoltError) and error.fields.get("reason") == "no_room"
             self.lower.stats.failures["no_room" if no_room else "unwritten"] += len(blocks)
             told = error.message if isinstance(error, KvoltError) else repr(error)
-            log.warning("%d blocks were not written to the %s tier: %s", len(blocks), self.lower.tier, told)
+            level = logging.DEBUG if self._is_refused else logging.WARNING  # once, until it takes some again
+            log.log(
+                level, "%d blocks were not written to the %s tier: %s", len(blocks), self.lower.tier, told
+            )
+            self._is_refused = True
             self._put_back(keys, cleared)
             return False
         finally:
@@ -144,4 +150,5 @@ class TierWriter:
             if cleared != self._num_clears:
                 self.lower.forget(keys)
             self.on_change()
+        self._is_refused = False
         return True

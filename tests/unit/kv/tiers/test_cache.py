@@ -13,6 +13,7 @@ import pytest
 from tests.unit.kv.tiers.tier_lab import Device, device, keys, sequence
 
 from kvolt.core.kv_events import Removed, Stored, Tier
+from kvolt.kv.tiers import writer as writer_module
 from kvolt.kv.tiers.books import TierBooks
 from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.disk import DiskFiles
@@ -250,6 +251,27 @@ async def test_a_full_disk_costs_nothing_but_the_disk(
                     await asyncio.sleep(0.005)
             assert (await cache.fetch(blocks, range(20, 28))).num_blocks == 8
             assert len(on_disk(cache)) == 0
+
+
+async def test_a_disk_that_stays_full_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(descriptor: int, views: list[memoryview], at: int) -> int:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(writer_module, "_PAUSE_S", 0.01)
+    with device() as memory:
+        async with cache_over(memory, folder=tmp_path) as cache:
+            blocks = sequence("a", 8)
+            memory.compute(blocks, range(8))
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "pwritev", full)
+                await cache.offload(blocks, range(8))
+                async with asyncio.timeout(20):
+                    while cache.host.stats[Tier.DISK].failures["no_room"] < 24:
+                        await asyncio.sleep(0.005)
+                assert caplog.text.count("were not written") == 1
+            await until_on_disk(cache, 8)
 
 
 async def test_a_full_tier_lets_go_of_what_was_asked_for_longest_ago(tmp_path: Path) -> None:
