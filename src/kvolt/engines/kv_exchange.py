@@ -6,11 +6,10 @@ layout: the memory reads and writes whole blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Protocol
 
-from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.errors import InvalidRequest, NotFound
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock
@@ -18,7 +17,6 @@ from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
 from kvolt.engines.contract import KvHeld, KvRoom, SealedKv
 from kvolt.engines.scheduler import Scheduler
-from kvolt.engines.sequence import TokenNaming
 from kvolt.kv import BlockId, BlockName, Names
 
 _PINNED_SHARE = 0.125
@@ -63,20 +61,14 @@ class KvExchange:
         scheduler: Scheduler,
         memory: BlockMemory,
         block_bytes: int,
-        keys_of: Callable[[Request], BlockKeyContext],
     ) -> None:
         self._scheduler = scheduler
         self._memory = memory
         self._block_bytes = block_bytes
-        self._keys_of = keys_of
 
     def keys(self, request: Request) -> list[BlockKey]:
         """Of the full blocks of a prompt."""
-        context = self._keys_of(request)
-        naming = TokenNaming(request, context)
-        tokens = list(request.token_ids)
-        naming.reach(tokens, len(tokens) // context.block_size)
-        return naming.names.keys
+        return self._scheduler.prompt_keys(request)
 
     def match(self, request: Request) -> int:
         return self._scheduler.pool.match(self.keys(request)) * self._scheduler.limits.block_size

@@ -18,7 +18,7 @@ from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.delta import FinishReason
 from kvolt.core.ending import End
 from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded
-from kvolt.core.ids import RequestId
+from kvolt.core.ids import BlockKey, RequestId
 from kvolt.core.request import Request
 from kvolt.engines.arrivals import Arrivals
 from kvolt.engines.holds import Holds
@@ -327,6 +327,12 @@ class Scheduler:
 
     def adopt(self, names: Names) -> list[tuple[int, BlockId]]:
         return self._holds.adopt(names)
+
+    def prompt_keys(self, request: Request) -> list[BlockKey]:
+        """Of the full blocks of its prompt, as they will be named when it is here."""
+        naming, tokens = self._naming(request), list(request.token_ids)
+        naming.reach(tokens, len(tokens) // self.limits.block_size)
+        return naming.names.keys
 
     def seal_adopted(
         self,

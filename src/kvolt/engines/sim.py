@@ -98,7 +98,7 @@ class SimEngine:
             reads_prompts=not arguments.paper,
         )
         self._runner = SimRunner(speaker, None if arguments.paper else memory, arguments.block_size)
-        self._exchange = KvExchange(self._scheduler, memory, BLOCK_BYTES, self._keys_of)
+        self._exchange = KvExchange(self._scheduler, memory, BLOCK_BYTES)
         self._own_transfers = SimTransfers(links_of(arguments), _now)
         self._transfers = transfers or self._own_transfers
         self._prefills = Prefills(self._scheduler, self._forget, _now, arguments.hold_s)
@@ -308,8 +308,6 @@ class SimEngine:
         return num_blocks
 
     async def match(self, request: Request) -> int:
-        if self._arguments.paper:
-            return self._scheduler.pool.match(self.kv_keys(request)) * self._arguments.block_size
         return self._exchange.match(request)
 
     async def kv_contents(self) -> tuple[Stored, ...]:
@@ -319,8 +317,6 @@ class SimEngine:
         return layout(self._arguments.block_size)
 
     def kv_keys(self, request: Request) -> tuple[BlockKey, ...]:
-        if self._arguments.paper:
-            return tuple(PaperNaming(request, self._arguments.block_size).names.keys)
         return tuple(self._exchange.keys(request))
 
     async def export_kv(self, keys: Sequence[BlockKey]) -> tuple[KvBlock, ...]:

@@ -57,8 +57,6 @@ class Choice(msgspec.Struct, frozen=True):
     """That it would hold at its end, prompt and answer."""
     held_blocks: int = 0
     """Of the overlap, what the device holds already; the rest is in a tier below it, or on its way there."""
-    reach_blocks: int = 0
-    """What it has in any tier."""
     most_overlap: int = 0
     """Of any place that it could have gone to."""
     source: Place | None = None
@@ -205,9 +203,13 @@ class Selector:
         asked, workers = scored.asked, scored.workers
         overlap = int(workers.overlap_blocks[index])
         prefill_s = float(workers.prefill_s[index])
-        place, reach = scored.field.places[index], int(scored.overlap.reach[index])
+        place = scored.field.places[index]
         source, source_blocks = self._overlaps.farthest(scored.overlap, givers)
-        if source is None or source_blocks <= reach or source.instance_id == place.instance_id:
+        if (
+            source is None
+            or source_blocks <= scored.overlap.reach[index]
+            or source.instance_id == place.instance_id
+        ):
             source, source_blocks = None, 0
         choice = Choice(
             place,
@@ -219,7 +221,6 @@ class Selector:
             asked.prompt_tokens - overlap * asked.block_size,
             asked.num_blocks + asked.output_tokens / asked.block_size,
             int(scored.overlap.held[index]),
-            reach,
             int(_most(workers.overlap_blocks)),
             source,
             source_blocks,

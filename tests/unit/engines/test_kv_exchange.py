@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.engines.scheduler_lab import Lab, request, scheduler
 
-from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.request import Request
@@ -29,11 +28,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.scheduler = scheduler(num_blocks=self.num_blocks)
-        self.exchange = KvExchange(self.scheduler, self, BLOCK_BYTES, self._keys_of)
+        self.exchange = KvExchange(self.scheduler, self, BLOCK_BYTES)
         self.lab = Lab(self.scheduler)
-
-    def _keys_of(self, asked: Request) -> BlockKeyContext:
-        return self.scheduler._keys(asked)
 
     def read(self, block: BlockId) -> bytes:
         return self.data.get(block, bytes([block]) * BLOCK_BYTES)

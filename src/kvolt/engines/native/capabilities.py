@@ -38,7 +38,7 @@ class Capabilities:
         self._core = core
         self._has_blocks = blocks is not None
         memory = blocks or core.runner.slab
-        self._exchange = KvExchange(core.scheduler, memory, self.kv_layout().block_bytes, core.keys_of)
+        self._exchange = KvExchange(core.scheduler, memory, self.kv_layout().block_bytes)
         self._prefills = Prefills(core.scheduler, core.abort, now, HOLD_S)
 
     # --- blocks

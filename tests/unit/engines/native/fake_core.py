@@ -243,7 +243,7 @@ def _delta(one: Advanced) -> Delta:
 class FakeCapabilities:
     def __init__(self, core: FakeCore) -> None:
         self._core = core
-        self._exchange = KvExchange(core.scheduler, core, core.block_bytes, core.keys_of)
+        self._exchange = KvExchange(core.scheduler, core, core.block_bytes)
         self.adapters: dict[str, str] = {}
         self._prefills = Prefills(core.scheduler, core.abort, time.monotonic, HOLD_S)
 
