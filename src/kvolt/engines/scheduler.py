@@ -312,17 +312,18 @@ class Scheduler:
 
     def pin_sealed(self, name: RequestId, most_blocks: int) -> list[tuple[list[BlockId], Names, int]]:
         """Of blocks that were named since the last time, and are still here: the chain that each run of them ends, and
-        its place in it. They stay where they are until `release_kept`; what is over `most_blocks` comes next time. The
-        first time there are none: it is only then that somebody wants to know."""
+        its place in it. They stay where they are until `release_kept`; what would take more than `most_blocks` of those
+        that nobody holds, which is not much while requests run, comes next time. The first time there are none: it is
+        only then that somebody wants to know."""
         if self.pool.sealed is None:
             self.pool.sealed = SealedLog(self.pool.num_blocks)
         found: list[tuple[list[BlockId], Names, int]] = []
-        while self.pool.sealed and most_blocks > 0:
+        fewest_free = self.pool.num_free - most_blocks
+        while self.pool.sealed and self.pool.num_free > fewest_free:
             tip, first = self.pool.sealed.pop()
             blocks, names = self._holds.pin(name, tip)
             if len(blocks) > first:
                 found.append((blocks, names, first))
-                most_blocks -= len(blocks)
         return found
 
     def adopt(self, names: Names) -> list[tuple[int, BlockId]]:

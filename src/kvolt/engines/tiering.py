@@ -109,7 +109,7 @@ class Tiering:
         self._admission = Admission() if admission is None else admission
         self._sealed = asyncio.Event()
         self._num_sealed = 0
-        """Since the last batch."""
+        """That wait for a batch, or have gone."""
         self._enough = asyncio.Event()
         self._num_enough = min(_ENOUGH_BLOCKS, max(cache.num_device_blocks // _POOL_PARTS, 1))
         self._crew = Crew("tiering")
@@ -155,15 +155,18 @@ class Tiering:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_GATHER_S):
                     await self._enough.wait()
-            self._num_sealed = 0
-            self._sealed.clear()
-            self._enough.clear()
             try:
-                # Only what is a batch of its own goes on at once: each one waits for a step.
-                while await self.offload() >= self._num_enough:
-                    pass
+                num_done = await self.offload()
             except Exception as error:  # the engine has ended, or is about to; else the next may be better
                 log.warning("blocks are not offloaded: %r", error)
+                num_done = 0
+            # An engine gives no more at a time than it can hold: the rest goes on at once only if it is a batch of its
+            # own, since each one waits for a step. Some may have gone before it was their turn, and are never given.
+            self._num_sealed = max(self._num_sealed - num_done, 0) if num_done else 0
+            if not self._num_sealed:
+                self._sealed.clear()
+            if self._num_sealed < self._num_enough:
+                self._enough.clear()
 
     async def offload(self) -> int:
         """A batch of what was completed until now; of how many blocks."""

@@ -281,6 +281,16 @@ async def test_a_few_blocks_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> No
         await until_offloaded(at, 3)
 
 
+async def test_what_an_engine_cannot_give_at_once_goes_down_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of answers are completed one here and one there, each at the end of a long chain."""
+    monkeypatch.setattr(tiering_module, "_GATHER_S", 3600.0)
+    monkeypatch.setattr(tiering_module, "_POOL_PARTS", 8)
+    async with tiered() as at:
+        answers = (request(f"{n}", 10 + 100 * n, 2 * BLOCK, max_tokens=3 * BLOCK + 1) for n in range(4))
+        await asyncio.gather(*map(at.answer, answers))
+        await until_offloaded(at, 18)  # two more may wait for a third
+
+
 async def test_few_blocks_do_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiering_module, "_POOL_PARTS", 1)
     async with tiered() as at:
