@@ -175,22 +175,26 @@ class Tiering:
         if not sealed:
             return 0
         try:
-            for run in sealed:
-                await self._offload(run, began_at)
+            await self._offload(sealed, began_at)
         finally:
             await asyncio.shield(self._crew.start(self._release(_PINNED), "release"))
         self.tell_changes()
         return sum(len(run.blocks) for run in sealed)
 
-    async def _offload(self, run: SealedKv, began_at: float) -> None:
-        """Blocks that may not be held any more are not looked at, and what was copied of them is not kept: the bytes
-        may be another's, and the checksum would be right."""
-        ends_at = began_at + run.expires_in_s - min(_MARGIN_S, run.expires_in_s / 4)
-        blocks, numbers = _blocks(run), run.blocks
-        places = self._admission.places(blocks)
-        if len(places) < len(blocks):
-            blocks, numbers = [blocks[each] for each in places], tuple(numbers[each] for each in places)
-        await self.cache.offload(blocks, numbers, lambda: self._now() < ends_at)
+    async def _offload(self, sealed: Sequence[SealedKv], began_at: float) -> None:
+        """All together: answers complete a block here and one there, and each copy of its own takes the device from who
+        computes. Blocks that may not be held any more are not looked at, and what was copied of them is not kept: the
+        bytes may be another's, and the checksum would be right."""
+        held_s = min(run.expires_in_s for run in sealed)
+        ends_at = began_at + held_s - min(_MARGIN_S, held_s / 4)
+        wanted: list[TierBlock] = []
+        numbers: list[int] = []
+        for run in sealed:
+            blocks = _blocks(run)
+            for place in self._admission.places(blocks):
+                wanted.append(blocks[place])
+                numbers.append(run.blocks[place])
+        await self.cache.offload(wanted, numbers, lambda: self._now() < ends_at)
 
     def clear(self) -> int:
         """Forget all that nobody is at; how many blocks."""
