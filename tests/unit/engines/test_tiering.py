@@ -281,7 +281,9 @@ async def test_a_few_blocks_wait_for_more(monkeypatch: pytest.MonkeyPatch) -> No
         await until_offloaded(at, 3)
 
 
-async def test_what_an_engine_cannot_give_at_once_goes_down_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_an_engine_cannot_give_at_once_goes_down_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Blocks of answers are completed one here and one there, each at the end of a long chain."""
     monkeypatch.setattr(tiering_module, "_GATHER_S", 3600.0)
     monkeypatch.setattr(tiering_module, "_POOL_PARTS", 8)
