@@ -13,18 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from kvolt.core.errors import ConfigError
-from kvolt.engines.models.config import ModelConfig, read_hf_config, token_ids
+from kvolt.engines.models.config import ModelConfig, read_hf_config
+from kvolt.engines.models.folder_texts import FolderTexts, decoded, required
 from kvolt.runtime.cores import usable_cores
 
 Shape = tuple[int, ...]
-T = TypeVar("T")
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _HASHED_AT_ONCE = 16 << 20
@@ -169,39 +169,6 @@ def _hash_piece(path: Path, start: int) -> bytes:
         return blake2b(piece).digest()
 
 
-class _Generation(msgspec.Struct):
-    """The fields of generation_config.json that matter."""
-
-    eos_token_id: int | list[int] | None = None
-    bos_token_id: int | None = None
-    do_sample: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-
-class _NamedTemplate(msgspec.Struct):
-    name: str
-    template: str
-
-
-class _AddedToken(msgspec.Struct):
-    content: str
-    id: int | None = None
-
-
-class _TokenizerConfig(msgspec.Struct):
-    chat_template: str | list[_NamedTemplate] | None = None
-    bos_token: str | _AddedToken | msgspec.UnsetType | None = msgspec.UNSET
-    eos_token: str | _AddedToken | None = None
-
-
-class _Tokenizer(msgspec.Struct):
-    added_tokens: list[_AddedToken] = []
-
-
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
@@ -211,20 +178,17 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path, context_length: int | None = None) -> None:
         self._folder = folder
-        document = self._required("config.json", "name a folder that holds a model")
+        document = required(folder, "config.json", "name a folder that holds a model")
         read_hf_config(document, "float32", context_length)  # what it refuses is clearer than what follows
-        self.tokenizer_json = self._required(
-            "tokenizer.json", "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) makes one"
-        )
-        self._generation = self._decode("generation_config.json", _Generation) or _Generation()
-        self._tokenizer = self._decode("tokenizer_config.json", _TokenizerConfig) or _TokenizerConfig()
+        self._texts = FolderTexts(folder)
         self._files, self._places = self._open_files()
         self._slices = {name: place.get_slice(name) for name, place in self._places.items()}
         config = read_hf_config(document, self._stored_dtype(), context_length)
         shapes = {name: tuple(each.get_shape()) for name, each in self._slices.items()}
         self._names = check_shapes(config, shapes, str(folder))
         self._check_dtypes()
-        self.config = self._with_ends(config)
+        ends, begin = self._texts.ends(config.eos_token_ids), self._texts.begin(config.bos_token_id)
+        self.config = msgspec.structs.replace(config, eos_token_ids=ends, bos_token_id=begin)
 
     def names(self) -> tuple[str, ...]:
         return self._names
@@ -237,62 +201,21 @@ class SafetensorsFolder:
     def weights_hash(self) -> str:
         return hash_weights(self.config, self._files)
 
-    @cached_property
+    @property
+    def tokenizer_json(self) -> bytes:
+        return self._texts.tokenizer_json
+
+    @property
     def chat_template(self) -> str:
-        """The file of its own, or the default one of tokenizer_config.json; empty where there is none."""
-        own = self._read("chat_template.jinja")
-        if own is not None:
-            return own.decode(errors="replace")
-        given = self._tokenizer.chat_template
-        if given is None or isinstance(given, str):
-            return given or ""
-        named = {each.name: each.template for each in given}
-        return named.get("default") or next(iter(named.values()), "")
+        return self._texts.chat_template
 
     @property
     def sampling_defaults(self) -> dict[str, float | int]:
-        given = self._generation
-        if not given.do_sample:
-            return {}
-        values = {
-            "temperature": given.temperature,
-            "top_p": given.top_p,
-            "top_k": given.top_k or None,  # 0 means all, there
-            "min_p": given.min_p,
-            "repetition_penalty": given.repetition_penalty,
-        }
-        return {name: value for name, value in values.items() if value is not None}
-
-    def _with_ends(self, config: ModelConfig) -> ModelConfig:
-        """The ids that begin and end a text: generation_config.json goes before config.json, and of several
-        ends the tokenizer's own comes first, since templates know it as `eos_token`."""
-        ends = token_ids(self._generation.eos_token_id) or config.eos_token_ids
-        own_end = self._token_id(self._tokenizer.eos_token)
-        if own_end is not None and (not ends or own_end in ends):
-            ends = tuple(dict.fromkeys((own_end, *ends)))
-        begin = self._generation.bos_token_id
-        begin = config.bos_token_id if begin is None else begin
-        if self._tokenizer.bos_token is not msgspec.UNSET:  # Qwen's tokenizer has none, its config.json does
-            begin = self._token_id(self._tokenizer.bos_token)
-        return msgspec.structs.replace(config, eos_token_ids=ends, bos_token_id=begin)
-
-    def _token_id(self, token: str | _AddedToken | None) -> int | None:
-        text = token.content if isinstance(token, _AddedToken) else token
-        return None if text is None else self._added_tokens.get(text)
-
-    @cached_property
-    def _added_tokens(self) -> dict[str, int]:
-        try:
-            tokenizer = msgspec.json.decode(self.tokenizer_json, type=_Tokenizer)
-        except msgspec.DecodeError as error:
-            raise ConfigError(
-                f"{self._folder}/tokenizer.json cannot be used: {error}", key="model"
-            ) from error
-        return {token.content: token.id for token in tokenizer.added_tokens if token.id is not None}
+        return self._texts.sampling_defaults
 
     def _open_files(self) -> tuple[list[Path], dict[str, Any]]:
         """The weight files, and which of them, opened, holds a tensor."""
-        index = self._decode(_INDEX, _Index)
+        index = decoded(self._folder, _INDEX, _Index)
         names = [_SINGLE] if index is None else sorted(set(index.weight_map.values()))
         for name in names:
             if Path(name).name != name:
@@ -320,27 +243,6 @@ class SafetensorsFolder:
                     key="model",
                     remedy=f"take weights in one of {', '.join(_DTYPES)}, or a GGUF file",
                 )
-
-    def _required(self, name: str, remedy: str) -> bytes:
-        found = self._read(name)
-        if found is None:
-            raise ConfigError(f"{self._folder} has no {name}", key="model", remedy=remedy)
-        return found
-
-    def _read(self, name: str) -> bytes | None:
-        try:
-            return (self._folder / name).read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise ConfigError(f"{self._folder / name} cannot be read: {error}", key="model") from error
-
-    def _decode(self, name: str, kind: type[T]) -> T | None:
-        document = self._read(name)
-        try:
-            return None if document is None else msgspec.json.decode(document, type=kind)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{self._folder / name} cannot be used: {error}", key="model") from error
 
 
 def _open_safetensors(path: Path) -> Any:
