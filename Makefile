@@ -13,7 +13,13 @@ INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard src/k
 .DEFAULT_GOAL := help
 ROLES ?= --prefill 1 --decode 1
 
-.PHONY: help serve test test-long lint format bench seeds clean install
+VLLM_VENV ?= .venv-vllm
+SGLANG_VENV ?= .venv-sglang
+# Tests of a real engine have its environment, and a conftest of their own.
+ENGINE_PYTEST := -m pytest -q --timeout 300 -o filterwarnings=default -o addopts="--import-mode=importlib -ra" \
+	-o asyncio_default_fixture_loop_scope=session -o asyncio_default_test_loop_scope=session
+
+.PHONY: help serve test test-vllm test-sglang test-long lint format bench seeds clean install
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -57,6 +63,24 @@ serve: $(VENV)/.native ## SmolLM2-135M on http://127.0.0.1:8000, a prefill and a
 test: $(VENV)/.test lint ## lint, types, import contract, tests with branch coverage
 	$(BIN)/python -m coverage erase
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m "not long" --cov --cov-report=term:skip-covered --cov-fail-under=85 --durations=25 $(ARGS)
+
+$(VLLM_VENV)/.ready: tests/engines_vllm/setup.sh tests/engines_vllm/requirements.txt
+	@echo "kvolt: setting up vLLM for machines without a GPU (4 GB, some minutes)"
+	PYTHON=$(PYTHON) tests/engines_vllm/setup.sh $(VLLM_VENV)
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/.ready ## the tests with a real vLLM, in an environment of its own (20 minutes on two cores)
+	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python $(ENGINE_PYTEST) \
+		--confcutdir=tests/engines_vllm tests/engines_vllm $(ARGS)
+
+$(SGLANG_VENV)/.ready: tests/engines_sglang/setup.sh tests/engines_sglang/requirements.txt
+	@echo "kvolt: setting up SGLang for machines without a GPU (4 GB, some minutes)"
+	PYTHON=$(PYTHON) tests/engines_sglang/setup.sh $(SGLANG_VENV)
+	@touch $@
+
+test-sglang: $(SGLANG_VENV)/.ready ## the same with a real SGLang
+	HF_HUB_OFFLINE=1 $(SGLANG_VENV)/bin/python $(ENGINE_PYTEST) \
+		--confcutdir=tests/engines_sglang tests/engines_sglang $(ARGS)
 
 test-long: $(VENV)/.test ## what takes minutes: the long tests and a thousand virtual-time seeds
 	$(BIN)/python -m pytest -m long $(ARGS)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvolt.cli.attach_flags import add_attach_flags
 from kvolt.cli.edge_member import Member, Membership
 from kvolt.cli.process import Process, run_process
 from kvolt.frontend.admission import Admission, WorkerLoads
@@ -33,7 +34,7 @@ from kvolt.runtime.http import HttpLimits
 from kvolt.runtime.memory import return_freed_memory, settle_garbage_collector
 from kvolt.runtime.network import SocketNetwork, join_address
 from kvolt.runtime.settings import FrontendSettings, Settings
-from kvolt.runtime.tasks import Crew
+from kvolt.runtime.tasks import Crew, Scope
 
 HELP = """
 Start the OpenAI-compatible HTTP edge. It finds workers through discovery and serves their models.
@@ -46,6 +47,8 @@ Examples:
   kvolt frontend --processes 4                    four processes on one port, with a router, kept alive
   kvolt frontend --router latency --router-process
                                                   as a `kvolt router` decides, and alone while there is none
+  kvolt frontend --attach http://10.0.0.7:8000,events=tcp://10.0.0.7:5557
+                                                  in front of a vLLM or SGLang server that runs already
   kvolt frontend --discovery-join-listen 10.0.0.5:7400
                                                   workers elsewhere join with --join 10.0.0.5:7400
 """
@@ -59,6 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="frontend",
         help="name of this process in logs and status (several are frontend-0, frontend-1 ...)",
     )
+    add_attach_flags(parser)
     # What a supervisor tells each of several processes; of no use to a person.
     parser.add_argument("--group", help=argparse.SUPPRESS)
     parser.add_argument("--slot", type=int, default=0, help=argparse.SUPPRESS)
@@ -68,6 +72,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     settings = loaded.settings
     member = Member(args.group, args.slot, args.counts) if args.group and args.counts else None
+    if args.attach:
+        return _run_attached(args, settings)
     if settings.frontend.processes > 1 and member is None:
         # Not at the top: what supervises is not to be in the memory of every HTTP process.
         from kvolt.cli.serve import serve
@@ -78,6 +84,21 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 
     async def body(process: Process) -> None:
         await serve_http(process, settings, member)
+
+    return run_process(settings, args.name, body)
+
+
+def _run_attached(args: argparse.Namespace, settings: Settings) -> int:
+    """With servers of others as workers in the same process."""
+    from kvolt.cli.attach import Attached, parse_attached
+
+    attached = parse_attached(args.attach, settings)
+    return_freed_memory()
+
+    async def body(process: Process) -> None:
+        async with Scope("frontend") as scope:
+            scope.start(serve_http(process, settings), "http")
+            scope.start(Attached(process, attached).run(), "attached")
 
     return run_process(settings, args.name, body)
 

@@ -46,6 +46,8 @@ Examples:
   kvolt serve                          SmolLM2-135M on 127.0.0.1:8000: a frontend and a worker
   kvolt serve Qwen/Qwen3-0.6B          another model: a name on the hub, a folder, a GGUF file
   kvolt serve --arg dtype=float32      an argument of the engine (`kvolt engine list native` tells them)
+  kvolt serve Qwen/Qwen3-8B --engine vllm --arg engine_args.max_model_len=32768
+                                       vLLM computes; its own arguments are engine_args (docs/engines.md)
   kvolt serve sim-tiny --workers 4     simulated workers: no weights, no torch
   kvolt serve --prefill 2 --decode 2   prompts computed by two workers, answers by two others
   kvolt serve --lora sql=./adapters/sql
@@ -73,6 +75,10 @@ _MAX_PORT_LOOKS = 20
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", help="model of the first [[workers]] entry (default: smollm2-135m)"
+    )
+    parser.add_argument(
+        "--engine",
+        help="what computes: native, vllm, sglang ... (default: as the config says, or by the model)",
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes of the first [[workers]] entry")
     parser.add_argument(
@@ -105,7 +111,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
-    given = with_workers(with_model_served(loaded.settings, args.model), args.workers)
+    given = with_workers(with_model_served(loaded.settings, args.model, args.engine), args.workers)
     given = with_engine_flags(given, args.arg, args.lora)
     if given.workers:
         given = msgspec.structs.replace(
@@ -208,10 +214,10 @@ async def _tell_of_others(settings: Settings) -> None:
         )
 
 
-def with_model_served(settings: Settings, model: str | None) -> Settings:
-    if model is None or not settings.workers:
+def with_model_served(settings: Settings, model: str | None, engine: str | None = None) -> Settings:
+    if (model is None and engine is None) or not settings.workers:
         return settings
-    first = with_model(settings.workers[0], model)
+    first = with_model(settings.workers[0], model or settings.workers[0].model, engine)
     return msgspec.structs.replace(settings, workers=[first, *settings.workers[1:]])
 
 

@@ -23,7 +23,7 @@ from kvolt.engines.registry import (
     check_arguments,
     choose_engine,
     find_engine,
-    parse_argument,
+    merge_arguments,
 )
 from kvolt.engines.tier_metrics import TierMetrics
 from kvolt.engines.worker import Worker, WorkerOptions, stats_of
@@ -79,7 +79,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="engine argument, as `kvolt engine list` tells them; VALUE is JSON or a word (repeat for more)",
+        help="engine argument, as `kvolt engine list` tells them; VALUE is JSON or a word, and A.B=VALUE is the B of a "
+        "section A (repeat for more)",
     )
     parser.add_argument(
         "--lora",
@@ -192,7 +193,7 @@ def with_arguments(
     group: WorkerSettings, arguments: Sequence[str], loras: Sequence[str] = ()
 ) -> WorkerSettings:
     """The same group with the arguments of `--arg` and the adapters of `--lora`."""
-    given = {**group.args, **dict(parse_argument(text) for text in arguments)}
+    given = merge_arguments(group.args, arguments)
     return _with_loras(msgspec.structs.replace(group, args=given), loras)
 
 

@@ -43,10 +43,11 @@ What an engine may offer besides is in the capability protocols below, each with
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
+from prometheus_client.core import Metric
 
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
@@ -71,6 +72,7 @@ __all__ = [
     "KvTierable",
     "KvVisible",
     "Lora",
+    "Measured",
     "Pooling",
     "Prefill",
     "SealedKv",
@@ -324,6 +326,15 @@ class Sleep(Protocol):
         ...
 
     async def wake(self) -> None: ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """Keeps metrics of its own, which a worker tells with its others. No feature: nobody decides by it."""
+
+    def metrics(self, labels: Mapping[str, str]) -> Iterable[Metric]:
+        """Under the engine's names; `labels` say whose they are."""
+        ...
 
 
 FEATURES: dict[str, type] = {

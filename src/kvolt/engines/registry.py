@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, get_args
 
@@ -57,7 +57,41 @@ def _native() -> EngineKind:
     return EngineKind(NativeArguments, NativeEngine, "smollm2-135m")
 
 
-_BUILT_IN: dict[str, Callable[[], EngineKind]] = {"native": _native, "sim": _sim}
+def _vllm() -> EngineKind:
+    from kvolt.engines.vllm.arguments import VllmArguments
+    from kvolt.engines.vllm.engine import VllmEngine
+
+    return EngineKind(VllmArguments, VllmEngine, "smollm2-135m")
+
+
+def _remote() -> EngineKind:
+    from kvolt.engines.remote import RemoteArguments, RemoteEngine
+
+    return EngineKind(RemoteArguments, RemoteEngine, many_per_process=True)
+
+
+def _sglang() -> EngineKind:
+    from kvolt.engines.sglang.arguments import SglangArguments
+    from kvolt.engines.sglang.engine import SglangEngine
+
+    return EngineKind(SglangArguments, SglangEngine, "smollm2-135m")
+
+
+def _trtllm() -> EngineKind:
+    from kvolt.engines.trtllm.arguments import TrtllmArguments
+    from kvolt.engines.trtllm.engine import TrtllmEngine
+
+    return EngineKind(TrtllmArguments, TrtllmEngine)
+
+
+_BUILT_IN: dict[str, Callable[[], EngineKind]] = {
+    "native": _native,
+    "remote": _remote,
+    "sglang": _sglang,
+    "sim": _sim,
+    "trtllm": _trtllm,
+    "vllm": _vllm,
+}
 
 
 _SIM_ARGUMENTS = {"words": 120}
@@ -111,6 +145,20 @@ def parse_argument(text: str, flag: str = "--arg") -> tuple[str, object]:
         return key, json.loads(value)
     except ValueError:
         return key, value
+
+
+def merge_arguments(known: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
+    """Arguments with those of `--arg` in their places; `engine_args.dtype=float16` is one inside another."""
+    merged = dict(known)
+    for text in given:
+        path, value = parse_argument(text)
+        *outer, last = path.split(".")
+        inside = merged
+        for name in outer:
+            part = inside.get(name)
+            inside[name] = inside = dict(part) if isinstance(part, Mapping) else {}
+        inside[last] = value
+    return merged
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> msgspec.Struct:

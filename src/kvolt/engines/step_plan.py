@@ -156,6 +156,24 @@ def _check_resumed(request: Request) -> None:
         raise InvalidRequest("all tokens asked for have been generated already", param="resume")
 
 
+def check_vocabulary(request: Request, vocab_size: int) -> None:
+    """InvalidRequest for tokens that the model does not have: computing them would hurt all others."""
+    sampling = request.sampling
+    handoff = request.handoff
+    for param, tokens in (
+        ("token_ids", request.token_ids),
+        ("resume", request.resume),
+        *(("resume_choices", resumed or ()) for resumed in request.resume_choices),
+        ("handoff", (handoff.first_tokens if handoff is not None else None) or ()),
+        ("stop_token_ids", request.stop.stop_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("logit_bias", tuple(sampling.logit_bias)),
+    ):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            strange = next(token for token in tokens if not 0 <= token < vocab_size)
+            raise InvalidRequest(f"token {strange} is not one of the model's {vocab_size}", param=param)
+
+
 def run_length(plan: StepPlan, block_size: int, num_free: int) -> int:
     """Steps like this one that the free blocks allow, until one of its sequences ends; 1 for any but plain decodes."""
     if plan.prefills or any(work.sequence.enders or not work.sequence.is_plain for work in plan.decodes):

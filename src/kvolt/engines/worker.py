@@ -35,11 +35,12 @@ from kvolt.core.kv_recovery import KvAnswer, KvQuestion
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import MEETING, Request
 from kvolt.core.withdrawal import Withdraw, Withdrawn, withdrawn_error
-from kvolt.engines.contract import Engine, KvPlaced, features_of
+from kvolt.engines.contract import Engine, KvPlaced, Measured, features_of
 from kvolt.engines.handoffs import Handoffs, HandoffStats
 from kvolt.engines.kv_moving import KvMover
 from kvolt.engines.kv_neighbours import Neighbours
 from kvolt.engines.kv_peers import check_peers, with_slabs
+from kvolt.engines.own_handoffs import OwnHandoffs
 from kvolt.engines.tiering import NewTiering, Tiering, bring_back
 from kvolt.engines.worker_control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
 from kvolt.engines.worker_handover import as_expanded, hand_over, new_handoffs, without_moved
@@ -126,7 +127,7 @@ class Worker:
         """For the process's registry."""
         self._open = OpenRequests(self._clock.monotonic, self.metrics, self._progress)
         self.journal: KvJournal | None = None
-        self.handoffs: Handoffs | None = None
+        self.handoffs: Handoffs | OwnHandoffs | None = None
         self.tiering: Tiering | None = None
         self._neighbours: Neighbours | None = None
 
@@ -148,7 +149,7 @@ class Worker:
         component = component_name(info.model, info.role, info.card)
         self.handoffs = new_handoffs(self._engine, info, self._new_mover, self._clock.monotonic)
         knows_blocks_before = "KvMovable" in self.features
-        if self.handoffs is not None and knows_blocks_before:
+        if isinstance(self.handoffs, Handoffs) and knows_blocks_before:
             info = msgspec.structs.replace(info, transfer_addresses={MEETING: self.handoffs.where})
             self.info = info
         await self._start_tiers(info)
@@ -206,6 +207,7 @@ class Worker:
             model=info.model,
         )
         metrics.block_size = info.block_size
+        metrics.of_engine = self._engine.metrics if isinstance(self._engine, Measured) else None
         metrics.with_vllm_names = info.engine in WITH_VLLM_NAMES
         metrics.load_time_s = started_at - began_at
         metrics.uptime_s = lambda: clock.monotonic() - started_at

@@ -16,10 +16,11 @@ from kvolt.core.delta import Delta
 from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
-from kvolt.engines.contract import Engine, KvPlaced
+from kvolt.engines.contract import Engine, KvPlaced, Prefill
 from kvolt.engines.handoffs import Handoffs
 from kvolt.engines.kv_moving import KvMover
 from kvolt.engines.meetings import MeetingEngine
+from kvolt.engines.own_handoffs import OwnHandoffs
 from kvolt.engines.worker_metrics import FAILED, FINISHED
 from kvolt.engines.worker_open import OpenRequests
 
@@ -31,11 +32,14 @@ def new_handoffs(
     info: EngineInfo,
     new_mover: Callable[[KvPlaced], KvMover] | None,
     now: Callable[[], float],
-) -> Handoffs | None:
+) -> Handoffs | OwnHandoffs | None:
     """For the roles that need them. ConfigError where the engine cannot move its blocks."""
     if info.role not in (Role.PREFILL, Role.DECODE):
         return None
-    can = {"KvPlaced", "Prefill"} <= set(info.features)
+    features = set(info.features)
+    if "Prefill" in features and "KvPlaced" not in features and isinstance(engine, Prefill):
+        return OwnHandoffs(engine)
+    can = {"KvPlaced", "Prefill"} <= features
     reason = ""
     if can and new_mover is not None and isinstance(engine, KvPlaced):
         try:
@@ -60,7 +64,7 @@ def as_expanded(request: Request) -> Request:
 
 
 async def hand_over(
-    handoffs: Handoffs,
+    handoffs: Handoffs | OwnHandoffs,
     request: Request,
     requests: OpenRequests,
     submit: Callable[[Request], None],

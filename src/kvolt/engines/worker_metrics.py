@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -92,6 +92,8 @@ class WorkerMetrics(Collector):
         """Of requests that ended by themselves, by reason."""
         self.block_size = 0
         self.with_vllm_names = False
+        self.of_engine: Callable[[Mapping[str, str]], Iterable[Metric]] | None = None
+        """The engine's own, with these labels."""
         self._loads: dict[int, WorkerLoad] = {}
         self._num_steps = 0
         self._prefill_tokens = 0
@@ -196,6 +198,8 @@ class WorkerMetrics(Collector):
         yield from self._dashboard_names()
         if self.with_vllm_names:
             yield from vllm_names(self)
+        if self.of_engine is not None:
+            yield from self.of_engine(self._dashboard_labels)
 
     def _own_gauges(self) -> Iterator[Metric]:
         of_load: tuple[tuple[str, str, Callable[[WorkerLoad], int]], ...] = (
@@ -248,15 +252,19 @@ class WorkerMetrics(Collector):
         family.add_metric(tuple(of.values()), histogram.buckets(), histogram.total)
         return family
 
-    def _dashboard_names(self) -> Iterator[Metric]:
+    @property
+    def _dashboard_labels(self) -> dict[str, str]:
         own = self.labels
-        of = {
+        return {
             "dynamo_namespace": own.namespace,
             "dynamo_component": own.component,
             "dynamo_endpoint": own.endpoint,
             "worker_id": own.instance,
             "model": own.model,
         }
+
+    def _dashboard_names(self) -> Iterator[Metric]:
+        of = self._dashboard_labels
         outcomes = self._outcomes
         for name, text, count in (
             ("requests", "Requests taken", outcomes.total() - outcomes[REFUSED] + self.num_open()),

@@ -20,7 +20,7 @@ from typing import Any
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.request import Role
 from kvolt.engines.contract import Engine, features_of
-from kvolt.engines.registry import EngineSpec, build_engine, check_arguments, find_engine, parse_argument
+from kvolt.engines.registry import EngineSpec, build_engine, check_arguments, find_engine, merge_arguments
 from kvolt.testing.engine_harness import Case, NotRun, engine_run
 from kvolt.testing.engine_prompts import Prompts, find_ending_prompt
 from kvolt.testing.engine_tiers import TIERS
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not __debug__:
             raise ConfigError("assertions are off", key="python", remedy="run without -O: the cases assert")
-        arguments = dict(parse_argument(text) for text in args.arg)
+        arguments = merge_arguments({}, args.arg)
         check_arguments(args.engine, arguments)
         model = args.model or find_engine(args.engine).default_model
         if model is None:

@@ -36,6 +36,7 @@ def blocks_request(run: Run, name: str, num_blocks: int, **fields: int) -> Reque
 async def ask_as_told(run: Run, request: Request) -> Answer:
     """Ask, and see that what was found in the cache is what the engine had told to be there."""
     block_size = run.info.block_size
+    await run.settle()
     known = run.replica.num_leading(block_hashes(request, block_size))
     usable = min(known, (len(request.token_ids) - 1) // block_size)  # the last token is always computed
     answer = await run.answer(request)
@@ -43,6 +44,7 @@ async def ask_as_told(run: Run, request: Request) -> Answer:
     assert answer.cached == usable * block_size, (
         f"{request.request_id} found {answer.cached} tokens, {usable} blocks of {block_size} were told to be there"
     )
+    await run.settle()
     told = run.replica.num_leading(block_hashes(request, block_size))
     assert told >= len(request.token_ids) // block_size, f"{request.request_id}: its blocks were not told"
     return answer

@@ -29,7 +29,8 @@ class Harness(Protocol):
     """What a case needs of an implementation. The cases fit a context of 256 tokens.
 
     A method that has nothing to give raises NotRun. A harness may have an attribute `deadline_s`, the longest wait
-    for a start or for the next thing to happen (30 s if it has none).
+    for a start or for the next thing to happen (30 s if it has none), and `settle_s`, how long an engine whose events
+    come by a way of their own may tell of a block after the step that made it (not at all if it has none).
     """
 
     def engine(self) -> Engine:
@@ -181,6 +182,12 @@ class Run:
                 f"after {self._deadline_s:g} s and {self.num_steps} steps what must happen has not; open: "
                 f"{', '.join(name for name, answer in self._answers.items() if answer.is_open) or 'nothing'}"
             ) from None
+
+    async def settle(self) -> None:
+        """Until what the engine did before is told."""
+        settle_s = float(getattr(self.harness, "settle_s", 0.0))
+        if settle_s:
+            await asyncio.sleep(settle_s)
 
     async def advance(self, num_steps: int) -> None:
         wanted = self.num_steps + num_steps

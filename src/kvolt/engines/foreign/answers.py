@@ -6,7 +6,7 @@ tokens are plain. Pure: knows no engine and no loop. An adapter tells what came 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvolt.core.delta import Delta, FinishReason, StepOutput, TokenLogprobs, Usage
@@ -122,12 +122,10 @@ class Answers:
             self._forget(engine_id)
         return left
 
-    def clear(self) -> Iterator[RequestId]:
-        """All of them are closed; which they were."""
-        request_ids = list(self._entries)
-        for request_id in request_ids:
+    def clear(self) -> None:
+        """All of them are closed."""
+        for request_id in list(self._entries):
             self.close(request_id)
-        yield from request_ids
 
     def _forget(self, engine_id: str) -> None:
         if self._choices.pop(engine_id, None) is not None:

@@ -17,7 +17,7 @@ from kvolt.core.kv_events import Cleared
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, Sampling, StopConditions
 from kvolt.engines.contract import KvRoom
-from kvolt.engines.native.shell.ledger import Ledger, check_vocabulary
+from kvolt.engines.native.shell.ledger import Ledger
 from kvolt.engines.native.shell.messages import (
     MAX_FRAME_BYTES,
     METHODS,
@@ -31,6 +31,7 @@ from kvolt.engines.native.shell.messages import (
     frame,
     raw,
 )
+from kvolt.engines.step_plan import check_vocabulary
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 

@@ -39,7 +39,7 @@ from kvolt.engines.contract import KvHeld, KvRoom, Pooling, SealedKv, features_o
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell import messages
 from kvolt.engines.native.shell.host import Host, ProcessHost, ThreadHost
-from kvolt.engines.native.shell.ledger import Ledger, check_vocabulary, tells_of, without
+from kvolt.engines.native.shell.ledger import Ledger
 from kvolt.engines.native.shell.link import Link
 from kvolt.engines.native.shell.messages import (
     Abort,
@@ -55,7 +55,8 @@ from kvolt.engines.native.shell.messages import (
 )
 from kvolt.engines.native.shell.progress_lines import ProgressLines
 from kvolt.engines.registry import EngineSpec
-from kvolt.engines.step_plan import check_request
+from kvolt.engines.step_plan import check_request, check_vocabulary
+from kvolt.engines.unread_steps import tells_of, without
 from kvolt.runtime.tasks import Crew
 from kvolt.transfer.device_memory import DeviceHandle
 from kvolt.transfer.layout import SlabLayout

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from kvolt.core.delta import StepOutput
-from kvolt.core.errors import InvalidRequest
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
 from kvolt.engines.native.shell.messages import Step
+from kvolt.engines.unread_steps import without
 
 
 @dataclass(slots=True, eq=False)
@@ -108,45 +106,3 @@ def _has_content(output: StepOutput) -> bool:
     return bool(
         output.plain_ids or output.deltas or output.load is not None or output.failed or output.kv_changes
     )
-
-
-def tells_of(output: StepOutput, request_id: RequestId) -> bool:
-    return (
-        request_id in output.plain_ids
-        or any(request_id == other for other, _ in output.deltas)
-        or any(request_id == other for other, _ in output.failed)
-    )
-
-
-def without(output: StepOutput, gone: set[RequestId]) -> StepOutput:
-    """The same step with nothing of these requests."""
-    plain = [
-        (request_id, token)
-        for request_id, token in zip(output.plain_ids, output.plain_tokens, strict=True)
-        if request_id not in gone
-    ]
-    return replace(
-        output,
-        deltas=tuple(pair for pair in output.deltas if pair[0] not in gone),
-        failed=tuple(pair for pair in output.failed if pair[0] not in gone),
-        plain_ids=tuple(request_id for request_id, _ in plain),
-        plain_tokens=tuple(token for _, token in plain),
-    )
-
-
-def check_vocabulary(request: Request, vocab_size: int) -> None:
-    """InvalidRequest for tokens that the model does not have: computing them would hurt all others."""
-    sampling = request.sampling
-    handoff = request.handoff
-    for param, tokens in (
-        ("token_ids", request.token_ids),
-        ("resume", request.resume),
-        *(("resume_choices", resumed or ()) for resumed in request.resume_choices),
-        ("handoff", (handoff.first_tokens if handoff is not None else None) or ()),
-        ("stop_token_ids", request.stop.stop_token_ids),
-        ("allowed_token_ids", sampling.allowed_token_ids or ()),
-        ("logit_bias", tuple(sampling.logit_bias)),
-    ):
-        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            strange = next(token for token in tokens if not 0 <= token < vocab_size)
-            raise InvalidRequest(f"token {strange} is not one of the model's {vocab_size}", param=param)

@@ -1,0 +1,69 @@
+"""OwnHandoffs: handoffs of an engine that moves its KV by itself. What passes here is the ticket, which only it reads.
+
+In the place of `Handoffs`, for engines that offer `Prefill` and no memory that others could read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from kvolt.core.errors import Unsupported
+from kvolt.core.ids import InstanceId, RequestId
+from kvolt.core.request import Handoff, Rendezvous, Request
+from kvolt.engines.contract import Prefill
+from kvolt.engines.handoffs import HandoffStats, Pulled
+from kvolt.runtime.tasks import Crew
+
+
+class OwnHandoffs:
+    """See the module. `close` it before the engine."""
+
+    def __init__(self, engine: Prefill) -> None:
+        self._engine = engine
+        self._crew = Crew("own handoffs")
+        self._given: dict[RequestId, None] = {}
+        """What the engine may keep still, oldest first."""
+        self.stats = HandoffStats()
+
+    async def close(self) -> None:
+        await self._crew.close()
+
+    async def give(self, request: Request, instance: InstanceId) -> Handoff:
+        handoff = await self._engine.prefill(request)
+        self._given[request.request_id] = None
+        hold_s = handoff.expires_in_s
+        self._crew.start(self._forget_after(request.request_id, hold_s), f"ticket {request.request_id}")
+        self.stats.num_given += 1
+        return msgspec.structs.replace(handoff, prefill_instance=instance)
+
+    async def _forget_after(self, request_id: RequestId, hold_s: float | None) -> None:
+        """The engine lets go of what was fetched, or not in time, by itself."""
+        if hold_s is not None:
+            await asyncio.sleep(hold_s)
+        if self._given.pop(request_id, False) is None:
+            await self._engine.release_prefill(request_id)
+
+    async def take(self, handoff: Handoff, keep_for: RequestId | None = None) -> Pulled:
+        """The engine fetches it when it has the request."""
+        self.stats.num_taken += 1
+        return Pulled()
+
+    async def push(self, request: Request, meeting: Rendezvous, instance: InstanceId) -> Handoff:
+        raise Unsupported("this engine moves KV by itself, prefill first", feature="decode-first")
+
+    async def receive(
+        self, request: Request, meeting: Rendezvous, keep_for: RequestId | None = None
+    ) -> Pulled:
+        raise Unsupported("this engine moves KV by itself, prefill first", feature="decode-first")
+
+    def drop(self, request_id: RequestId) -> bool:
+        """Nobody will fetch what was given for a request; whether it may still have been there."""
+        if self._given.pop(request_id, False) is not None:
+            return False
+        self._crew.start(self._engine.release_prefill(request_id), "release")
+        return True
+
+    def let_go(self, request_id: RequestId) -> None:
+        """Nothing was kept for it here."""

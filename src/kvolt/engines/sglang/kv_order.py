@@ -1,0 +1,105 @@
+"""KvOrder: the KV events of all ranks, and how far they have come: steps wait for those that belong to them.
+
+SGLang's events and tokens come by different sockets. Each step says how many batches of events went out before it
+(`scheduler`); it is told when they are here, so that no client has an answer whose blocks a router has not heard of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
+from kvolt.engines.bell import Bell
+from kvolt.engines.foreign.kv_feed import KvFeed
+from kvolt.engines.kv_formats.schema import Engine
+from kvolt.engines.sglang.messages import KvSource
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.002
+_NUM_LOOKS = 500
+"""A second: a rank that is silent for longer has lost its events, and steps wait for them no more."""
+
+
+class KvOrder:
+    """See the module. `close` it."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self._feeds: dict[int, KvFeed] = {}
+        self._missing: dict[int, int] = {}
+        """Batches of a rank that never came."""
+        self._held: dict[int, int] = {}
+        """Blocks of a rank, by what it has told."""
+        self._changes: dict[int, list[KvChange]] = {}
+        self._came = Bell()
+        self.num_cleared = 0
+        """How often the engine has said that it forgot its blocks."""
+
+    @property
+    def num_held(self) -> int:
+        return sum(self._held.values())
+
+    def add(self, rank: int, source: KvSource, page_size: int) -> KvFeed:
+        feed = KvFeed(Engine.SGLANG, page_size, source.endpoint, source.replay_endpoint or None)
+        self._feeds[rank] = feed
+        self._held[rank] = 0
+        return feed
+
+    async def follow(self, rank: int, feed: KvFeed) -> None:
+        num_lost = feed.num_lost
+        async for changes in feed.changes():
+            if feed.num_lost == num_lost:  # else the feed itself takes back what it has told
+                self.num_cleared += sum(isinstance(change, Cleared) for change in changes)
+            num_lost = feed.num_lost
+            self._note(rank, changes)
+            self._came.ring()
+
+    def _note(self, rank: int, changes: tuple[KvChange, ...]) -> None:
+        for change in changes:
+            match change:
+                case Stored():
+                    self._held[rank] += change.num_blocks
+                case Removed():
+                    self._held[rank] -= change.num_blocks
+                case Cleared():
+                    if not self._held[rank] and rank not in self._changes:
+                        continue  # as when it starts: nobody was told of anything
+                    self._held[rank] = 0
+            self._changes.setdefault(rank, []).append(change)
+            self._on_change()
+
+    def take(self) -> dict[int, list[KvChange]]:
+        """By rank, what was not taken before."""
+        changes, self._changes = self._changes, {}
+        return changes
+
+    async def reached(self, rank: int, number: int) -> None:
+        """Until so many batches of a rank have been read, or will not come."""
+        feed = self._feeds.get(rank)
+        if feed is None:
+            return
+        for _ in range(_NUM_LOOKS):
+            if self._num_read(rank, feed) >= number:
+                return
+            self._came.silence()
+            await self._came.wait(_LOOK_S)
+        missing = number - self._num_read(rank, feed)
+        log.warning("%d batches of KV events of rank %d do not come", missing, rank)
+        self._missing[rank] = self._missing.get(rank, 0) + missing
+
+    def _num_read(self, rank: int, feed: KvFeed) -> int:
+        return feed.num_batches + feed.num_lost + self._missing.get(rank, 0)
+
+    async def cleared_since(self, number: int) -> None:
+        """Until that the blocks are gone was said more often than this, and told to who reads."""
+        for _ in range(_NUM_LOOKS):
+            if (self.num_cleared > number and not self._changes) or not self._feeds:
+                return
+            self._came.silence()
+            await self._came.wait(_LOOK_S)
+
+    def close(self) -> None:
+        for feed in self._feeds.values():
+            feed.close()

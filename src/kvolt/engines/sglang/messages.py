@@ -1,0 +1,155 @@
+"""What the engine and its host say to each other: typed messages, in the frames of `native.shell.messages`.
+
+Owns the shapes, and none of SGLang's: what the host reads of a scheduler's message is here in plain types.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvolt.core.errors import ErrorInfo
+from kvolt.engines.registry import EngineSpec
+from kvolt.engines.sglang.arguments import SglangArguments
+
+# --- To the host ---------------------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
+    spec: EngineSpec
+    arguments: SglangArguments
+    model: str
+    """The folder."""
+    folder: str
+    """For sockets and other files, as long as it runs."""
+    log_level: int
+
+
+class Generate(msgspec.Struct, frozen=True, array_like=True, tag="generate"):
+    """One choice."""
+
+    rid: str
+    input_ids: list[int]
+    sampling: dict[str, Any]
+    """Of SGLang's SamplingParams."""
+    fields: dict[str, Any] = {}
+    """Others of its TokenizedGenerateReqInput."""
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    rid: str
+
+
+class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
+    call: int
+    timeout_s: float
+
+
+class LoadLora(msgspec.Struct, frozen=True, array_like=True, tag="load_lora"):
+    call: int
+    name: str
+    path: str
+
+
+class UnloadLora(msgspec.Struct, frozen=True, array_like=True, tag="unload_lora"):
+    call: int
+    name: str
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    pass
+
+
+Command = Start | Generate | Abort | Flush | LoadLora | UnloadLora | Stop
+
+
+# --- From the host -------------------------------------------------------------------------------------
+
+
+class KvSource(msgspec.Struct, frozen=True, array_like=True):
+    """Where a rank tells of its blocks, and repeats what was missed."""
+
+    endpoint: str
+    replay_endpoint: str
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a running SGLang says of itself."""
+
+    version: str
+    page_size: int
+    context_length: int
+    """Tokens that prompt and answer may have together."""
+    max_prompt: int
+    """Tokens of the longest prompt."""
+    max_total_tokens: int
+    max_running_requests: int
+    max_batch_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    num_ranks: int = 1
+    is_seeded: bool = False
+    """Whether a request's seed is followed (`enable_deterministic_inference`)."""
+    has_grammars: bool = False
+    has_priorities: bool = False
+    has_lora: bool = False
+    kv_sources: tuple[KvSource, ...] = ()
+    metrics_folder: str | None = None
+    bootstrap_port: int | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    facts: Facts
+
+
+Logprob = tuple[float | None, int]
+"""Of a token. SGLang has none for a prompt's first."""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """What a step brought for one choice."""
+
+    rid: str
+    token_ids: list[int]
+    finish: dict[str, Any] | None = None
+    """As SGLang words it: type, matched, message, status_code."""
+    cached_tokens: int = 0
+    logprobs: list[Logprob] | None = None
+    top: list[list[Logprob] | None] | None = None
+    prompt_logprobs: list[Logprob] | None = None
+    prompt_top: list[list[Logprob] | None] | None = None
+
+
+class RankLoad(msgspec.Struct, frozen=True, array_like=True):
+    rank: int
+    running: int
+    waiting: int
+    used_tokens: int
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True, tag="batch"):
+    """One message of a scheduler."""
+
+    rows: list[Row]
+    loads: list[RankLoad] = []
+    kv_rank: int = 0
+    kv_number: int = 0
+    """Batches of KV events that this rank had published before: those of this step among them."""
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """Of a call; with words where it failed."""
+
+    call: int
+    error: str | None = None
+
+
+class Fatal(msgspec.Struct, frozen=True, array_like=True, tag="fatal"):
+    error: ErrorInfo
+
+
+Answer = Ready | Batch | Done | Fatal
+
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode

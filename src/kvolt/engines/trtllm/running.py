@@ -1,0 +1,121 @@
+"""Running: a TensorRT-LLM that is loaded, with all that kvolt keeps around it, and what it is busy with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import Self
+
+from kvolt.core.errors import EngineFailed
+from kvolt.core.ids import RequestId
+from kvolt.core.kv_events import KvChange
+from kvolt.core.load import WorkerLoad
+from kvolt.core.request import Request, StopConditions
+from kvolt.engines.foreign.answers import Choice
+from kvolt.engines.trtllm.admission import Admission
+from kvolt.engines.trtllm.arguments import TrtllmArguments
+from kvolt.engines.trtllm.kv_events import KvTranslator
+from kvolt.engines.trtllm.kv_seeds import SeedBook
+from kvolt.engines.trtllm.launch import Launched
+from kvolt.engines.trtllm.loras import Adapters
+from kvolt.engines.trtllm.polling import Poll
+from kvolt.engines.trtllm.prefills import Prefills
+from kvolt.engines.trtllm.requests import sampling_params
+from kvolt.engines.trtllm.sequences import Fail, Sequences, Tell
+from kvolt.runtime.tasks import Crew
+
+log = logging.getLogger(__name__)
+
+_FIGURES_S = 10.0
+"""For its first figures, after its first answer."""
+
+
+@dataclass(slots=True)
+class Running:
+    """See the module."""
+
+    launched: Launched
+    adapters: Adapters
+    admission: Admission
+    sequences: Sequences
+    prefills: Prefills
+    poll: Poll
+
+    @classmethod
+    def of(cls, launched: Launched, arguments: TrtllmArguments, crew: Crew, tell: Tell, fail: Fail) -> Self:
+        info, adapters = launched.info, Adapters()
+        seeds = SeedBook(info.block_size)
+        admission = Admission(info.capacity.max_num_seqs, info.capacity.kv_total_blocks)
+        sequences = Sequences(launched, adapters, admission, seeds, crew, tell, fail)
+        prefills = Prefills(
+            crew,
+            sequences.compute_prompt,
+            sequences.keep,
+            sequences.drop,
+            arguments.hold_s,
+            arguments.seeds,
+            frozenset(launched.card.eos_token_ids),
+        )
+        translator = KvTranslator(info.block_size, seeds) if arguments.kv_events else None
+        return cls(launched, adapters, admission, sequences, prefills, Poll(launched.llm, translator))
+
+    async def warm_up(self, poll_s: float) -> tuple[KvChange, ...]:
+        """One token: that it answers at all is seen by it, and how many blocks it has. Before its first request it
+        cannot be asked for events or figures either. EngineFailed."""
+        launched = self.launched
+        request = Request(
+            request_id=RequestId("warm-up"),
+            model=launched.info.model,
+            token_ids=(launched.card.bos_token_id or 0,),
+            stop=StopConditions(max_tokens=1, ignore_eos=True),
+        )
+        changes: tuple[KvChange, ...] = ()
+        try:
+            params = sampling_params(Choice(request, 0, "warm-up"), launched.card.eos_token_ids, max_tokens=1)
+            await launched.llm.generate_async(list(request.token_ids), sampling_params=params)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FIGURES_S):
+                    while not self._take_figures():
+                        changes += await self.poll.ask()
+                        await asyncio.sleep(poll_s)
+        except Exception as error:
+            raise EngineFailed(f"TensorRT-LLM cannot answer: {error}", engine="trtllm") from error
+        if not launched.info.capacity.kv_total_blocks:
+            log.warning("TensorRT-LLM does not tell how many KV blocks it has: prompts are not held back")
+        return changes
+
+    def _take_figures(self) -> bool:
+        stats = self.poll.stats
+        if stats is None or stats.kv_cache_stats is None or not stats.kv_cache_stats.max_num_blocks:
+            return False
+        self.launched.take_figures(stats.kv_cache_stats.max_num_blocks, stats.max_num_active_requests)
+        capacity = self.launched.info.capacity
+        self.admission.total_blocks = capacity.kv_total_blocks
+        self.admission.max_running = capacity.max_num_seqs
+        return True
+
+    @property
+    def num_heard(self) -> int:
+        """What it has said, of whatever."""
+        return self.sequences.num_heard + self.poll.num_told
+
+    @property
+    def is_busy(self) -> bool:
+        return self.admission.num_running > 0
+
+    def load(self) -> WorkerLoad:
+        """TensorRT-LLM's figures are those of its last iteration: of one at rest they say nothing."""
+        admission, stats = self.admission, self.poll.stats
+        used = admission.num_held_blocks
+        if admission.num_running:
+            used = admission.num_blocks
+            if stats is not None and stats.kv_cache_stats is not None:
+                used = max(stats.kv_cache_stats.used_num_blocks, admission.num_held_blocks)
+        return WorkerLoad(
+            running=admission.num_running,
+            waiting=admission.num_waiting,
+            kv_used_blocks=used,
+            kv_total_blocks=self.launched.info.capacity.kv_total_blocks,
+        )

