@@ -75,7 +75,9 @@ def test_an_unknown_engine_names_the_known_ones(plugins: None) -> None:
     with pytest.raises(ConfigError) as caught:
         find_engine("vlmm")
     assert caught.value.fields["key"] == "engine"
-    assert caught.value.fields["remedy"] == "known engines: missing, native, plugin, renamed, sim, wrong"
+    assert caught.value.fields["remedy"] == (
+        "known engines: missing, native, plugin, remote, renamed, sglang, sim, trtllm, vllm, wrong"
+    )
 
 
 def test_an_unknown_argument_names_the_nearest() -> None:

@@ -193,6 +193,9 @@ class RemoteEngine:
             reader = self._dialect.reader(request, choice.index)
             num_given = len(request.token_ids) + len(request.resumed(choice.index))
             exchange = self._exchanges[choice.engine_id] = Exchange(self, choice, reader, num_given)
+            if not self._dialect.tells_cached_first and self._arguments.kv_events is not None:
+                # Now: when the first token is there the server has told of the prompt's own blocks.
+                exchange.held_tokens = self._held.cached_tokens(request)
             self._own.waiting += 1
             path = self._dialect.path
             exchange.call = self._client.send(path, bodies[choice.index], exchange, self._timeouts)
@@ -237,8 +240,8 @@ class RemoteEngine:
             self._own.waiting -= 1
             self._own.running += 1
             self._own.tokens += exchange.num_tokens
-            if news.cached_tokens is None and self._arguments.kv_events is not None:
-                news.cached_tokens = self._held.cached_tokens(exchange.choice.request)
+            if news.cached_tokens is None:
+                news.cached_tokens = exchange.held_tokens
         exchange.num_tokens += len(news.token_ids)
         self._own.tokens += len(news.token_ids)
         exchange.news = news if exchange.news is None else joined(exchange.news, news)

@@ -36,6 +36,7 @@ class Exchange:
         "call",
         "choice",
         "has_begun",
+        "held_tokens",
         "is_over",
         "news",
         "num_tokens",
@@ -52,6 +53,8 @@ class Exchange:
         self.num_tokens = num_given
         """That the server has of it: what it was given and what it said."""
         self.has_begun = False
+        self.held_tokens: int | None = None
+        """Of the prompt, what the server held when it was asked, as far as it has told."""
         self.news: News | None = None
         """What came and is not told yet: all of it is told at once, with the next step."""
         self.is_over = False

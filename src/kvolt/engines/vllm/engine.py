@@ -86,7 +86,8 @@ class VllmEngine:
         self._commands: asyncio.Queue[Callable[[], Awaitable[Any]]] = asyncio.Queue()
         """What is sent to the core, in order."""
         self._prefills = Prefills(self._core_request, self._post, lambda: self._core)
-        self._closing: asyncio.Task[None] | None = None
+        self._closed: asyncio.Event | None = None
+        """There from the first `close` on, and set at its end."""
 
     # --- life
 
@@ -149,21 +150,23 @@ class VllmEngine:
         return self._unread.read()
 
     async def close(self) -> None:
-        if self._closing is None:
-            self._end(None)
-            self._closing = asyncio.get_running_loop().create_task(self._close())
-        await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        await self._crew.close()
-        if self._running is not None:
-            await asyncio.to_thread(self._running.llm.shutdown, _STOP_S)
-            self._running.llm = None
-            gc.collect()  # it is part of a cycle, and its __del__ fails when the interpreter ends
-        for feed in self._feeds:
-            feed.close()
-        if self._sockets is not None:
-            self._sockets.cleanup()
+        if self._closed is not None:
+            await self._closed.wait()
+            return
+        self._closed = asyncio.Event()
+        self._end(None)
+        try:
+            await self._crew.close()
+            if self._running is not None:
+                await asyncio.to_thread(self._running.llm.shutdown, _STOP_S)
+                self._running.llm = None
+                gc.collect()  # it is part of a cycle, and its __del__ fails when the interpreter ends
+        finally:
+            for feed in self._feeds:
+                feed.close()
+            if self._sockets is not None:
+                self._sockets.cleanup()
+            self._closed.set()
 
     def _on_error(self, error: BaseException) -> None:
         """One of our tasks ended by an error: nothing goes on without it."""

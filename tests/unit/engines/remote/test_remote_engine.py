@@ -481,6 +481,25 @@ async def test_blocks_that_it_tells_of(folder: Path, publisher: Publisher) -> No
         answer = await answered(run)
         assert answer.cached == 64  # by what was told; vLLM itself says so at the end
         assert answer.usage[0].cached_tokens == 96
+        assert run.replica.blocks
+        later = {**stored, "block_hashes": [3], "token_ids": list(range(200, 232))}
+        waiting = asyncio.Event()
+        told = asyncio.Event()
+
+        async def after_its_blocks(writer: asyncio.StreamWriter) -> None:
+            waiting.set()
+            await told.wait()
+            await plays(recorded("vllm", "greedy"), 600)(writer)
+
+        server.then("/v1/completions", after_its_blocks)
+        new = run.submit(replace(greedy("new"), token_ids=tuple(range(200, 240))))
+        await waiting.wait()
+        await publisher.tell(later)
+        await run.until(lambda: len(run.replica.blocks) == 3)
+        told.set()
+        await run.finish(new)
+        assert new.cached == 0  # its own blocks were told before its first token: they were no hit
+        await publisher.tell({"type": "BlockRemoved", "block_hashes": [3]})
         await publisher.tell({"type": "BlockRemoved", "block_hashes": [2]})
         await run.until(lambda: len(run.replica.blocks) == 1)
         health = Health(engine)
