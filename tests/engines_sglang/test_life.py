@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -86,3 +88,37 @@ async def test_what_is_wrong_is_told_before_anything_is_loaded(
     assert hint in str(caught.value.fields["remedy"])
     await engine.close()
     assert not _processes() - before
+
+
+async def test_answers_are_those_of_sglang_by_itself(tiny: Path, arguments: SglangArguments) -> None:
+    prompts = [list(range(start, start + 30)) for start in (5, 40, 300)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(Path(__file__).parent / "own_engine.py"),
+        str(tiny),
+        json.dumps(SMALL),
+        json.dumps(prompts),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    output, _ = await process.communicate()
+    own = json.loads(output.splitlines()[-1])
+    engine = SglangEngine(spec_of(tiny), arguments)
+    try:
+        await engine.start()
+        told: dict[str, list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            asked = replace(_request(), request_id=RequestId(str(number)), token_ids=tuple(prompt))
+            engine.submit(replace(asked, stop=StopConditions(max_tokens=16, ignore_eos=True)))
+        num_left = len(prompts)
+        async for step in engine.steps():
+            for name, delta in step.deltas:
+                told.setdefault(name, []).extend(delta.token_ids)
+                num_left -= delta.finish is not None
+            for name, token in zip(step.plain_ids, step.plain_tokens, strict=True):
+                told.setdefault(name, []).append(token)
+            if not num_left:
+                break
+    finally:
+        await engine.close()
+    assert [told[str(number)] for number in range(len(prompts))] == own

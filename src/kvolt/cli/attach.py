@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvolt.cli.process import Process
+from kvolt.cli.worker_fleet import FleetMetrics
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.registry import EngineSpec, build_engine, parse_argument
@@ -150,17 +151,19 @@ class _PartHealth(Health):
 
 
 class _Metrics(Collector):
-    """Of all workers, each by its instance: a registry takes a name from one collector only."""
+    """Of all workers, added up by model, as a worker's figures are labelled. A server's own are at its own port."""
 
     def __init__(self, servers: Sequence[_Server]) -> None:
         self._servers = servers
 
     def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
+        by_model: dict[str, list[Worker]] = {}
         for server in self._servers:
-            if server.worker.info is None:
-                continue  # not attached yet
-            for family in server.worker.metrics.collect():
+            if server.worker.journal is not None:  # attached, and measured since
+                by_model.setdefault(server.worker.metrics.labels.model, []).append(server.worker)
+        families: dict[str, Metric] = {}
+        for workers in by_model.values():
+            for family in FleetMetrics(workers).collect():
                 if family.name in families:
                     families[family.name].samples += family.samples
                 else:

@@ -55,7 +55,7 @@ def test_the_list_has_every_engine_with_its_arguments(
     assert main(["engine", "list"]) == 0
     told = capsys.readouterr().out
     assert "broken: engine 'broken' cannot be loaded: No module named 'kvolt_no_such_module'" in told
-    plugin = told[told.index("plugin (") : told.index("sim:")].splitlines()
+    plugin = told[told.index("plugin (") : told.index("remote:")].splitlines()
     assert plugin == [
         "plugin (kvolt_cli_plugin:KIND): A plugin's. It has few.",
         "  model m unless another is named",

@@ -62,6 +62,8 @@ class Answers:
     _entries: dict[RequestId, Entry] = field(default_factory=dict)
     _choices: dict[str, Choice] = field(default_factory=dict)
     _deltas: list[tuple[RequestId, Delta]] = field(default_factory=list)
+    _in_deltas: set[RequestId] = field(default_factory=set)
+    """Of this step: what follows of them is no plain token, which would be told before."""
     _failed: list[tuple[RequestId, KvoltError]] = field(default_factory=list)
     _plain: dict[RequestId, int] = field(default_factory=dict)
     """Tokens that are all there is to tell of their requests, as most are in most steps."""
@@ -148,6 +150,7 @@ class Answers:
             and news.logprobs is None
             and request.sampling.num_choices == 1
             and request.request_id not in self._plain
+            and request.request_id not in self._in_deltas
         ):
             self._plain[request.request_id] = news.token_ids[0]
             return
@@ -181,6 +184,7 @@ class Answers:
         if request_id in self._plain:
             self._deltas.append((request_id, Delta(token_ids=(self._plain.pop(request_id),))))
         self._deltas.append((request_id, delta))
+        self._in_deltas.add(request_id)
 
     def fail(self, request_id: RequestId, error: KvoltError) -> list[str]:
         """The engine gives up on it, with all its choices; those that it still has."""
@@ -201,6 +205,7 @@ class Answers:
             self._plain.clear()
             self._batch = plain_ids = self._batch if plain_ids == self._batch else plain_ids
         deltas, self._deltas = tuple(self._deltas), []
+        self._in_deltas.clear()
         failed, self._failed = tuple((each, to_info(error)) for each, error in self._failed), []
         if not (plain_tokens or deltas or failed or load or kv_changes):
             return None

@@ -1,13 +1,13 @@
 """An OpenAI server that already runs, as an engine: attached over HTTP, not replaced.
 
-engine          the contract: what is asked, what came of it, load
-http_client     connections that are used again, answers as they come
-events          server-sent events out of bytes
-dialect         what engine and server say to each other; vllm_dialect and sglang_dialect have the words
-server          what a server says of itself: its kind, its model, its blocks
-figures         its load, from its metrics
-watch           whether it is there
-refusals        what a server's status codes mean to us
+* engine: the contract; which requests are under way, load, whether the server is there
+* exchange: one choice's way to the server and back
+* http_client, events: connections that are used again, answers as they come
+* dialect: what engine and server say to each other; vllm_dialect and sglang_dialect have the words
+* refusals: what a server's status codes mean to us
+* server, card: what a server says of itself; its model's tokenizer and template, which have to be here
+* watch, figures, held: whether it is there, how busy it is, which blocks it has
+* telling: what a step says of all that
 """
 
 from kvolt.engines.remote.arguments import RemoteArguments

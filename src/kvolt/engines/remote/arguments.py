@@ -11,6 +11,8 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class RemoteArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A server that already runs, vLLM or SGLang, attached over HTTP. Nothing is computed here."""
+
     url: str = "http://127.0.0.1:8000"
     """Of the server; /v1 at its end is no harm."""
     kind: Literal["auto", "vllm", "sglang"] = "auto"
@@ -24,7 +26,9 @@ class RemoteArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     kv_events_replay: str | None = None
     """Where those that were missed can be had again."""
     kv_events_topic: str = ""
+    """Events of other topics are passed over; empty for all."""
     api_key: str | None = None
+    """As its --api-key."""
     block_size: Count | None = None
     """Tokens in a block of KV, for a server that does not say."""
     kv_blocks: Count | None = None
@@ -35,6 +39,7 @@ class RemoteArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Choices under way that have no token yet; more are refused as Overloaded."""
     connect_timeout_s: Seconds = 5.0
     first_token_timeout_s: Seconds = 600.0
+    """From the request to its first token, the time in the queue of the server included."""
     idle_timeout_s: Seconds = 60.0
     """Between two tokens of an answer."""
     start_timeout_s: Seconds | None = 600.0

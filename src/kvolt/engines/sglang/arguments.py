@@ -28,5 +28,5 @@ class SglangArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """How long `clear_kv` waits for a moment without requests: SGLang forgets its blocks at no other time."""
     bootstrap_host: str = "127.0.0.1"
     """Of a prefill worker: under which decode workers reach this machine."""
-    hold_s: Annotated[float, Meta(gt=0)] = 30.0
-    """How long a prompt that is computed for others waits for who takes it over."""
+    hold_s: Annotated[float, Meta(gt=0)] = 300.0
+    """How long a prompt for others may take, from the ticket to the end of its transfer."""

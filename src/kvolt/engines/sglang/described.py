@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
+from kvolt.core.request import Role
 from kvolt.engines.models.config import token_ids
 from kvolt.engines.models.folder_texts import FolderTexts, decoded
 from kvolt.engines.registry import EngineSpec
@@ -38,7 +39,8 @@ def card_of(spec: EngineSpec, arguments: SglangArguments, model: Path, facts: Fa
 
 
 def info_of(spec: EngineSpec, arguments: SglangArguments, card: ModelCard, facts: Facts) -> EngineInfo:
-    features = ["KvEvents"] if arguments.kv_events else []
+    features = ["KvEvents"] if facts.kv_sources else []
+    features += ["Prefill"] if spec.role in (Role.PREFILL, Role.DECODE) else []
     features += ["Lora"] if facts.has_lora else []
     return EngineInfo(
         engine="sglang",
@@ -53,7 +55,8 @@ def info_of(spec: EngineSpec, arguments: SglangArguments, card: ModelCard, facts
         ),
         dp_ranks=tuple(range(facts.num_ranks)),
         features=tuple(features),
-        kv_events=arguments.kv_events,
+        needs=(Role.PREFILL,) if spec.role is Role.DECODE else (),
+        kv_events=bool(facts.kv_sources),
         loras=tuple(arguments.loras),
     )
 

@@ -14,6 +14,7 @@ import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
@@ -25,12 +26,13 @@ from kvolt.core.errors import (
     KvoltError,
     Overloaded,
     Unavailable,
+    Unsupported,
     from_info,
     to_info,
 )
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
-from kvolt.core.request import Request
+from kvolt.core.request import Handoff, Request, Role
 from kvolt.engines.bell import Bell
 from kvolt.engines.foreign.answers import Answers, Choice
 from kvolt.engines.models.fetch_progress import ProgressLog
@@ -46,10 +48,12 @@ from kvolt.engines.sglang.messages import (
     Abort,
     Answer,
     Batch,
+    Command,
     Done,
     Facts,
     Fatal,
     Flush,
+    Generate,
     LoadLora,
     RankLoad,
     Ready,
@@ -59,6 +63,7 @@ from kvolt.engines.sglang.messages import (
     UnloadLora,
 )
 from kvolt.engines.sglang.outputs import load_of, news_of
+from kvolt.engines.sglang.prefills import Prefills, check_meeting, meeting
 from kvolt.engines.sglang.process import Host, HostProcess, NewHost
 from kvolt.engines.sglang.requests import check_supported, generation, rid_of
 from kvolt.engines.step_plan import check_request
@@ -98,6 +103,7 @@ class SglangEngine:
         self._news = Bell()
         self._kv = KvOrder(self._news.ring)
         self._loads: dict[int, RankLoad] = {}
+        self._prefills = Prefills(self._send)
         self._begun: set[str] = set()
         """Choices that have tokens and are not over, by their names in SGLang."""
         self._ready: asyncio.Future[Facts] | None = None
@@ -279,7 +285,8 @@ class SglangEngine:
 
     def _tell_row(self, row: Row) -> None:
         choice = self._answers.find(row.rid.removesuffix("."))
-        if choice is None:
+        if choice is None:  # nobody waits for it any more, or it is computed for others
+            self._prefills.take(row)
             return
         try:
             news = news_of(row, choice)
@@ -305,12 +312,21 @@ class SglangEngine:
     # --- requests
 
     def submit(self, request: Request) -> None:
+        if self._spec.role is Role.PREFILL:
+            raise Unsupported("a prefill worker of SGLang answers nobody", feature="submit")
         self._check(request)
         assert self._host is not None
+        ticket = check_meeting(request) if self._spec.role is Role.DECODE else None
         choices = self._answers.open(request)
         self._adapters.use(request.request_id, request.lora)
         for choice in choices:
-            self._host.link.send(generation(choice, self.facts, self._own_seed(choice)))
+            met = {} if ticket is None else meeting(ticket, choice.index)
+            if ticket is not None and ticket.rank is not None:
+                met["disagg_prefill_dp_rank"] = ticket.rank
+            self._host.link.send(self._generation(choice, **met))
+
+    def _generation(self, choice: Choice, **fields: Any) -> Generate:
+        return generation(choice, self.facts, self._own_seed(choice), **fields)
 
     def _own_seed(self, choice: Choice) -> int:
         return xxh3_64_intdigest(f"{self._nonce}/{rid_of(choice)}".encode()) >> 2
@@ -335,6 +351,23 @@ class SglangEngine:
             return False
         self.abort(request_id)
         return True
+
+    # --- Prefill
+
+    async def prefill(self, request: Request) -> Handoff:
+        """At once: SGLang computes the prompt when the other side has come for it."""
+        if self._spec.role is not Role.PREFILL:
+            raise Unsupported(
+                "only a prefill worker of SGLang computes prompts for others", feature="prefill"
+            )
+        self._check(request)
+        arguments = self._arguments
+        return self._prefills.begin(
+            request, self.facts, arguments.bootstrap_host, self._generation, arguments.hold_s
+        )
+
+    async def release_prefill(self, request_id: RequestId) -> None:
+        self._prefills.release(request_id)
 
     # --- KvEvents
 
@@ -367,7 +400,7 @@ class SglangEngine:
             raise _as_death(self._failure or EngineFailed("the engine was closed", engine="sglang"))
         return await self._calls.ask(lambda call: self._send(command(call)), timeout_s)
 
-    def _send(self, command: _CallCommand) -> None:
+    def _send(self, command: Command) -> None:
         assert self._host is not None
         self._host.link.send(command)
 

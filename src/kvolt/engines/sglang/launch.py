@@ -80,7 +80,7 @@ def launch(start: Start, clock: Clock) -> Launched:
     try:
         args = ServerArgs(**given)
         args.resolve_once()
-        if start.arguments.kv_events:
+        if tells_kv(start.spec, start.arguments):
             _check_events(args)
         launched = _launch(args)
     except (ValueError, TypeError, AssertionError) as error:
@@ -93,6 +93,11 @@ def launch(start: Start, clock: Clock) -> Launched:
     if watchdog is not None:
         watchdog.stop()  # the host looks after them itself, and says who died
     return _described(start, args, version, sockets, ports, result, clock)
+
+
+def tells_kv(spec: EngineSpec, arguments: SglangArguments) -> bool:
+    """SGLang's decode side keeps no prefixes: what it holds is of use to nobody else."""
+    return arguments.kv_events and spec.role is not Role.DECODE
 
 
 def server_args(spec: EngineSpec, arguments: SglangArguments, model: str) -> dict[str, Any]:
@@ -112,7 +117,7 @@ def server_args(spec: EngineSpec, arguments: SglangArguments, model: str) -> dic
         "enable_metrics": True,
         "load_snapshot_publish_interval": 1,
     }
-    if arguments.kv_events:
+    if tells_kv(spec, arguments):
         defaults["kv_events_config"] = json.dumps(_events_config(given.get("dp_size", 1)))
     if arguments.loras:
         defaults["lora_paths"] = dict(arguments.loras)

@@ -35,7 +35,7 @@ def check_supported(request: Request, facts: Facts) -> None:
     if request.grammar is not None and not facts.has_grammars:
         raise Unsupported("this SGLang runs without a grammar backend", feature="grammar")
     _check_random(request, facts)
-    if request.is_resumed or request.handoff is not None:
+    if request.is_resumed:
         _check_resumed(request)
     _check_ranges(sampling)
     most_given = max(len(request.token_ids) + len(request.resumed(index)) for index in request.open_choices)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from enum import StrEnum
 from typing import Annotated, Any
 
 import msgspec
@@ -11,17 +10,6 @@ from msgspec import Meta
 
 _AtLeastOne = Annotated[int, Meta(ge=1)]
 _Seconds = Annotated[float, Meta(gt=0)]
-
-
-class Seeds(StrEnum):
-    """Whether the same request has the same tokens again."""
-
-    NONE = "none"
-    """Its default sampler draws for all requests from one generator: a request with a seed is refused."""
-    KEPT = "kept"
-    """By request, from its beginning on: an answer that was begun elsewhere cannot be gone on with."""
-    BY_POSITION = "by_position"
-    """By the position of a token: it can."""
 
 
 class Seeds(StrEnum):

@@ -36,7 +36,6 @@ from kvolt.engines.trtllm.prefills import states_of
 from kvolt.engines.trtllm.requests import check_resumable, check_supported
 from kvolt.engines.trtllm.running import Running
 from kvolt.engines.unread_steps import UnreadSteps
-from kvolt.engines.unread_steps import UnreadSteps
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.tasks import Crew
 

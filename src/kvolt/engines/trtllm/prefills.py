@@ -17,7 +17,6 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.foreign.answers import Choice
 from kvolt.engines.trtllm.arguments import Seeds
-from kvolt.engines.trtllm.arguments import Seeds
 from kvolt.engines.trtllm.outputs import ends
 from kvolt.engines.trtllm.requests import is_drawn_anew
 from kvolt.engines.trtllm.tickets import ContextState, Ticket, decode_ticket, encode_ticket, state_of

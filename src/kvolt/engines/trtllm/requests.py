@@ -14,7 +14,6 @@ from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request
 from kvolt.engines.foreign.answers import Choice
 from kvolt.engines.trtllm.arguments import Seeds
-from kvolt.engines.trtllm.arguments import Seeds
 
 _MAX_SEED = (1 << 63) - 1
 

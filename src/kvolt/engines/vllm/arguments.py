@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvolt.engines.vllm.tier_settings import VllmTiers
+
 _AtLeastOne = Annotated[int, Meta(ge=1)]
 
 
@@ -24,5 +26,7 @@ class VllmArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Tell routers which blocks come and go; false where none of them asks (round-robin)."""
     loras: dict[str, str] = {}
     """Adapters to load at start: name to folder. Needs `engine_args.enable_lora`."""
+    tiers: VllmTiers = VllmTiers()
+    """KV that leaves vLLM's memory is kept in the host's and on a disk (docs/engines.md)."""
     hold_s: Annotated[float, Meta(gt=0)] = 30.0
     """How long a prompt that was computed for others is kept for them (NIXL's lease)."""

@@ -7,6 +7,7 @@ engine's outputs by itself.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import logging
 import math
 import socket
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 
 EXTENSION = "kvolt.engines.vllm.worker_extension.KvoltWorkerExtension"
 NIXL = "KvoltNixlConnector"
+TIERS = "KvoltTierConnector"
+_TIERS_MODULE = "kvolt.engines.vllm.tier_connector"
+_READ_BYTES = 1 << 20
 _NIXL_MODULE = "kvolt.engines.vllm.nixl_connector"
 _NIXL_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 _MOST_LOGPROBS = 20
@@ -119,6 +123,8 @@ def engine_args(spec: EngineSpec, arguments: VllmArguments, model: Path, folder:
         defaults["kv_events_config"] = _events_config(given, folder)
     if spec.role in _NIXL_ROLES:
         defaults["kv_transfer_config"] = {"kv_connector": NIXL, "kv_role": _NIXL_ROLES[spec.role]}
+    if arguments.tiers.host:
+        defaults["kv_transfer_config"] = _tiers_config(spec, arguments, model)
     given = defaults | given
     if isinstance(given.get("kv_transfer_config"), dict):
         from vllm.config import KVTransferConfig
@@ -149,6 +155,40 @@ def _transfer_config(given: dict[str, Any], hold_s: float) -> dict[str, Any]:
     set_default("VLLM_NIXL_SIDE_CHANNEL_HOST", _own_address())
     set_default("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port()))
     return defaults | given
+
+
+def _tiers_config(spec: EngineSpec, arguments: VllmArguments, model: Path) -> dict[str, Any]:
+    if spec.role in _NIXL_ROLES or "kv_transfer_config" in arguments.engine_args:
+        raise ConfigError(
+            "a vLLM worker has tiers or moves KV to others, not both",
+            key="args.tiers",
+            remedy="leave out tiers.host, or serve it as aggregated without a kv_transfer_config",
+        )
+    return {
+        "kv_connector": TIERS,
+        "kv_connector_module_path": _TIERS_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "tiers": msgspec.to_builtins(arguments.tiers),
+            "model": weights_identity(model),
+        },
+    }
+
+
+def weights_identity(model: Path) -> str:
+    """Equal for equal weights: names, sizes and parts of their files. To read all of a large model takes minutes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted([*model.glob("*.safetensors"), *model.glob("*.bin"), model / "config.json"]):
+        if not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}:".encode())
+        with path.open("rb") as file:
+            for start in (0, size // 2, max(size - _READ_BYTES, 0)):
+                file.seek(start)
+                digest.update(file.read(_READ_BYTES))
+    return digest.hexdigest()
 
 
 def _own_address() -> str:

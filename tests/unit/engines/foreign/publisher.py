@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -51,9 +52,11 @@ def payload_of(*events: Any, rank: int = 0) -> bytes:
 class Publisher:
     """An XPUB socket, which is a PUB that can be asked whether somebody listens. Its replay has a thread."""
 
-    def __init__(self, folder: Any, *, name: str = "kv", topic: bytes = b"", buffer_steps: int = 10_000) -> None:
-        self.endpoint = f"ipc://{folder}/{name}-events"
-        self.replay_endpoint = f"ipc://{folder}/{name}-replay"
+    def __init__(
+        self, endpoint: str, replay_endpoint: str, *, topic: bytes = b"", buffer_steps: int = 10_000
+    ) -> None:
+        self.endpoint = endpoint
+        self.replay_endpoint = replay_endpoint
         self.number = 0
         """Of the next batch."""
         self.num_replays = 0
@@ -69,6 +72,10 @@ class Publisher:
         self._is_over = False
         self._thread = threading.Thread(target=self._serve, daemon=True, name="replay")
         self._thread.start()
+
+    @classmethod
+    def within(cls, folder: Path, **more: Any) -> Self:
+        return cls(f"ipc://{folder}/kv-events", f"ipc://{folder}/kv-replay", **more)
 
     def __enter__(self) -> Self:
         return self

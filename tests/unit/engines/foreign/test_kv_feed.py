@@ -100,7 +100,7 @@ async def reading(publisher: Publisher, **more: Any) -> AsyncIterator[Reading]:
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Any:
-    with Publisher(tmp_path) as made:
+    with Publisher.within(tmp_path) as made:
         yield made
 
 
@@ -135,7 +135,7 @@ async def test_what_vllm_published(publisher: Publisher) -> None:
 
 def test_replays_are_made_as_vllm_makes_them(tmp_path: Path) -> None:
     """The stand-in's socket says what vLLM's own has said to the same question."""
-    with Publisher(tmp_path) as publisher, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    with Publisher.within(tmp_path) as publisher, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         for _, _, payload in frames("published"):
             publisher.publish(payload, is_lost=True)
         dealer.connect(publisher.replay_endpoint)
@@ -303,7 +303,7 @@ async def test_too_few_frames_are_passed_over(
 
 
 async def test_only_its_topic(tmp_path: Path) -> None:
-    with Publisher(tmp_path, topic=b"kv@one") as publisher:
+    with Publisher.within(tmp_path, topic=b"kv@one") as publisher:
         async with reading(publisher, topic="kv@one") as read:
             publisher.send(b"kv@two", (0).to_bytes(8, "big"), stored(9))
             publisher.publish(stored(0))

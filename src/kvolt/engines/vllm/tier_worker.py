@@ -1,0 +1,156 @@
+"""The half of the tier connector that runs in vLLM's workers: kvolt's tiers over vLLM's memory.
+
+The tiers have a thread with a loop of their own; vLLM's thread gives orders and asks what is done. Each layer's memory
+is to them what a rank's is elsewhere: a block has one piece in each. Blocks are held against their checksums as they
+come up: one that is not what it was is a miss, with all that follow it, and vLLM computes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from kvolt.core.kv_events import Removed, Stored
+from kvolt.engines.vllm.tier_messages import Move, Orders, Told, hash_of
+from kvolt.engines.vllm.tier_settings import VllmTiers, lower_tiers, num_host_blocks
+from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.tiers.cache import Fetched, TieredCache
+from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.transfer.memory import Slab
+
+_START_S = 600.0
+_STOP_S = 30.0
+_FETCH_S = 10.0
+_FENCE_S = 60.0
+
+
+def slab_of(tensor: Any, num_blocks: int) -> Slab:
+    """A layer's blocks, one after the other in its memory."""
+    import torch
+
+    block_bytes = tensor.stride(0) * tensor.element_size()
+    num_bytes = num_blocks * block_bytes
+    if tensor.device.type == "cpu":
+        memory = memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
+        return Slab(memory, block_bytes)
+    from kvolt.transfer.cuda_memory import CudaMemory
+
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), (num_bytes,), (1,)
+    )
+    return Slab.on_device(CudaMemory(view), block_bytes)
+
+
+class TierWorker:
+    """See the module. `piece`: which of a block's pieces this worker has, for what outlives it."""
+
+    def __init__(self, layers: Sequence[Any], num_blocks: int, settings: VllmTiers, piece: str) -> None:
+        self._layers = layers  # their memory is ours to read and write for as long as this lives
+        self._loads: dict[str, tuple[Future[Fetched], list[Move]]] = {}
+        self._stores: dict[str, list[Future[int]]] = {}
+        self._awaited: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvolt-tiers", daemon=True)
+        self._thread.start()
+        slabs = [slab_of(each, num_blocks) for each in layers]
+        shape = BlockShape.of(slabs)
+        self._cache = TieredCache.over(
+            slabs,
+            num_host_blocks(settings, shape, num_blocks),
+            lower_tiers(settings, shape, num_blocks, piece),
+        )
+        self._run(self._cache.start()).result(_START_S)
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        self._run(self._cache.close()).result(_STOP_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_STOP_S)
+
+    # --- orders
+
+    def obey(self, orders: Orders) -> None:
+        """Before the step is computed."""
+        self._awaited |= orders.awaited
+        for request_id, moves in orders.loads.items():
+            numbers = [move.number for move in moves]
+            fetching = self._cache.fetch(self._blocks(moves), numbers, _FETCH_S)
+            self._loads[request_id] = (self._run(fetching), moves)
+
+    def store(self, orders: Orders) -> None:
+        """After the step: what it completed."""
+        if orders.stores:
+            _wait_for_device(self._layers[0])
+        for request_id, moves in orders.stores.items():
+            storing = self._cache.offload(self._blocks(moves), [move.number for move in moves])
+            self._stores.setdefault(request_id, []).append(self._run(storing))
+
+    def fence(self) -> None:
+        """vLLM takes blocks from requests: what is under way from them must have been copied."""
+        for each in [storing for stores in self._stores.values() for storing in stores]:
+            each.exception(_FENCE_S)
+
+    @staticmethod
+    def _blocks(moves: Sequence[Move]) -> list[TierBlock]:
+        return [
+            TierBlock(
+                move.key,
+                hash_of(move.key),
+                move.parent,
+                None if move.parent is None else hash_of(move.parent),
+                move.position,
+            )
+            for move in moves
+        ]
+
+    # --- what is done
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose blocks may go, and those that have what was brought."""
+        brought = {request_id for request_id, (fetching, _) in self._loads.items() if fetching.done()}
+        for request_id in brought:
+            fetching, moves = self._loads.pop(request_id)
+            num_came = fetching.result().num_blocks if fetching.exception() is None else 0
+            self._failed_blocks.update(move.number for move in moves[num_came:])
+        for request_id in list(self._stores):
+            left = [each for each in self._stores[request_id] if not each.done()]
+            if left:
+                self._stores[request_id] = left
+            else:
+                del self._stores[request_id]
+        gone = {request_id for request_id in self._awaited if request_id not in self._stores}
+        self._awaited -= gone
+        return gone, brought
+
+    def take_failed(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_told(self) -> Told | None:
+        """What came to the tiers and went, since the last time."""
+        told = Told()
+        for change in self._run(self._changes()).result(_FENCE_S):
+            match change:
+                case Stored():
+                    told.stored.update((change.tier, each) for each in change.sequence_hashes)
+                case Removed():
+                    told.removed.update((change.tier, each) for each in change.sequence_hashes)
+        return told if told.stored or told.removed else None
+
+    async def _changes(self) -> Sequence[Any]:
+        return self._cache.host.take_changes()
+
+
+def _wait_for_device(layer: Any) -> None:
+    """On a GPU the step may still be computed when vLLM's thread has gone on."""
+    if layer.device.type != "cpu":
+        import torch
+
+        torch.cuda.current_stream(layer.device).synchronize()

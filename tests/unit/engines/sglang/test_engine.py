@@ -1,0 +1,274 @@
+"""SglangEngine with a host that is none: what it sends, what it tells, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.engines.foreign.publisher import Publisher
+from tests.unit.engines.sglang.lab import (
+    FACTS,
+    LENGTH,
+    PROMPT,
+    RECORDED,
+    FakeHost,
+    model_folder,
+    recorded_batches,
+    request,
+    row,
+    started,
+)
+
+from kvolt.core.delta import FinishReason
+from kvolt.core.errors import (
+    ConfigError,
+    EngineDied,
+    EngineFailed,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    Unsupported,
+    to_info,
+)
+from kvolt.core.hashing import SequenceHasher, request_seed
+from kvolt.core.ids import RequestId
+from kvolt.core.kv_events import Stored
+from kvolt.core.request import Role, Sampling, StopConditions
+from kvolt.engines.registry import EngineSpec, build_engine, check_arguments
+from kvolt.engines.sglang.arguments import SglangArguments
+from kvolt.engines.sglang.engine import SglangEngine
+from kvolt.engines.sglang.messages import Abort, Batch, Done, Fatal, Flush, KvSource, LoadLora, UnloadLora
+
+
+async def test_registration_is_what_sglang_says(tmp_path: Path) -> None:
+    async with started(tmp_path) as lab:
+        engine = lab.engine
+        assert (engine.card.block_size, engine.card.context_length) == (16, 2046)
+        assert engine.card.eos_token_ids == (2,)
+        engine.submit(request())
+        assert len(lab.host.asked) == 1
+
+
+async def test_a_recorded_answer_is_told(tmp_path: Path) -> None:
+    async with started(tmp_path) as lab:
+        lab.engine.submit(request(sampling=Sampling(temperature=0.0, logprobs=2)))
+        rid = lab.host.asked[0].rid
+        for batch in recorded_batches("logprobs"):
+            lab.host.say(Batch([replace(each, rid=rid) for each in batch.rows], batch.loads))
+        tokens: list[int] = []
+        for _ in range(3):
+            step = await lab.step()
+            ((_, delta),) = step.deltas
+            tokens += delta.token_ids
+            assert step.load is not None
+        assert tokens == [842, 736, 95]
+        assert delta.finish is FinishReason.LENGTH
+        assert delta.usage is not None
+        assert (delta.usage.prompt_tokens, delta.usage.completion_tokens) == (40, 3)
+        assert (step.load.running, step.load.waiting, step.load.kv_used_blocks) == (0, 0, 0)
+
+
+async def test_load_counts_those_that_run_and_wait(tmp_path: Path) -> None:
+    async with started(tmp_path) as lab:
+        lab.engine.submit(request("a"))
+        lab.engine.submit(request("b"))
+        lab.host.rows(row(lab.host.asked[0].rid, 5), used_tokens=40)
+        load = (await lab.step()).load
+        assert load is not None
+        assert (load.running, load.waiting, load.kv_used_blocks) == (1, 1, 3)
+
+
+async def test_nothing_comes_after_an_abort(tmp_path: Path) -> None:
+    async with started(tmp_path) as lab:
+        lab.engine.submit(request("goes"))
+        lab.engine.submit(request("stays"))
+        goes, stays = (each.rid for each in lab.host.asked)
+        lab.host.rows(row(goes, 5), row(stays, 6))
+        lab.engine.abort(RequestId("goes"))
+        lab.engine.abort(RequestId("goes"))
+        assert [each for each in lab.host.commands if isinstance(each, Abort)] == [Abort(goes)]
+        step = await lab.step()
+        assert [name for name, _ in step.deltas] == ["stays"]
+
+
+async def test_only_what_said_nothing_is_withdrawn(tmp_path: Path) -> None:
+    async with started(tmp_path) as lab:
+        lab.engine.submit(request("r"))
+        lab.host.rows(row(lab.host.asked[0].rid, 5))
+        await lab.step()
+        lab.engine.submit(request("waits"))
+        assert await lab.engine.withdraw(RequestId("waits"))
+        assert not await lab.engine.withdraw(RequestId("r"))
+        assert not await lab.engine.withdraw(RequestId("nobody"))
+
+
+async def test_an_end_that_sglang_does_not_see_is_told_to_it(tmp_path: Path) -> None:
+    async with started(tmp_path) as lab:
+        stop = StopConditions(max_tokens=9, stop_token_ids=(7,), ignore_eos=True)
+        lab.engine.submit(request(stop=stop))
+        rid = lab.host.asked[0].rid
+        lab.host.rows(row(rid, 7))
+        ((_, delta),) = (await lab.step()).deltas
+        assert (delta.finish, delta.stop_reason) == (FinishReason.STOP, 7)
+        assert lab.host.commands[-1] == Abort(rid)
+
+
+async def test_a_refusal_ends_the_request_and_its_choices(tmp_path: Path) -> None:
+    async with started(tmp_path) as lab:
+        lab.engine.submit(request(sampling=Sampling(seed=1, num_choices=2)))
+        first, second = (each.rid for each in lab.host.asked)
+        lab.host.rows(replace(recorded_batches("bad")[-1].rows[0], rid=first))
+        ((name, error),) = (await lab.step()).failed
+        assert (name, error.code) == ("r", "invalid_request")
+        assert Abort(second) in lab.host.commands
+
+
+async def test_full_is_overloaded(tmp_path: Path) -> None:
+    async with started(tmp_path, replace(FACTS, max_running_requests=1), max_waiting=1) as lab:
+        lab.engine.submit(request("a"))
+        lab.engine.submit(request("b"))
+        with pytest.raises(Overloaded):
+            lab.engine.submit(request("c"))
+        with pytest.raises(InvalidRequest):
+            lab.engine.submit(request("long", stop=StopConditions(max_tokens=2046)))
+
+
+async def test_steps_wait_for_their_kv_events(tmp_path: Path) -> None:
+    """Recorded events over a socket: tokens come by another one, sooner, and are told with them."""
+    with Publisher.within(tmp_path) as publisher:
+        facts = replace(FACTS, kv_sources=(KvSource(publisher.endpoint, publisher.replay_endpoint),))
+        async with started(tmp_path, facts) as lab:
+            await asyncio.to_thread(publisher.wait_for_reader)
+            lab.engine.submit(request())
+            rid = lab.host.asked[0].rid
+            lab.host.say(Batch([row(rid, 842)], kv_number=1))
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await anext(lab.engine.steps())
+            publisher.publish(bytes.fromhex(RECORDED["kv_events"][0][1]))
+            step = await lab.step()
+            assert [delta.token_ids for _, delta in step.deltas] == [(842,)]
+            (change,) = step.kv_changes
+            assert isinstance(change, Stored)
+            hasher = SequenceHasher(16, request_seed(None, None))
+            hasher.extend(PROMPT)
+            assert change.sequence_hashes == tuple(hasher.sequence)
+            publisher.publish(bytes.fromhex(RECORDED["kv_events"][1][1]))
+            (salted,) = (await lab.step()).kv_changes
+            hasher = SequenceHasher(16, request_seed(None, "tenant"))
+            hasher.extend(PROMPT)
+            assert isinstance(salted, Stored)
+            assert salted.sequence_hashes == tuple(hasher.sequence)
+
+
+async def test_events_that_never_come_hold_nobody_up_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvolt.engines.sglang.kv_order._NUM_LOOKS", 3)
+    with Publisher.within(tmp_path) as publisher:
+        facts = replace(FACTS, kv_sources=(KvSource(publisher.endpoint, ""),))
+        async with started(tmp_path, facts) as lab:
+            lab.engine.submit(request())
+            rid = lab.host.asked[0].rid
+            for token in (5, 6):
+                lab.host.say(Batch([row(rid, token)], kv_number=4))
+            assert [delta.token_ids for _, delta in (await lab.step()).deltas] == [(5,)]
+            assert (await lab.step()).plain_tokens == (6,)
+
+
+async def test_clear_kv(tmp_path: Path) -> None:
+    async with started(tmp_path) as lab:
+        clearing = asyncio.ensure_future(lab.engine.clear_kv())
+        await asyncio.sleep(0)
+        (flush,) = (each for each in lab.host.commands if isinstance(each, Flush))
+        lab.host.say(Done(flush.call))
+        assert await clearing == 0
+        clearing = asyncio.ensure_future(lab.engine.clear_kv())
+        await asyncio.sleep(0)
+        lab.host.say(Done(flush.call + 1, "Timed out waiting for idle state."))
+        with pytest.raises(Unavailable, match="Timed out"):
+            await clearing
+
+
+async def test_adapters(tmp_path: Path) -> None:
+    async with started(tmp_path, replace(FACTS, has_lora=True)) as lab:
+        loading = asyncio.ensure_future(lab.engine.load_lora("a", "/a"))
+        await asyncio.sleep(0)
+        lab.host.say(Done(1))
+        await loading
+        assert lab.host.commands[-1] == LoadLora(1, "a", "/a")
+        await lab.engine.load_lora("a", "/a")
+        with pytest.raises(InvalidRequest):
+            await lab.engine.load_lora("a", "/b")
+        with pytest.raises(NotFound):
+            await lab.engine.unload_lora("b")
+        lab.engine.submit(request(lora="a"))
+        with pytest.raises(InvalidRequest):
+            lab.engine.submit(request("other", lora="b"))
+        unloading = asyncio.ensure_future(lab.engine.unload_lora("a"))
+        await asyncio.sleep(0.05)
+        assert not isinstance(lab.host.commands[-1], UnloadLora), "it is in use"
+        lab.host.rows(row(lab.host.asked[0].rid, 5, finish=LENGTH))
+        await lab.step()
+        await asyncio.sleep(0.05)
+        assert lab.host.commands[-1] == UnloadLora(2, "a")
+        lab.host.say(Done(2))
+        await unloading
+        assert lab.engine.loras() == ()
+
+
+async def test_no_adapters_where_sglang_has_none(tmp_path: Path) -> None:
+    async with started(tmp_path) as lab:
+        with pytest.raises(Unsupported):
+            await lab.engine.load_lora("a", "/a")
+
+
+async def test_a_host_that_ends_is_the_engine_s_death(tmp_path: Path) -> None:
+    async with started(tmp_path) as lab:
+        lab.engine.submit(request())
+        lab.host.last_lines = ("RuntimeError: out of memory",)
+        lab.host.how = "was killed by SIGKILL"
+        lab.host.kill()
+        with pytest.raises(EngineFailed, match=r"SIGKILL.*\n.*out of memory"):
+            await lab.step()
+        with pytest.raises(EngineDied):
+            lab.engine.submit(request("late"))
+        with pytest.raises(EngineDied):
+            await lab.engine.clear_kv()
+
+
+async def test_close_ends_the_steps_and_comes_twice(tmp_path: Path) -> None:
+    async with started(tmp_path) as lab:
+        lab.engine.submit(request())
+        await lab.engine.close()
+        await lab.engine.close()
+        with pytest.raises(StopAsyncIteration):
+            await lab.step()
+
+
+class _Failing(FakeHost):
+    def send(self, command: Any) -> None:
+        self.say(Fatal(to_info(ConfigError("SGLang has no argument 'x'", key="args.engine_args.x"))))
+        self.kill()
+
+
+async def test_what_is_wrong_at_the_start_is_told_as_it_is(tmp_path: Path) -> None:
+    spec = EngineSpec(model=str(model_folder(tmp_path)), role=Role.AGGREGATED)
+    engine = SglangEngine(spec, SglangArguments(), new_host=_Failing().start)
+    with pytest.raises(ConfigError, match="no argument"):
+        await engine.start()
+    with pytest.raises(EngineFailed, match="once"):
+        await engine.start()
+
+
+def test_it_is_registered() -> None:
+    arguments = check_arguments("sglang", {"engine_args": {"tp_size": 2}, "max_waiting": 5})
+    assert isinstance(arguments, SglangArguments)
+    with pytest.raises(ConfigError, match="max_waitin"):
+        check_arguments("sglang", {"max_waitin": 5})
+    spec = EngineSpec(model="/nowhere", role=Role.AGGREGATED)
+    assert isinstance(build_engine("sglang", spec, {}), SglangEngine)
