@@ -4,6 +4,8 @@ It lets requests have a seed only with attention that it knows to be determinist
 `torch_native` is, for one thread. The hash that its sampler draws from is compiled: here it is in plain torch.
 """
 
+import functools
+
 _MASK = 0xFFFFFFFF
 
 
@@ -21,6 +23,26 @@ def register() -> None:
     # Kernels in place of torch's own, for GPUs only.
     batch_invariant_ops.enable_batch_invariant_mode = lambda *_, **__: None
     sampler.murmur_hash32 = _murmur_hash32
+    _unpin()
+
+
+def _unpin() -> None:
+    """Its LoRA layers ask for pinned memory, of which there is none without a GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+
+
+def _unpinned(make):
+    @functools.wraps(make)
+    def made(*args, **kwargs):
+        kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+
+    return made
 
 
 def _murmur_hash32(seed, positions, columns):

@@ -39,7 +39,8 @@ def check_supported(request: Request, *, has_grammars: bool, seeds: Seeds) -> No
         )
     if is_seeded(request) and seeds is Seeds.NONE:
         raise Unsupported(
-            "TensorRT-LLM's default sampler keeps no request's seed (see the argument `seeds`)", feature="seed"
+            "TensorRT-LLM's default sampler keeps no request's seed (see the argument `seeds`)",
+            feature="seed",
         )
     if request.grammar is not None and not has_grammars:
         raise Unsupported(

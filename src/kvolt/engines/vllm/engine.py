@@ -85,9 +85,12 @@ class VllmEngine:
         self._unread = UnreadSteps()
         self._commands: asyncio.Queue[Callable[[], Awaitable[Any]]] = asyncio.Queue()
         """What is sent to the core, in order."""
-        self._prefills = Prefills(self._core_request, self._post, lambda: self._core)
-        self._closed: asyncio.Event | None = None
-        """There from the first `close` on, and set at its end."""
+        self._prefills = Prefills(
+            self._core_request, self._post, lambda: self._core, self._forget
+        )
+        self._loading: asyncio.Task[Launched] | None = None
+        self._last = Crew("vllm close")
+        self._closing: asyncio.Task[None] | None = None
 
     # --- life
 
@@ -105,9 +108,9 @@ class VllmEngine:
         if self._sockets is not None or self._unread.is_over:
             raise EngineFailed("a vllm engine is started once", engine="vllm")
         self._sockets = socket_folder()
-        loading = self._crew.start(self._launch(Path(self._sockets.name)), "launch")
+        self._loading = self._last.start(self._launch(Path(self._sockets.name)), "launch")
         try:
-            running: Launched = await asyncio.shield(loading)
+            running = await asyncio.shield(self._loading)
         except BaseException:
             self._end(None)  # nobody waits any more: what is loaded meanwhile is let go
             raise
@@ -116,7 +119,7 @@ class VllmEngine:
         core = running.llm.engine_core
         self._figures = Figures(running.llm.logger_manager)
         running.tasks = tuple(await core.get_supported_tasks_async())
-        for endpoint, replay in running.events.values():
+        for rank, (endpoint, replay) in sorted(running.events.items()):
             feed = KvFeed(
                 EventsOf.VLLM,
                 running.info.block_size,
@@ -125,10 +128,9 @@ class VllmEngine:
                 lora_name=self._adapters.name_of,
             )
             self._feeds.append(feed)
+            self._crew.start(self._follow(feed, rank), "kv events")
         self._crew.start(self._read(), "outputs")
         self._crew.start(self._send(), "commands")
-        for rank, feed in enumerate(self._feeds):
-            self._crew.start(self._follow(feed, rank), "kv events")
         for name, path in self._arguments.loras.items():
             await self.load_lora(name, path)
         return running.info
@@ -150,23 +152,25 @@ class VllmEngine:
         return self._unread.read()
 
     async def close(self) -> None:
-        if self._closed is not None:
-            await self._closed.wait()
-            return
-        self._closed = asyncio.Event()
-        self._end(None)
-        try:
-            await self._crew.close()
-            if self._running is not None:
-                await asyncio.to_thread(self._running.llm.shutdown, _STOP_S)
-                self._running.llm = None
-                gc.collect()  # it is part of a cycle, and its __del__ fails when the interpreter ends
-        finally:
-            for feed in self._feeds:
-                feed.close()
-            if self._sockets is not None:
-                self._sockets.cleanup()
-            self._closed.set()
+        if self._closing is None:
+            self._end(None)
+            self._closing = self._last.start(self._close(), "close")
+        await asyncio.shield(self._closing)  # whoever waits may go: the next one waits for the same end
+
+    async def _close(self) -> None:
+        if (
+            self._loading is not None
+        ):  # in a thread, which nobody can stop: what it makes is let go when it is there
+            await asyncio.wait([self._loading])
+        await self._crew.close()
+        if self._running is not None:
+            await asyncio.to_thread(self._running.llm.shutdown, _STOP_S)
+            self._running.llm = None
+            gc.collect()  # it is part of a cycle, and its __del__ fails when the interpreter ends
+        for feed in self._feeds:
+            feed.close()
+        if self._sockets is not None:
+            self._sockets.cleanup()
 
     def _on_error(self, error: BaseException) -> None:
         """One of our tasks ended by an error: nothing goes on without it."""
@@ -250,6 +254,8 @@ class VllmEngine:
 
     @property
     def _core(self) -> Any:
+        if self._unread.is_over:
+            raise EngineDied("the engine has ended", engine="vllm")
         return self._known.llm.engine_core
 
     def _check(self, request: Request) -> None:
@@ -291,9 +297,13 @@ class VllmEngine:
         self._unread.forget(request_id)
 
     def _abort_in_core(self, engine_ids: list[str]) -> None:
-        self._figures.forget(engine_ids)
+        self._forget(engine_ids)
         if engine_ids and not self._unread.is_over:
             self._post(partial(self._core.abort_requests_async, engine_ids))
+
+    def _forget(self, engine_ids: list[str]) -> None:
+        """Nothing more is heard of these."""
+        self._figures.forget(engine_ids)
 
     def _post(self, command: Callable[[], Awaitable[Any]]) -> None:
         self._commands.put_nowait(command)
@@ -313,7 +323,15 @@ class VllmEngine:
     async def clear_kv(self) -> int:
         """Those that run are preempted, and computed again."""
         num_blocks = len(self._blocks)
-        if not await self._core.reset_prefix_cache_async(reset_running_requests=True):
+        try:
+            is_cleared = await self._core.reset_prefix_cache_async(reset_running_requests=True)
+        except KvoltError:
+            raise
+        except (
+            Exception
+        ) as error:  # it says so by whatever its engine raised, where blocks are kept for others
+            raise Unavailable(f"vLLM cannot clear its cache now: {error}", reason="busy") from error
+        if not is_cleared:
             raise Unavailable("vLLM cannot clear its cache now", reason="busy")
         # vLLM tells of it with its next step, whenever that comes; to be told twice does no harm.
         self._blocks.clear()

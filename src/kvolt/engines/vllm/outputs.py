@@ -54,7 +54,9 @@ def _prompt_logprobs(output: Any, choice: Choice) -> tuple[TokenLogprobs | None,
     if tensors is None or wanted is None:
         return None
     ids, values = tensors.logprob_token_ids.tolist(), tensors.logprobs.tolist()
-    return (None, *map(_row, ids, values, [wanted] * len(ids)))
+    # What was said already is given to vLLM with the prompt, and is no part of it.
+    told = (None, *map(_row, ids, values, [wanted] * len(ids)))
+    return told[: len(choice.request.token_ids)]
 
 
 def load_of(stats: Any, num_blocks: int, dp_rank: int) -> WorkerLoad:

@@ -51,8 +51,11 @@ class Prefills:
         make: Callable[[Choice, dict[str, Any] | None, bool], Any],
         post: Callable[[Callable[[], Awaitable[Any]]], None],
         core: Callable[[], Any],
+        forget: Callable[[list[str]], None],
     ) -> None:
+        """`forget`: nothing more is heard of these."""
         self._make = make
+        self._forget = forget
         self._post = post
         self._core = core
         self._prompts: dict[RequestId, _Prompt] = {}
@@ -129,18 +132,22 @@ class Prefills:
             prompt.done.exception()  # it may be that nobody waits
         if prompt.choices:
             names = list(prompt.choices)
+            self._forget(names)
             self._post(partial(self._core().abort_requests_async, names))
-        if prompt.transfer is not None:
-            self._let_go(prompt)
+        self._let_go(prompt)  # also where it was aborted: it may have been ready before vLLM heard of that
 
     def _let_go(self, prompt: _Prompt) -> None:
         """vLLM keeps the blocks until they are fetched or their lease is over. A request that is aborted before it
         begins takes the word to its connector."""
         self._number += 1
         name = f"release/{self._number}"
-        choice = Choice(prompt.request, 0, name)
-        release = self._make(choice, {RELEASE: prompt.fetched}, True)
+        given = prompt.request
+        bare = Request(
+            request_id=given.request_id, model=given.model, token_ids=given.token_ids[:1], stop=given.stop
+        )
+        release = self._make(Choice(bare, 0, name), {RELEASE: prompt.fetched}, True)
         release.abort_immediately = True
+        self._forget([name])
         self._post(partial(self._core().add_request_async, release))
 
     def end(self, error: KvoltError) -> None:
