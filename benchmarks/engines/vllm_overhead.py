@@ -65,23 +65,17 @@ def environ(folder: Path) -> dict[str, str]:
     }
 
 
-def kvolt_command(model: Path, port: int) -> list[str]:
+def kvolt_commands(model: Path, port: int) -> list[list[str]]:
+    """A frontend and a worker, each by itself: `kvolt serve` would give the engine other threads than vLLM's server."""
     given = ["--arg", f"engine_args={json.dumps(ENGINE_ARGS)}", "--arg", "served_name=tiny"]
+    kvolt = [sys.executable, "-m", "kvolt"]
     return [
-        sys.executable,
-        "-m",
-        "kvolt",
-        "serve",
-        str(model),
-        "--engine",
-        "vllm",
-        "--port",
-        str(port),
-        *given,
+        [*kvolt, "frontend", "--port", str(port), "--router", "latency"],
+        [*kvolt, "worker", str(model), "--engine", "vllm", *given],
     ]
 
 
-def vllm_command(model: Path, port: int) -> list[str]:
+def vllm_commands(model: Path, port: int) -> list[list[str]]:
     given: list[str] = []
     for name, value in ENGINE_ARGS.items():
         flag = f"--{name.replace('_', '-')}"
@@ -97,12 +91,12 @@ def vllm_command(model: Path, port: int) -> list[str]:
         "--port",
         str(port),
     ]
-    return [sys.executable, "-m", module, *served, *given]
+    return [[sys.executable, "-m", module, *served, *given]]
 
 
 class Server:
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
-        self.process, self.url = process, f"http://127.0.0.1:{port}"
+    def __init__(self, processes: list[psutil.Popen], port: int) -> None:
+        self.processes, self.url = processes, f"http://127.0.0.1:{port}"
 
     def wait(self, log: Path) -> None:
         deadline = time.monotonic() + _READY_S
@@ -113,17 +107,17 @@ class Server:
                         return
             except (OSError, ValueError):
                 pass
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(
-                    f"{self.process.args!r} is not ready:\n{log.read_text(errors='replace')[-3000:]}"
-                )
+            if time.monotonic() > deadline or any(each.poll() is not None for each in self.processes):
+                raise SystemExit(f"not ready:\n{log.read_text(errors='replace')[-3000:]}")
             time.sleep(0.5)
+
+    def family(self) -> list[psutil.Process]:
+        return [member for each in self.processes for member in (each, *each.children(recursive=True))]
 
     def cpu_s(self) -> dict[str, float]:
         """Of what is around the engine, by process, and of the engine."""
-        root = psutil.Process(self.process.pid)
         found: dict[str, float] = {}
-        for each in (root, *root.children(recursive=True)):
+        for each in self.family():
             command = " ".join(each.cmdline())
             times = each.cpu_times()
             name = "engine" if any(word in command for word in _ENGINE) else f"{each.pid}"
@@ -132,18 +126,22 @@ class Server:
 
 
 @contextmanager
-def running(name: str, command: list[str], port: int, folder: Path) -> Iterator[Server]:
+def running(name: str, commands: list[list[str]], port: int, folder: Path) -> Iterator[Server]:
     log = folder / f"{name}.log"
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environ(folder), cwd=folder)
-    server = Server(process, port)
+        processes = [
+            psutil.Popen(command, stdout=out, stderr=out, env=environ(folder), cwd=folder)
+            for command in commands
+        ]
+    server = Server(processes, port)
     try:
         server.wait(log)
         yield server
     finally:
-        family = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
-        _, left = psutil.wait_procs([psutil.Process(process.pid), *family], 40)
+        family = server.family()
+        for each in reversed(processes):
+            each.send_signal(signal.SIGINT)
+        _, left = psutil.wait_procs(family, 40)
         for each in left:
             each.kill()
 
@@ -208,9 +206,9 @@ def main() -> int:
         folder = Path(name)
         model = tiny_checkpoint(folder / "model", head_dim=32)
         servers = {}
-        for kind, command in (("kvolt", kvolt_command), ("vllm", vllm_command)):
+        for kind, commands in (("kvolt", kvolt_commands), ("vllm", vllm_commands)):
             port = free_port()
-            servers[kind] = stack.enter_context(running(kind, command(model, port), port, folder))
+            servers[kind] = stack.enter_context(running(kind, commands(model, port), port, folder))
         rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in servers}
         for number in range(ROUNDS + 1):
             for kind, server in servers.items():
