@@ -35,7 +35,7 @@ _LEVEL = 30
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One engine, so one loop; those that start others come first, while it is not there yet."""
-    items.sort(key=lambda item: item.path.stem != "test_life")
+    items.sort(key=lambda item: item.path.stem not in ("test_life", "test_lora"))
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)

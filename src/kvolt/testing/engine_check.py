@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.request import Role
 from kvolt.engines.contract import Engine, features_of
@@ -43,10 +44,11 @@ class CheckHarness:
         self._prompts: Prompts | None = None
 
     def engine(self) -> Engine:
-        engine = build_engine(self._name, self._spec, self._arguments)
-        if self._prompts is None:
-            self._prompts = Prompts(engine.card)
-        return engine
+        return build_engine(self._name, self._spec, self._arguments)
+
+    def learn(self, card: ModelCard) -> None:
+        """Of an engine that has started: its card has the vocabulary."""
+        self._prompts = Prompts(card)
 
     @property
     def prompts(self) -> Prompts:
@@ -65,6 +67,7 @@ class CheckHarness:
 async def look(harness: CheckHarness, ending_text: str | None) -> tuple[str, ...]:
     """What the engine offers. Finds the harness a prompt whose answer ends, on the way."""
     async with engine_run(harness) as run:
+        harness.learn(run.engine.card)
         given = None if ending_text is None else harness.prompts.encode(ending_text)
         harness.ending = await find_ending_prompt(run, harness.prompts, given)
         if given is not None and harness.ending is None:

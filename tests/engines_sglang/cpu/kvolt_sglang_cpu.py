@@ -34,6 +34,7 @@ def _unpin() -> None:
         return
     for name in ("tensor", "empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
 
 
 def _unpinned(make):

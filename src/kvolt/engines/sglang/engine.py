@@ -12,10 +12,11 @@ import logging
 import secrets
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.core import Metric
 from xxhash import xxh3_64_intdigest
 
 from kvolt.core.card import EngineInfo, ModelCard
@@ -35,6 +36,7 @@ from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, Role
 from kvolt.engines.bell import Bell
 from kvolt.engines.foreign.answers import Answers, Choice
+from kvolt.engines.foreign.metrics import engine_metrics
 from kvolt.engines.models.fetch_progress import ProgressLog
 from kvolt.engines.models.folder_export import folder_of
 from kvolt.engines.models.resolve import resolve
@@ -135,6 +137,10 @@ class SglangEngine:
         folder = self.facts.metrics_folder
         return None if folder is None else Path(folder)
 
+    def metrics(self, labels: Mapping[str, str]) -> Iterator[Metric]:
+        folder = self.metrics_folder
+        return iter(()) if folder is None else engine_metrics("sglang:", labels, str(folder))
+
     async def start(self) -> EngineInfo:
         """Errors of loading as they were raised. Takes as long as loading takes; cancelled, it leaves nothing."""
         if self._ready is not None or self._is_over:
@@ -192,7 +198,9 @@ class SglangEngine:
         step = self._answers.take(self._load(0), tuple(changes.pop(0, ())))
         steps = [] if step is None else [step]
         for rank in sorted({*changes, *(rank for rank in self._loads if rank)}):
-            steps.append(StepOutput(load=self._load(rank), kv_changes=tuple(changes.get(rank, ()))))
+            # A step is of the rank that its load names.
+            load = self._load(rank) or WorkerLoad(kv_total_blocks=self._num_blocks, dp_rank=rank)
+            steps.append(StepOutput(load=load, kv_changes=tuple(changes.get(rank, ()))))
         return steps
 
     def _load(self, rank: int) -> WorkerLoad | None:

@@ -85,9 +85,7 @@ class VllmEngine:
         self._unread = UnreadSteps()
         self._commands: asyncio.Queue[Callable[[], Awaitable[Any]]] = asyncio.Queue()
         """What is sent to the core, in order."""
-        self._prefills = Prefills(
-            self._core_request, self._post, lambda: self._core, self._forget
-        )
+        self._prefills = Prefills(self._core_request, self._post, lambda: self._core, self._forget)
         self._loading: asyncio.Task[Launched] | None = None
         self._last = Crew("vllm close")
         self._closing: asyncio.Task[None] | None = None

@@ -37,11 +37,21 @@ from kvolt.core.errors import (
 from kvolt.core.hashing import SequenceHasher, request_seed
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Stored
-from kvolt.core.request import Role, Sampling, StopConditions
+from kvolt.core.request import Role, RoutingHints, Sampling, StopConditions
 from kvolt.engines.registry import EngineSpec, build_engine, check_arguments
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.engine import SglangEngine
-from kvolt.engines.sglang.messages import Abort, Batch, Done, Fatal, Flush, KvSource, LoadLora, UnloadLora
+from kvolt.engines.sglang.messages import (
+    Abort,
+    Batch,
+    Done,
+    Fatal,
+    Flush,
+    KvSource,
+    LoadLora,
+    RankLoad,
+    UnloadLora,
+)
 
 
 async def test_registration_is_what_sglang_says(tmp_path: Path) -> None:
@@ -178,6 +188,27 @@ async def test_events_that_never_come_hold_nobody_up_for_long(
                 lab.host.say(Batch([row(rid, token)], kv_number=4))
             assert [delta.token_ids for _, delta in (await lab.step()).deltas] == [(5,)]
             assert (await lab.step()).plain_tokens == (6,)
+
+
+async def test_each_rank_has_its_own_steps(tmp_path: Path) -> None:
+    """A step without a load is the first rank's: others' KV changes come with one."""
+    (tmp_path / "second").mkdir()
+    with Publisher.within(tmp_path) as first, Publisher.within(tmp_path / "second") as second:
+        sources = tuple(KvSource(each.endpoint, each.replay_endpoint) for each in (first, second))
+        async with started(tmp_path, replace(FACTS, num_ranks=2, kv_sources=sources)) as lab:
+            await asyncio.to_thread(second.wait_for_reader)
+            second.publish(bytes.fromhex(RECORDED["kv_events"][0][1]))
+            step = await lab.step()
+            assert len(step.kv_changes) == 1
+            assert step.load is not None
+            assert step.load.dp_rank == 1
+            lab.engine.submit(request(routing=RoutingHints(pinned_dp_rank=1)))
+            asked = lab.host.asked[0]
+            assert asked.fields["routed_dp_rank"] == 1
+            loads = [RankLoad(0, 0, 0, 0), RankLoad(1, 1, 0, 40)]
+            lab.host.say(Batch([row(asked.rid, 842)], loads, kv_rank=1, kv_number=1))
+            steps = [await lab.step(), await lab.step()]
+            assert [(each.load.dp_rank, each.load.running) for each in steps if each.load] == [(0, 0), (1, 1)]
 
 
 async def test_clear_kv(tmp_path: Path) -> None:
