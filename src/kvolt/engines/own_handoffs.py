@@ -23,8 +23,8 @@ class OwnHandoffs:
     def __init__(self, engine: Prefill) -> None:
         self._engine = engine
         self._crew = Crew("own handoffs")
-        self._given: dict[RequestId, None] = {}
-        """What the engine may keep still, oldest first."""
+        self._given: dict[RequestId, object] = {}
+        """What the engine may keep still."""
         self.stats = HandoffStats()
 
     async def close(self) -> None:
@@ -32,17 +32,19 @@ class OwnHandoffs:
 
     async def give(self, request: Request, instance: InstanceId) -> Handoff:
         handoff = await self._engine.prefill(request)
-        self._given[request.request_id] = None
-        hold_s = handoff.expires_in_s
-        self._crew.start(self._forget_after(request.request_id, hold_s), f"ticket {request.request_id}")
+        given = self._given[request.request_id] = object()
+        if handoff.expires_in_s is not None:
+            ending = self._let_go_after(request.request_id, given, handoff.expires_in_s)
+            self._crew.start(ending, f"ticket {request.request_id}")
         self.stats.num_given += 1
         return msgspec.structs.replace(handoff, prefill_instance=instance)
 
-    async def _forget_after(self, request_id: RequestId, hold_s: float | None) -> None:
-        """The engine lets go of what was fetched, or not in time, by itself."""
-        if hold_s is not None:
-            await asyncio.sleep(hold_s)
-        if self._given.pop(request_id, False) is None:
+    async def _let_go_after(self, request_id: RequestId, given: object, hold_s: float) -> None:
+        """The engine lets go of what was fetched by itself; of the rest when its time is over. The id may be another
+        prompt's by then."""
+        await asyncio.sleep(hold_s)
+        if self._given.get(request_id) is given:
+            del self._given[request_id]
             await self._engine.release_prefill(request_id)
 
     async def take(self, handoff: Handoff, keep_for: RequestId | None = None) -> Pulled:
@@ -60,7 +62,7 @@ class OwnHandoffs:
 
     def drop(self, request_id: RequestId) -> bool:
         """Nobody will fetch what was given for a request; whether it may still have been there."""
-        if self._given.pop(request_id, False) is not None:
+        if self._given.pop(request_id, None) is None:
             return False
         self._crew.start(self._engine.release_prefill(request_id), "release")
         return True

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.unit.engines.lab import ARGUMENTS, MODEL, Lab, RunningWorker, is_empty, make_request, start_stream, until
+from tests.unit.engines.lab import (
+    ARGUMENTS,
+    MODEL,
+    Lab,
+    RunningWorker,
+    is_empty,
+    make_request,
+    start_stream,
+    until,
+)
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import Delta, FinishReason
@@ -23,6 +32,7 @@ from kvolt.engines.sim import SimEngine
 from kvolt.engines.sim_model import next_token
 from kvolt.engines.worker import stats_of
 from kvolt.engines.worker_handover import new_handoffs
+from kvolt.journey.take_back import ask_back
 from kvolt.runtime.client import EndpointClient
 from kvolt.testing import run_virtual
 
@@ -53,10 +63,6 @@ class Engine:
         self.released.append(request_id)
 
 
-def virtual(scenario: Any) -> None:
-    run_virtual(lambda: scenario())
-
-
 def test_a_ticket_is_passed_on_as_it_is() -> None:
     async def scenario() -> None:
         own = OwnHandoffs(Engine())
@@ -69,7 +75,7 @@ def test_a_ticket_is_passed_on_as_it_is() -> None:
         own.let_go(RequestId("r"))
         await own.close()
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 def test_what_nobody_comes_for_is_let_go_in_time() -> None:
@@ -86,7 +92,7 @@ def test_what_nobody_comes_for_is_let_go_in_time() -> None:
         assert engine.released == ["r"], "once"
         await own.close()
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 def test_what_nobody_wants_is_let_go_at_once() -> None:
@@ -103,10 +109,9 @@ def test_what_nobody_wants_is_let_go_at_once() -> None:
         assert engine.released == ["r"]
         await own.close()
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
-@pytest.mark.xfail(strict=True, reason="own_handoffs.py, _forget_after: the id is all that it goes by")
 def test_an_id_that_is_used_again_has_its_own_time() -> None:
     async def scenario() -> None:
         engine = Engine()
@@ -123,10 +128,9 @@ def test_an_id_that_is_used_again_has_its_own_time() -> None:
         assert engine.released == ["r", "r"]
         await own.close()
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
-@pytest.mark.xfail(strict=True, reason="own_handoffs.py, _forget_after: without a time it is let go at once")
 def test_a_ticket_without_a_time_is_kept() -> None:
     async def scenario() -> None:
         engine = Engine(hold_s=None)
@@ -137,7 +141,7 @@ def test_a_ticket_without_a_time_is_kept() -> None:
         assert own.drop(RequestId("r"))
         await own.close()
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 def test_a_prompt_that_cannot_be_computed_leaves_nothing() -> None:
@@ -151,7 +155,7 @@ def test_a_prompt_that_cannot_be_computed_leaves_nothing() -> None:
         assert not own.drop(RequestId("r"))
         await own.close()
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 def test_a_cancelled_prompt_leaves_nothing() -> None:
@@ -165,7 +169,7 @@ def test_a_cancelled_prompt_leaves_nothing() -> None:
         assert not own.drop(RequestId("r"))
         await own.close()
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 def test_close_waits_for_nothing() -> None:
@@ -177,7 +181,7 @@ def test_close_waits_for_nothing() -> None:
             await own.close()
         assert engine.released == [], "the engine is closed next, and all is let go"
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 def test_decode_first_is_not_for_them() -> None:
@@ -189,7 +193,7 @@ def test_decode_first_is_not_for_them() -> None:
             assert caught.value.fields["feature"] == "decode-first"
         await own.close()
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 # --- which of the two a worker has
@@ -216,7 +220,7 @@ def test_an_engine_without_memory_for_others_has_its_own_way(role: Role) -> None
         assert new_handoffs(engine, whole, None, lambda: 0.0) is None
         await engine.close()
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 # --- workers
@@ -270,7 +274,7 @@ def test_a_prompt_goes_from_one_worker_to_another() -> None:
             assert isinstance(one.worker.handoffs, OwnHandoffs)
             assert not lab.errors
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 def test_nobody_is_told_where_to_meet_them() -> None:
@@ -281,7 +285,7 @@ def test_nobody_is_told_where_to_meet_them() -> None:
             assert running.worker.info.transfer_addresses == {}
             assert not isinstance(running.worker.handoffs, Handoffs)
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 def test_what_is_not_fetched_is_let_go() -> None:
@@ -291,10 +295,10 @@ def test_what_is_not_fetched_is_let_go() -> None:
             await prefill(client, asked())
             assert not is_empty(running.engine)
             await until(lambda: is_empty(running.engine), timeout_s=4.0)
-            await prefill(client, asked()), "the same id again"
+            assert (await prefill(client, asked())).first_tokens == tuple(EXPECTED[:1]), "the same id again"
             assert not lab.errors
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 def test_a_caller_that_goes_takes_the_prompt_with_it() -> None:
@@ -308,21 +312,21 @@ def test_a_caller_that_goes_takes_the_prompt_with_it() -> None:
             assert not running.worker._open
             assert not lab.errors
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 def test_a_handoff_that_nobody_wants_can_be_taken_back() -> None:
-    from kvolt.journey.take_back import ask_back
-
     async def scenario() -> None:
         async with Lab() as lab:
             running, client = await start(lab, Role.PREFILL)
-            handoff = await prefill(client, asked())
+            await prefill(client, asked())
             assert not is_empty(running.engine)
-            await ask_back(client, handoff.prefill_instance, RequestId("r"))
+            [instance] = client.instances()
+            assert await ask_back(client.plane, instance, RequestId("r"))
+            assert not await ask_back(client.plane, instance, RequestId("r"))
             await until(lambda: is_empty(running.engine), timeout_s=1.0)
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 def test_decode_first_is_refused_by_name() -> None:
@@ -334,7 +338,7 @@ def test_decode_first_is_refused_by_name() -> None:
             assert isinstance(caught.value, Unsupported)
             assert not was_withdrawn(caught.value)
 
-    virtual(scenario)
+    run_virtual(scenario)
 
 
 def test_an_engine_that_gives_up_on_a_prompt() -> None:
@@ -351,4 +355,4 @@ def test_an_engine_that_gives_up_on_a_prompt() -> None:
             assert not running.worker._open
             assert is_empty(running.engine)
 
-    virtual(scenario)
+    run_virtual(scenario)

@@ -199,9 +199,7 @@ def test_a_step_without_some() -> None:
         plain_tokens=(5,),
         kv_changes=(Cleared(),),
     )
-    assert without(full_step(), {A, B}) == StepOutput(
-        load=WorkerLoad(running=2), kv_changes=(Cleared(),)
-    )
+    assert without(full_step(), {A, B}) == StepOutput(load=WorkerLoad(running=2), kv_changes=(Cleared(),))
     assert without(full_step(), set()) == full_step()
 
 

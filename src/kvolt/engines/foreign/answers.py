@@ -114,11 +114,12 @@ class Answers:
 
     def close(self, request_id: RequestId) -> list[str]:
         """Nothing is told of it any more. The names of those of its choices that the engine still has."""
+        self._deltas = [each for each in self._deltas if each[0] != request_id]
+        self._failed = [each for each in self._failed if each[0] != request_id]
+        self._plain.pop(request_id, None)
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return []
-        self._deltas = [each for each in self._deltas if each[0] != request_id]
-        self._plain.pop(request_id, None)
         left = [choice.engine_id for choice in entry.choices.values() if not choice.is_over]
         for engine_id in left:
             self._forget(engine_id)
@@ -140,9 +141,10 @@ class Answers:
         entry = self._entries[request.request_id]
         choice.num_tokens += len(news.token_ids)
         choice.has_begun = True
-        if news.cached_tokens is not None:
+        is_lead = choice.index == min(entry.choices)
+        if news.cached_tokens is not None and is_lead:
             entry.cached = min(news.cached_tokens, max(len(request.token_ids) - 1, 0))
-        is_first = not entry.is_told and choice.index == min(entry.choices)
+        is_first = not entry.is_told and is_lead
         if (
             not is_first
             and len(news.token_ids) == 1

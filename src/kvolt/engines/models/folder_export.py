@@ -100,7 +100,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": config.context_length,
+        "max_position_embeddings": _stated_context(config),
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": _rope(config.rope_scaling),
@@ -112,6 +112,13 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": list(config.eos_token_ids),
         "bos_token_id": config.bos_token_id,
     }
+
+
+def _stated_context(config: ModelConfig) -> int:
+    """Before a linear scaling stretches it."""
+    scaling = config.rope_scaling
+    factor = scaling.factor if isinstance(scaling, LinearRope) else 1.0
+    return round(config.context_length / factor)
 
 
 def _rope(scaling: RopeScaling | None) -> dict[str, Any] | None:

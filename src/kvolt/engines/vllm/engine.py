@@ -172,7 +172,7 @@ class VllmEngine:
 
     def _on_error(self, error: BaseException) -> None:
         """One of our tasks ended by an error: nothing goes on without it."""
-        self._end(EngineFailed(f"vLLM ended: {error or type(error).__name__}", engine="vllm"))
+        self._end(EngineFailed(f"vLLM ended: {str(error) or type(error).__name__}", engine="vllm"))
 
     def _end(self, failure: EngineFailed | None) -> None:
         if not self._unread.is_over:
@@ -265,7 +265,8 @@ class VllmEngine:
         check_supported(request)
         self._adapters.check(request.lora)
         max_waiting = self._arguments.max_waiting
-        if self._answers.num_choices - running.info.capacity.max_num_seqs >= max_waiting:
+        num_open = self._answers.num_choices + self._prefills.num_open
+        if num_open - running.info.capacity.max_num_seqs >= max_waiting:
             raise Overloaded("the engine's queue is full", queue="engine", limit=max_waiting)
 
     def _core_request(
@@ -337,9 +338,10 @@ class VllmEngine:
         return num_blocks
 
     async def load_lora(self, name: str, path: str) -> None:
+        core = self._core
         if self._known.llm.vllm_config.lora_config is None:
             raise Unsupported("vLLM was started without enable_lora", feature="lora")
-        await self._adapters.load(self._core, name, path)
+        await self._adapters.load(core, name, path)
 
     async def unload_lora(self, name: str) -> None:
         await self._adapters.unload(self._core, name)

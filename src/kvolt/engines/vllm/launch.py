@@ -77,9 +77,9 @@ def launch(spec: EngineSpec, arguments: VllmArguments, folder: Path, clock: Cloc
     from vllm.v1.engine.async_llm import AsyncLLM
 
     model = folder_of(resolve(spec.model, ProgressLog(clock)))
-    given = engine_args(spec, arguments, model, folder)
-    _check_names(AsyncEngineArgs, given)
     try:
+        given = engine_args(spec, arguments, model, folder)
+        _check_names(AsyncEngineArgs, given)
         config = AsyncEngineArgs(**given).create_engine_config()
     except (ValueError, TypeError) as error:  # pydantic's are ValueErrors
         raise ConfigError(

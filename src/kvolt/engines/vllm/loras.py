@@ -12,6 +12,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self._known: dict[str, Any] = {}
+        self._coming: set[str] = set()
         self._number = 0
 
     @property
@@ -32,14 +33,17 @@ class Adapters:
     async def load(self, core: Any, name: str, path: str) -> None:
         from vllm.lora.request import LoRARequest
 
-        if name in self._known:
+        if name in self._known or name in self._coming:
             raise InvalidRequest(f"an adapter {name!r} is loaded already", param="name")
         self._number += 1
-        adapter = LoRARequest(lora_name=name, lora_int_id=self._number, lora_path=path)
+        self._coming.add(name)
         try:
+            adapter = LoRARequest(lora_name=name, lora_int_id=self._number, lora_path=path)
             is_loaded = await core.add_lora_async(adapter)
         except Exception as error:  # vLLM says what is wrong with it by whatever its loader raises
             raise InvalidRequest(f"vLLM cannot load the adapter: {error}", param="path") from error
+        finally:
+            self._coming.discard(name)
         if not is_loaded:
             raise InvalidRequest("vLLM has not loaded the adapter", param="path")
         self._known[name] = adapter

@@ -62,6 +62,11 @@ class Prefills:
         self._by_name: dict[str, _Prompt] = {}
         self._number = 0
 
+    @property
+    def num_open(self) -> int:
+        """Sequences that are computed, or wait for it."""
+        return sum(len(prompt.choices) for prompt in self._prompts.values())
+
     async def compute(self, request: Request, hold_s: float) -> Handoff:
         """Errors as of `submit`; cancelled, it leaves nothing."""
         request_id = request.request_id

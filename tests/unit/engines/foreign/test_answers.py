@@ -162,9 +162,7 @@ def test_steps_without_plain_tokens_do_not_change_the_batch() -> None:
 
 @pytest.mark.parametrize("kind", ["first", "choices", "logprobs", "two tokens", "end"])
 def test_what_is_not_plain(kind: str) -> None:
-    request = asked(
-        choices=2 if kind == "choices" else 1, logprobs=0 if kind == "logprobs" else None
-    )
+    request = asked(choices=2 if kind == "choices" else 1, logprobs=0 if kind == "logprobs" else None)
     answers, [choice, *_] = answers_of(request) if kind == "first" else begun(request)
     news = News((3, 4) if kind == "two tokens" else (3,), LENGTH if kind == "end" else None)
     if kind == "logprobs":
@@ -185,7 +183,6 @@ def test_a_second_word_in_one_step_goes_after_the_first() -> None:
     assert (found.plain_ids, found.plain_tokens) == (("b",), (1,))
 
 
-@pytest.mark.xfail(strict=True, reason="answers.py, tell: deltas of this step that wait are not looked at")
 @pytest.mark.parametrize(("num_before", "num_words"), [(0, 2), (1, 3)])
 def test_no_request_is_plain_and_has_a_delta_in_one_step(num_before: int, num_words: int) -> None:
     answers, [choice] = begun(asked()) if num_before else answers_of(asked())
@@ -215,7 +212,6 @@ def test_nothing_comes_after_an_abort() -> None:
     assert (len(answers), answers.num_choices) == (1, 1)
 
 
-@pytest.mark.xfail(strict=True, reason="answers.py, close: what has ended and is not taken yet stays")
 @pytest.mark.parametrize("ends", ["finish", "fail"])
 def test_nothing_comes_after_an_abort_of_what_has_just_ended(ends: str) -> None:
     answers, [choice, other] = begun(asked("a"), asked("b"))
@@ -293,7 +289,6 @@ def test_a_first_word_without_figures_says_that_nothing_was_cached() -> None:
     assert only(answers).cached_tokens == 0
 
 
-@pytest.mark.xfail(strict=True, reason="answers.py, tell: any choice's figure takes the place of the first's")
 def test_what_is_cached_is_that_of_the_first_choice() -> None:
     """Others find the blocks that it has computed, which the prompt had to be computed for."""
     answers, choices = answers_of(asked(choices=2))

@@ -135,7 +135,11 @@ async def test_what_vllm_published(publisher: Publisher) -> None:
 
 def test_replays_are_made_as_vllm_makes_them(tmp_path: Path) -> None:
     """The stand-in's socket says what vLLM's own has said to the same question."""
-    with Publisher.within(tmp_path) as publisher, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    with (
+        Publisher.within(tmp_path) as publisher,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as dealer,
+    ):
         for _, _, payload in frames("published"):
             publisher.publish(payload, is_lost=True)
         dealer.connect(publisher.replay_endpoint)
@@ -291,9 +295,7 @@ async def test_an_event_of_an_unknown_kind_is_counted(publisher: Publisher) -> N
         assert read.feed.skipped == {"unreadable": 1}
 
 
-async def test_too_few_frames_are_passed_over(
-    publisher: Publisher, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_too_few_frames_are_passed_over(publisher: Publisher, caplog: pytest.LogCaptureFixture) -> None:
     async with reading(publisher) as read:
         publisher.send(b"")
         publisher.send(b"", (0).to_bytes(8, "big"))

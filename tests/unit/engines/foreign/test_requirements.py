@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from kvolt.core.errors import ConfigError
 from kvolt.engines.foreign.requirements import Requirement, check_requirement, installed_version
 
-SOURCE = '''
+SOURCE = """
 from dataclasses import dataclass
 from typing import NamedTuple
 import msgspec
@@ -31,7 +31,7 @@ class Annotated:
 
 class Model:
     model_fields = {"temperature": None}
-'''
+"""
 WANTED = Requirement(
     engine="foreign",
     distributions=("kvolt-foreign", "kvolt-foreign-cpu"),
@@ -85,25 +85,19 @@ def test_a_package_that_is_not_installed(site: Path) -> None:
 @pytest.mark.parametrize(
     "version", ["1.4.0", "1.4.9.post1", "1.4.2+cpu", "2.0.1", "2.0.1+cu128", "2.0.1.dev3"]
 )
-def test_a_tested_version_says_nothing(
-    site: Path, version: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tested_version_says_nothing(site: Path, version: str, caplog: pytest.LogCaptureFixture) -> None:
     install(site, "kvolt-foreign", version)
     assert check_requirement(WANTED) == version
     assert not caplog.records
 
 
 @pytest.mark.parametrize("version", ["1.40.0", "1.5.0", "2.0.10", "2.0"])
-def test_an_untested_version_is_only_told(
-    site: Path, version: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_untested_version_is_only_told(site: Path, version: str, caplog: pytest.LogCaptureFixture) -> None:
     install(site, "kvolt-foreign", version)
     assert check_requirement(WANTED) == version
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage() == (
-        f"foreign {version} was not tested with this kvolt (tested: 1.4.*, 2.0.1)"
-    )
+    assert record.getMessage() == (f"foreign {version} was not tested with this kvolt (tested: 1.4.*, 2.0.1)")
 
 
 def test_the_first_distribution_that_is_there_counts(site: Path) -> None:

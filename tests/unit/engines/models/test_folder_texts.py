@@ -40,7 +40,7 @@ def test_a_tokenizer_is_all_that_is_needed(tmp_path: Path) -> None:
 
 
 def test_without_a_tokenizer_it_is_said_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no tokenizer.json") as caught:
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json") as caught:
         folder(tmp_path, tokenizer=None)
     assert caught.value.fields["key"] == "model"
     assert "save_pretrained" in str(caught.value.fields["remedy"])
@@ -168,7 +168,7 @@ def test_what_is_no_default(tmp_path: Path, given: Any, defaults: Any) -> None:
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, content: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name}.json cannot be used") as caught:
+    with pytest.raises(ConfigError, match=rf"{name}\.json cannot be used") as caught:
         folder(tmp_path, **{name: content})
     assert caught.value.fields["key"] == "model"
 
@@ -177,13 +177,13 @@ def test_a_tokenizer_is_read_when_it_is_needed(tmp_path: Path) -> None:
     texts = folder(tmp_path, tokenizer="no json", tokenizer_config={"eos_token": "</s>"})
     assert texts.tokenizer_json == b"no json"
     assert texts.begin(4) == 4
-    with pytest.raises(ConfigError, match="tokenizer.json cannot be used"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be used"):
         texts.ends((2,))
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").mkdir()
-    with pytest.raises(ConfigError, match="generation_config.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
         folder(tmp_path)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from tests.unit.engines.vllm.lab import MOVING, Harness, with_args
 
-from kvolt.testing.engine_handoff_cases import a_cancelled_prefill_leaves_nothing
 from kvolt.testing.engine_tiers import TIERS, suites_for
 
 CASES = {tier.name: tier.cases for tier in TIERS if tier.name in ("core", "events", "handoff")}
@@ -27,16 +26,6 @@ async def test_with_few_blocks(case, model: str) -> None:
     await case(Harness(model, with_args(**SCARCE)))
 
 
-LATE = pytest.mark.xfail(strict=True, reason="prefills.py, take: what was ready before its abort stays for its lease")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=LATE if case is a_cancelled_prefill_leaves_nothing else ())
-        for case in CASES["handoff"]
-    ],
-    ids=lambda case: case.__name__,
-)
+@pytest.mark.parametrize("case", CASES["handoff"], ids=lambda case: case.__name__)
 async def test_handoffs(case, model: str) -> None:
     await case(Harness(model, MOVING))

@@ -91,9 +91,7 @@ async def test_it_knows_its_model_once_it_is_started(model: str) -> None:
         (RuntimeError("no device"), EngineFailed, "vLLM did not start: no device"),
     ],
 )
-async def test_a_start_that_fails(
-    model: str, error: Exception, kind: type[KvoltError], message: str
-) -> None:
+async def test_a_start_that_fails(model: str, error: Exception, kind: type[KvoltError], message: str) -> None:
     def launcher(*_: object) -> Launched:
         raise error
 
@@ -138,7 +136,6 @@ async def test_what_a_cancelled_start_has_loaded_is_let_go(model: str) -> None:
     assert await all_steps(engine) == []
 
 
-@pytest.mark.xfail(strict=True, reason="engine.py, close: the launch is cancelled, and nobody has what it made")
 async def test_what_loads_while_it_is_closed_is_let_go(model: str) -> None:
     slow = Slow()
     engine = Harness(model, QUIET, launcher=slow).engine()
@@ -179,7 +176,6 @@ async def test_close_before_start(model: str) -> None:
     assert AsyncLLM.made == []
 
 
-@pytest.mark.xfail(strict=True, reason="engine.py, close: cancelled, it leaves vLLM, and the next one does nothing")
 async def test_a_close_that_is_cancelled_is_done_by_the_next(model: str) -> None:
     engine = Harness(model, QUIET).engine()
     await engine.start()
@@ -212,7 +208,6 @@ async def test_when_the_core_dies_so_does_the_engine(model: str) -> None:
     assert only_llm().num_shutdowns == 1
 
 
-@pytest.mark.xfail(strict=True, reason="engine.py, _on_error: an exception is never false, whatever it says")
 async def test_an_error_without_words_has_a_name(model: str) -> None:
     engine = Harness(model, QUIET).engine()
     await engine.start()
@@ -237,12 +232,7 @@ async def test_a_core_that_takes_nothing_any_more_is_dead(
     await engine.close()
 
 
-CLOSED = pytest.mark.xfail(strict=True, reason="engine.py: an AttributeError of None, where EngineDied would say it")
-
-
-@pytest.mark.parametrize(
-    "call", ["prefill", *(pytest.param(name, marks=CLOSED) for name in ("clear_kv", "load_lora", "sleep"))]
-)
+@pytest.mark.parametrize("call", ["prefill", "clear_kv", "sleep", "load_lora"])
 async def test_what_is_asked_of_a_closed_engine_is_a_known_error(model: str, call: str) -> None:
     engine = Harness(model, with_args(QUIET, enable_lora=True)).engine()
     await engine.start()
@@ -257,9 +247,7 @@ async def test_what_is_asked_of_a_closed_engine_is_a_known_error(model: str, cal
 
 async def test_a_request_as_the_core_gets_it(model: str) -> None:
     async with running(Harness(model, with_args(QUIET, data_parallel_size=2))) as (run, core):
-        request = asked(
-            choices=2, salt="tenant", routing=RoutingHints(priority=3, pinned_dp_rank=1)
-        )
+        request = asked(choices=2, salt="tenant", routing=RoutingHints(priority=3, pinned_dp_rank=1))
         await run.answer(request)
         one, other = core.received
         assert (one.priority, one.data_parallel_rank, one.external_req_id) == (-3, 1, "r")
@@ -431,7 +419,6 @@ async def test_a_clear_that_vllm_refuses(model: str) -> None:
         assert await engine.clear_kv() == 4, "nothing was forgotten before"
 
 
-@pytest.mark.xfail(strict=True, reason="engine.py, start: ranks are counted as they come, not as they are named")
 async def test_events_are_those_of_their_rank(model: str, tmp_path: Path) -> None:
     """vLLM names its sources in the order in which its ranks were ready."""
     folders = {rank: tmp_path / f"rank{rank}" for rank in (1, 0)}
@@ -441,9 +428,7 @@ async def test_events_are_those_of_their_rank(model: str, tmp_path: Path) -> Non
 
     def launcher(*given: Any) -> Launched:
         launched = launch(*given)
-        launched.events = {
-            rank: (each.endpoint, each.replay_endpoint) for rank, each in publishers.items()
-        }
+        launched.events = {rank: (each.endpoint, each.replay_endpoint) for rank, each in publishers.items()}
         return launched
 
     engine = Harness(model, QUIET, launcher=launcher).engine()
