@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -51,6 +52,7 @@ class KvFeed:
         self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
         self._socket.connect(endpoint)
         self._translator = self._new_translator()
+        self._skipped: Counter[str] = Counter()
         self._next = 0
         """The number of the batch that is due. An engine begins with 0, perhaps before we listen."""
         self.num_batches = 0
@@ -60,7 +62,7 @@ class KvFeed:
     @property
     def skipped(self) -> dict[str, int]:
         """Blocks that routers are not told of, by reason."""
-        return dict(self._translator.skipped)
+        return dict(self._skipped + self._translator.skipped)
 
     def _new_translator(self) -> Translator:
         return Translator(self._engine, self._block_size, self._lora_name)
@@ -102,6 +104,7 @@ class KvFeed:
         return found
 
     def _begin_anew(self) -> tuple[KvChange, ...]:
+        self._skipped += self._translator.skipped
         self._translator = self._new_translator()
         return (Cleared(),)
 
@@ -110,8 +113,8 @@ class KvFeed:
         try:
             return self._translator.translate(payload).changes
         except msgspec.MsgspecError as error:
-            log.warning("a batch of KV events cannot be read: %s", error)
-            return ()
+            log.warning("a batch of KV events cannot be read, its blocks are told anew: %s", error)
+            return self._begin_anew()  # it may have told of blocks that went
 
     async def _replay(self, first: int, end: int) -> list[bytes]:
         """The batches from `first` on before `end`, as far as the engine still has them in one piece."""
@@ -136,4 +139,7 @@ class KvFeed:
             log.warning("KV events cannot be replayed: %r", error)
         finally:
             socket.close(0)
-        return [found[number] for number in range(first, end) if number in found]
+        missed: list[bytes] = []
+        while (payload := found.get(first + len(missed))) is not None:
+            missed.append(payload)
+        return missed

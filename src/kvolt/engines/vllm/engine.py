@@ -21,6 +21,7 @@ from prometheus_client.core import Metric
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
 from kvolt.core.errors import (
+    ConfigError,
     EngineDied,
     EngineFailed,
     InvalidRequest,
@@ -87,7 +88,7 @@ class VllmEngine:
         """What is sent to the core, in order."""
         self._prefills = Prefills(self._core_request, self._post, lambda: self._core, self._forget)
         self._loading: asyncio.Task[Launched] | None = None
-        self._last = Crew("vllm close")
+        self._last = Crew("vllm close", lambda error: None)  # whoever waits for these has their errors
         self._closing: asyncio.Task[None] | None = None
 
     # --- life
@@ -130,7 +131,14 @@ class VllmEngine:
         self._crew.start(self._read(), "outputs")
         self._crew.start(self._send(), "commands")
         for name, path in self._arguments.loras.items():
-            await self.load_lora(name, path)
+            try:
+                await self.load_lora(name, path)
+            except InvalidRequest as error:
+                raise ConfigError(
+                    f"adapter {name}: {error.message}",
+                    key="args.loras",
+                    remedy="name a folder as PEFT writes it",
+                ) from error
         return running.info
 
     async def _launch(self, folder: Path) -> Launched:
@@ -218,6 +226,7 @@ class VllmEngine:
             # A step is of the rank that its load names, and of the first where it has none.
             load = self._loads.get(rank, WorkerLoad(dp_rank=rank)) if rank else None
             self._unread.put(StepOutput(load=load, kv_changes=changes))
+            await self._unread.room()
 
     def _note(self, changes: tuple[KvChange, ...]) -> None:
         for change in changes:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvolt.core.delta import FinishReason, TokenLogprobs
-from kvolt.core.errors import EngineFailed
+from kvolt.core.errors import EngineDied, EngineFailed
 from kvolt.core.load import WorkerLoad
 from kvolt.engines.foreign.answers import Choice, News
 
-_STOP, _LENGTH, _REPETITION = "stop", "length", "repetition"
+_STOP, _LENGTH, _REPETITION, _ERROR = "stop", "length", "repetition", "error"
 _FINISHES = {_STOP: FinishReason.STOP, _LENGTH: FinishReason.LENGTH, _REPETITION: FinishReason.STOP}
 
 
@@ -21,7 +21,10 @@ def news_of(output: Any, choice: Choice) -> News:
         reason = str(output.finish_reason)
         finish = _FINISHES.get(reason)
         if finish is None:
-            raise EngineFailed(f"vLLM ended the request: {reason}", engine="vllm", reason=reason)
+            kind = (
+                EngineDied if reason == _ERROR else EngineFailed
+            )  # of the first vLLM says that another may do better
+            raise kind(f"vLLM ended the request: {reason}", engine="vllm", reason=reason)
     stats = output.prefill_stats
     return News(
         token_ids=tuple(output.new_token_ids),

@@ -27,6 +27,19 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
+class _Ticket(msgspec.Struct):
+    """Of what vLLM's connector says, that which its peer reads."""
+
+    remote_block_ids: list[list[int]]
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: int
+    tp_size: int
+    remote_num_tokens: int
+    do_remote_prefill: bool
+
+
 @dataclass(slots=True, eq=False)
 class _Prompt:
     request: Request
@@ -166,7 +179,8 @@ class Prefills:
 
 def _first_tokens(prompt: _Prompt) -> tuple[int, ...] | None:
     request = prompt.request
-    if prompt.is_end or request.sampling.logprobs is not None or request.stop.max_tokens == 1:
+    num_left = min(request.stop.max_tokens - len(request.resumed(index)) for index in request.open_choices)
+    if prompt.is_end or request.sampling.logprobs is not None or num_left == 1:
         return None  # decode tells them, with their end or their figures
     return tuple(prompt.tokens[index] for index in sorted(prompt.tokens))
 
@@ -179,6 +193,8 @@ def transfer_params(handoff: Handoff) -> dict[str, Any] | None:
         given = _decode(handoff.ticket)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    if not given.get("remote_block_ids") or RELEASE in given:
+    try:  # what vLLM's connector takes for granted: a wrong one would end its engine
+        ticket = msgspec.convert(given, _Ticket)
+    except msgspec.ValidationError:
         return None
-    return given
+    return given if ticket.remote_block_ids and RELEASE not in given else None

@@ -23,6 +23,8 @@ class KvoltTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError("kvolt's tiers are for models whose layers all keep whole prefixes")
         given = self._kv_transfer_config.kv_connector_extra_config
         parallel = vllm_config.parallel_config
         self._settings = msgspec.convert(given["tiers"], VllmTiers)

@@ -117,6 +117,7 @@ class Publisher:
         while not self._is_over:
             if self._replay.poll(_POLL_MS):
                 client, _, first = self._replay.recv_multipart()
+                self.num_replays += 1
                 with self._lock:
                     kept = list(self._buffer)
                 for number, payload in kept:
@@ -125,7 +126,6 @@ class Publisher:
                             (client, b"", self._topic, number.to_bytes(8, "big"), payload)
                         )
                 self._replay.send_multipart((client, b"", b"", _END, b""))
-                self.num_replays += 1
 
     def close(self) -> None:
         self._is_over = True

@@ -303,7 +303,7 @@ async def test_what_vllm_gives_up_on_fails_alone(model: str) -> None:
         core.go_on()
         await run.finish(lost, other)
         assert lost.error is not None
-        assert (lost.error.code, lost.error.fields["reason"]) == ("engine_failed", "error")
+        assert (lost.error.code, lost.error.fields["reason"]) == ("engine_died", "error")
         assert len(other.tokens[0]) == 8
         await run.assert_empty()
         ids = [request.request_id for request in core.received if request.external_req_id == "lost"]

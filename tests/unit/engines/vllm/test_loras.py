@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.engines.vllm.lab import ARGUMENTS, Harness, running, with_args
 
-from kvolt.core.errors import InvalidRequest, NotFound, Unsupported
+from kvolt.core.errors import ConfigError, InvalidRequest, NotFound, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
 from kvolt.testing.engine_harness import Run
@@ -151,7 +151,7 @@ async def test_adapters_of_the_configuration_are_there_from_the_start(model: str
 
 async def test_one_of_them_that_cannot_be_loaded_fails_the_start(model: str) -> None:
     engine = Harness(model, replace(ARGUMENTS, loras={"poet": "/nowhere"})).engine()
-    with pytest.raises(InvalidRequest, match="No adapter found"):
+    with pytest.raises(ConfigError, match="No adapter found"):
         await engine.start()
     await engine.close()
 

@@ -250,7 +250,18 @@ async def test_a_cache_with_blocks_for_others_cannot_be_cleared_now(model: str) 
 # --- tickets
 
 
-TICKET = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "e"}
+TICKET = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "e",
+    "remote_request_id": "r",
+    "remote_host": "192.0.2.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "remote_num_tokens": 33,
+    "transfer_mode": "pull",
+}
 
 
 def handoff_of(ticket: bytes) -> Handoff:
@@ -271,6 +282,8 @@ def test_a_ticket_is_what_the_connector_said() -> None:
         msgspec.msgpack.encode({1: 2}),
         msgspec.msgpack.encode({"remote_block_ids": []}),
         msgspec.msgpack.encode({"remote_engine_id": "e"}),
+        msgspec.msgpack.encode({**TICKET, "remote_block_ids": [[1], 2]}),
+        msgspec.msgpack.encode({**TICKET, "remote_port": "x"}),
         msgspec.msgpack.encode({**TICKET, RELEASE: "another's"}),
         msgspec.msgpack.encode({**TICKET, "more": b"x" * MAX_TICKET_BYTES}),
         b"\x81\xa1a" + b"\x91" * 100_000 + b"\xc0",
@@ -284,6 +297,8 @@ def test_a_ticket_is_what_the_connector_said() -> None:
         "numbers",
         "no blocks",
         "no ids",
+        "no groups",
+        "no port",
         "release",
         "long",
         "deep",
