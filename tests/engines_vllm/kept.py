@@ -53,6 +53,7 @@ class Kept:
             spec = EngineSpec(model=str(self.model), role=self.role)
             folder = Path(self.sockets.name)
             self.launched = await asyncio.to_thread(launch, spec, self.arguments, folder, SystemClock())
+            return
         core = self.launched.llm.engine_core
         await core.pause_scheduler_async("abort", True)
         await core.resume_scheduler_async()

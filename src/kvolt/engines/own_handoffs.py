@@ -34,18 +34,17 @@ class OwnHandoffs:
         handoff = await self._engine.prefill(request)
         given = self._given[request.request_id] = object()
         if handoff.expires_in_s is not None:
-            ending = self._let_go_after(request.request_id, given, handoff.expires_in_s)
+            ending = self._forget_after(request.request_id, given, handoff.expires_in_s)
             self._crew.start(ending, f"ticket {request.request_id}")
         self.stats.num_given += 1
         return msgspec.structs.replace(handoff, prefill_instance=instance)
 
-    async def _let_go_after(self, request_id: RequestId, given: object, hold_s: float) -> None:
-        """The engine lets go of what was fetched by itself; of the rest when its time is over. The id may be another
-        prompt's by then."""
+    async def _forget_after(self, request_id: RequestId, given: object, hold_s: float) -> None:
+        """When it lets go of what was fetched, or not in time, the engine knows best: who fetches may have asked it for
+        more time. The id may be another prompt's by then."""
         await asyncio.sleep(hold_s)
         if self._given.get(request_id) is given:
             del self._given[request_id]
-            await self._engine.release_prefill(request_id)
 
     async def take(self, handoff: Handoff, keep_for: RequestId | None = None) -> Pulled:
         """The engine fetches it when it has the request."""

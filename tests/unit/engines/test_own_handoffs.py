@@ -78,18 +78,16 @@ def test_a_ticket_is_passed_on_as_it_is() -> None:
     run_virtual(scenario)
 
 
-def test_what_nobody_comes_for_is_let_go_in_time() -> None:
+def test_what_nobody_comes_for_is_the_engines_to_let_go() -> None:
+    """Who waits to fetch it may have asked the engine for more time."""
+
     async def scenario() -> None:
         engine = Engine()
         own = OwnHandoffs(engine)
         await own.give(make_request("r"), INSTANCE)
-        await asyncio.sleep(HOLD_S - 0.1)
+        await asyncio.sleep(HOLD_S + 0.1)
         assert engine.released == []
-        await asyncio.sleep(0.2)
-        assert engine.released == ["r"]
         assert not own.drop(RequestId("r")), "it is not there any more"
-        await asyncio.sleep(HOLD_S)
-        assert engine.released == ["r"], "once"
         await own.close()
 
     run_virtual(scenario)
@@ -123,9 +121,7 @@ def test_an_id_that_is_used_again_has_its_own_time() -> None:
         assert engine.released == ["r"]
         await own.give(make_request("r"), INSTANCE)
         await asyncio.sleep(1)
-        assert engine.released == ["r"], "the second was let go in the first one's time"
-        await asyncio.sleep(HOLD_S)
-        assert engine.released == ["r", "r"]
+        assert own.drop(RequestId("r")), "the second was forgotten in the first one's time"
         await own.close()
 
     run_virtual(scenario)

@@ -112,7 +112,7 @@ class KvFeed:
         self.num_batches += 1
         try:
             return self._translator.translate(payload).changes
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             log.warning("a batch of KV events cannot be read, its blocks are told anew: %s", error)
             return self._begin_anew()  # it may have told of blocks that went
 

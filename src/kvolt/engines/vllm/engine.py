@@ -332,7 +332,7 @@ class VllmEngine:
         """Those that run are preempted, and computed again."""
         num_blocks = len(self._blocks)
         try:
-            is_cleared = await self._core.reset_prefix_cache_async(reset_running_requests=True)
+            is_cleared = await self._core.reset_prefix_cache_async(True, bool(self._arguments.tiers.host))
         except KvoltError:
             raise
         except (

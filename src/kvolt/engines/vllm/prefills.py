@@ -48,6 +48,8 @@ class _Prompt:
     """The first token of each choice."""
     choices: dict[str, Choice] = field(default_factory=dict)
     """Those that are not computed yet, by their names in the core."""
+    names: tuple[str, ...] = ()
+    """Of all of them."""
     fetched: str = ""
     """The name of the one whose blocks are kept."""
     transfer: dict[str, Any] | None = None
@@ -90,7 +92,8 @@ class Prefills:
         for index in request.open_choices:
             name = f"{request_id}/p{self._number}/{index}"
             prompt.choices[name] = Choice(request, index, name, num_tokens=len(request.resumed(index)))
-        prompt.fetched = next(iter(prompt.choices))
+        prompt.names = tuple(prompt.choices)
+        prompt.fetched = prompt.names[0]
         # One of them is fetched: the others are computed for their first tokens only, by the same blocks.
         made = [
             self._make(choice, {"do_remote_decode": True} if name == prompt.fetched else None, True)
@@ -105,6 +108,8 @@ class Prefills:
         except BaseException:
             self.release(request_id)
             raise
+        # vLLM has a lease of its own, which who waits to fetch prolongs: here it is only forgotten.
+        asyncio.get_running_loop().call_later(hold_s, self._expire, prompt)
         return Handoff(
             ticket=_encode(prompt.transfer or {}),
             prefill_instance=InstanceId(""),
@@ -140,11 +145,10 @@ class Prefills:
 
     def release(self, request_id: RequestId) -> None:
         """The blocks were taken, or nobody wants them."""
-        prompt = self._prompts.pop(request_id, None)
+        prompt = self._prompts.get(request_id)
         if prompt is None:
             return
-        for name in [name for name, each in self._by_name.items() if each is prompt]:
-            del self._by_name[name]
+        self._drop(prompt)
         if not prompt.done.done():
             prompt.done.set_exception(Cancelled("the prompt was let go"))
             prompt.done.exception()  # it may be that nobody waits
@@ -153,6 +157,15 @@ class Prefills:
             self._forget(names)
             self._post(partial(self._core().abort_requests_async, names))
         self._let_go(prompt)  # also where it was aborted: it may have been ready before vLLM heard of that
+
+    def _expire(self, prompt: _Prompt) -> None:
+        if self._prompts.get(prompt.request.request_id) is prompt:
+            self._drop(prompt)
+
+    def _drop(self, prompt: _Prompt) -> None:
+        del self._prompts[prompt.request.request_id]
+        for name in prompt.names:
+            self._by_name.pop(name, None)
 
     def _let_go(self, prompt: _Prompt) -> None:
         """vLLM keeps the blocks until they are fetched or their lease is over. A request that is aborted before it

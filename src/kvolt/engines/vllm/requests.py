@@ -16,6 +16,9 @@ from kvolt.engines.kv_formats.translator import SALT_TAG
 RESUMED = "kvolt_resumed"
 """The extra argument by which `worker_extension` knows how many tokens a seeded request has behind it."""
 
+_OURS = frozenset((RESUMED, "kv_transfer_params"))
+"""Extra arguments that nobody else may set: they name blocks of others, or hold up the engine."""
+
 
 def check_supported(request: Request) -> None:
     """Unsupported for what vLLM would not answer as the contract says."""
@@ -52,7 +55,8 @@ def sampling_params(
     request = choice.request
     given, stop = request.sampling, request.stop
     num_before = choice.num_tokens
-    extra: dict[str, Any] = dict(request.extra.get("vllm_xargs") or {})
+    given_extra = request.extra.get("vllm_xargs") or {}
+    extra: dict[str, Any] = {name: value for name, value in given_extra.items() if name not in _OURS}
     if kv_transfer is not None:
         extra["kv_transfer_params"] = kv_transfer
     if num_before and given.seed is not None:

@@ -10,7 +10,10 @@ import json
 from typing import Any
 
 import msgspec
+import vllm
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.platforms import current_platform
 
 from kvolt.engines.vllm.tier_messages import Found, Orders
 from kvolt.engines.vllm.tier_scheduler import TierScheduler
@@ -27,6 +30,8 @@ class KvoltTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
             raise ValueError("kvolt's tiers are for models whose layers all keep whole prefixes")
         given = self._kv_transfer_config.kv_connector_extra_config
         parallel = vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+            raise ValueError("kvolt's tiers are not made for pipeline or context parallel workers")
         self._settings = msgspec.convert(given["tiers"], VllmTiers)
         self._identity = identity_of(vllm_config, str(given["model"]))
         self._num_blocks = kv_cache_config.num_blocks
@@ -69,6 +74,11 @@ class KvoltTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         return self._scheduler.finished(request.request_id), None
+
+    def reset_cache(self) -> bool:
+        assert self._scheduler is not None
+        self._scheduler.clear()
+        return True
 
     # --- in a worker
 
@@ -126,6 +136,11 @@ def identity_of(vllm_config: Any, model: str) -> bytes:
         "block_size": cache.block_size,
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
-        "layout": "vllm-0.32",
+        "config": json.loads(vllm_config.model_config.hf_config.to_json_string()),
+        "quantization": str(vllm_config.model_config.quantization),
+        "layout": str(envs.VLLM_KV_CACHE_LAYOUT),
+        "backend": str(vllm_config.attention_config.backend),
+        "platform": current_platform.device_type,
+        "vllm": vllm.__version__,
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32).digest()

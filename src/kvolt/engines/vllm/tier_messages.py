@@ -37,6 +37,8 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]
     """Of requests, blocks that the step completes."""
     awaited: set[str] = field(default_factory=set)
     """Requests that are over, and whose blocks are nobody else's until they are copied."""
+    clear: bool = False
+    """Forget all that is kept, before anything else."""
 
 
 @dataclass

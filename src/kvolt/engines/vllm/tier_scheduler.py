@@ -26,6 +26,10 @@ class _Tracked:
     blocks: list[int] = field(default_factory=list)
     num_here: int = 0
     """Blocks from the first on that vLLM had itself when it last looked."""
+    is_loading: bool = False
+    """Blocks are on their way to it: vLLM itself keeps them until they have come, however it ends."""
+    loaded_after: int | None = None
+    """How often it had been preempted when blocks were last brought for it."""
     num_seen: int = 0
     """Of its blocks, from the first on, those that are copied, or were there."""
 
@@ -58,8 +62,10 @@ class TierScheduler:
         """Tokens that can be brought beyond those that are there. The last one of a prompt is always computed."""
         tracked = self._requests.setdefault(request.request_id, _Tracked(request))
         tracked.request, tracked.num_here = request, num_computed_tokens // self._block_size
-        if num_computed_tokens % self._block_size:
-            return 0
+        if num_computed_tokens % self._block_size or request.lora_request is not None:
+            return 0  # what an adapter is made of is not in the names: it may have been trained since
+        if tracked.loaded_after == request.num_preemptions:
+            return 0  # they did not come: it is computed
         most = (request.num_tokens - 1) // self._block_size
         keys = self._keys(tracked, most)[tracked.num_here : most]
         num_found = next((index for index, key in enumerate(keys) if not self.has(key)), len(keys))
@@ -78,6 +84,7 @@ class TierScheduler:
             self._move(keys, index, tracked.blocks) for index in range(first, end)
         ]
         tracked.num_seen = end
+        tracked.is_loading, tracked.loaded_after = True, request.num_preemptions
 
     @staticmethod
     def _move(keys: list[BlockKey], index: int, blocks: list[int]) -> Move:
@@ -89,6 +96,8 @@ class TierScheduler:
             tracked = self._requests.get(each.req_id)
             if tracked is not None:
                 tracked.blocks = list(each.block_ids[0])
+                # Of what was to be brought some may not have come: those are computed, and kept again.
+                tracked.num_seen = min(tracked.num_seen, each.num_computed_tokens // self._block_size)
                 self._store(each.req_id, tracked, each.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for place, request_id in enumerate(cached.req_ids):
@@ -98,6 +107,7 @@ class TierScheduler:
             new = cached.new_block_ids[place]
             if request_id in cached.resumed_req_ids:
                 tracked.blocks, tracked.num_seen = list(new[0]) if new else [], 0
+                self._storing.discard(request_id)  # what was copied of it before has been waited for
             elif new:
                 tracked.blocks += new[0]
             self._store(request_id, tracked, cached.num_computed_tokens[place], output)
@@ -105,6 +115,9 @@ class TierScheduler:
         return orders
 
     def _store(self, request_id: str, tracked: _Tracked, num_computed: int, output: Any) -> None:
+        tracked.is_loading = False
+        if tracked.request.lora_request is not None:
+            return
         num_done = num_computed + output.num_scheduled_tokens.get(request_id, 0)
         end = min(num_done // self._block_size, len(tracked.blocks))
         keys = self._keys(tracked, end)
@@ -119,6 +132,10 @@ class TierScheduler:
             self._orders.stores[request_id] = moves
             self._storing.add(request_id)
 
+    def clear(self) -> None:
+        """The workers forget all; what is believed here goes with what they tell."""
+        self._orders.clear = True
+
     def told(self, told: Told) -> None:
         self._copies.update(told.stored)
         self._copies.subtract(told.removed)
@@ -128,9 +145,10 @@ class TierScheduler:
 
     def finished(self, request_id: str) -> bool:
         """Whether its blocks must stay for a while."""
-        self._requests.pop(request_id, None)
-        if request_id not in self._storing:
-            return False
+        tracked = self._requests.pop(request_id, None)
+        is_storing = request_id in self._storing
         self._storing.discard(request_id)
+        if not is_storing or (tracked is not None and tracked.is_loading):
+            return False
         self._orders.awaited.add(request_id)
         return True

@@ -11,10 +11,11 @@ import asyncio
 import ctypes
 import threading
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
-from kvolt.core.kv_events import Removed, Stored
+from kvolt.core.ids import SequenceHash
+from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
 from kvolt.engines.vllm.tier_messages import Move, Orders, Told, hash_of
 from kvolt.engines.vllm.tier_settings import VllmTiers, lower_tiers, num_host_blocks
 from kvolt.kv.tiers.books import TierBlock
@@ -26,14 +27,22 @@ _START_S = 600.0
 _STOP_S = 30.0
 _FETCH_S = 10.0
 _FENCE_S = 60.0
+_TELL_S = 1.0
 
 
 def slab_of(tensor: Any, num_blocks: int) -> Slab:
     """A layer's blocks, one after the other in its memory."""
     import torch
 
-    block_bytes = tensor.stride(0) * tensor.element_size()
+    # A kernel's block may be a part of vLLM's. Other layouts have blocks in pieces, which these copies do not know.
+    block_bytes = tensor.shape[0] // num_blocks * tensor.stride(0) * tensor.element_size()
     num_bytes = num_blocks * block_bytes
+    is_whole = tensor.shape[0] % num_blocks == 0 and tensor.stride(0) == max(tensor.stride())
+    if not is_whole or num_bytes != tensor.numel() * tensor.element_size():
+        raise ValueError(
+            f"vLLM's KV of shape {tuple(tensor.shape)} with strides {tensor.stride()} has no blocks side by side: "
+            "kvolt's tiers cannot be used with this attention backend and layout"
+        )
     if tensor.device.type == "cpu":
         memory = memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
         return Slab(memory, block_bytes)
@@ -53,7 +62,12 @@ class TierWorker:
         self._loads: dict[str, tuple[Future[Fetched], list[Move]]] = {}
         self._stores: dict[str, list[Future[int]]] = {}
         self._awaited: set[str] = set()
+        self._era = 0
+        """What was begun in another one is not kept."""
         self._failed_blocks: set[int] = set()
+        self._held: dict[Tier, set[SequenceHash]] = {}
+        """As told."""
+        self._asking: Future[Sequence[Any]] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvolt-tiers", daemon=True)
         self._thread.start()
@@ -78,6 +92,8 @@ class TierWorker:
 
     def obey(self, orders: Orders) -> None:
         """Before the step is computed."""
+        if orders.clear:
+            self._run(self._clear())  # before what follows: they have one loop
         self._awaited |= orders.awaited
         for request_id, moves in orders.loads.items():
             numbers = [move.number for move in moves]
@@ -89,13 +105,16 @@ class TierWorker:
         if orders.stores:
             _wait_for_device(self._layers[0])
         for request_id, moves in orders.stores.items():
-            storing = self._cache.offload(self._blocks(moves), [move.number for move in moves])
+            numbers, era = [move.number for move in moves], self._era
+            storing = self._cache.offload(self._blocks(moves), numbers, lambda era=era: self._era == era)  # type: ignore[misc]
             self._stores.setdefault(request_id, []).append(self._run(storing))
 
     def fence(self) -> None:
-        """vLLM takes blocks from requests: what is under way from them must have been copied."""
-        for each in [storing for stores in self._stores.values() for storing in stores]:
-            each.exception(_FENCE_S)
+        """vLLM takes blocks from requests: what is under way from them must have been copied. What takes too long is
+        not kept: others' bytes may have been copied, and the checksum would be right."""
+        under_way = [storing for stores in self._stores.values() for storing in stores]
+        if wait(under_way, _FENCE_S).not_done:
+            self._era += 1
 
     @staticmethod
     def _blocks(moves: Sequence[Move]) -> list[TierBlock]:
@@ -134,15 +153,37 @@ class TierWorker:
         return failed
 
     def take_told(self) -> Told | None:
-        """What came to the tiers and went, since the last time."""
+        """What came to the tiers and went, since the last time. If they are slow to say, the next time."""
+        self._asking = self._asking or self._run(self._changes())
+        try:
+            changes = self._asking.result(_TELL_S)
+        except TimeoutError:
+            return None
+        self._asking = None
         told = Told()
-        for change in self._run(self._changes()).result(_FENCE_S):
-            match change:
-                case Stored():
-                    told.stored.update((change.tier, each) for each in change.sequence_hashes)
-                case Removed():
-                    told.removed.update((change.tier, each) for each in change.sequence_hashes)
+        for change in changes:
+            self._apply(change, told)
         return told if told.stored or told.removed else None
+
+    def _apply(self, change: Any, told: Told) -> None:
+        """Each block is told once, whatever is told twice to us: who adds them up counts workers by it."""
+        match change:
+            case Stored():
+                held = self._held.setdefault(change.tier, set())
+                new = [each for each in change.sequence_hashes if each not in held]
+                held.update(new)
+                told.stored.update((change.tier, each) for each in new)
+            case Removed():
+                held = self._held.setdefault(change.tier, set())
+                gone = [each for each in change.sequence_hashes if each in held]
+                held.difference_update(gone)
+                told.removed.update((change.tier, each) for each in gone)
+            case Cleared():
+                for tier in [change.tier] if change.tier is not None else list(self._held):
+                    told.removed.update((tier, each) for each in self._held.pop(tier, ()))
+
+    async def _clear(self) -> None:
+        self._cache.host.clear()
 
     async def _changes(self) -> Sequence[Any]:
         return self._cache.host.take_changes()
