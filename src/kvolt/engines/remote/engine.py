@@ -127,9 +127,9 @@ class RemoteEngine:
         while True:
             try:
                 return await inspect(self._client, arguments, self._hint)
-            except ConfigError:
-                raise
             except KvoltError as error:
+                if isinstance(error, ConfigError) and not is_told:
+                    raise  # at once, where a user looks; later a server that starts may say anything
                 waited_s = self._client.now() - began_at
                 limit_s = arguments.start_timeout_s
                 if limit_s is not None and waited_s >= limit_s:
