@@ -50,7 +50,7 @@ WRONG = {
     "a flag": ("serve", "--prot", "1", "unknown flag --prot; did you mean --port?"),
     "a value": ("frontend", "--port", "99999", "--port: expected a whole number from 0 to 65535"),
     "an address to join": ("worker", "--join", "nonsense", "--join: expected HOST:PORT"),
-    "an engine": ("worker", "--engine", "vlm", "unknown engine 'vlm' (known engines: native, sim"),
+    "an engine": ("worker", "--engine", "vlm", "unknown engine 'vlm' (known engines: native, remote, sglang"),
     "an engine argument": ("worker", "--arg", "spee=2", "no argument 'spee' (did you mean 'speed'?)"),
     "an engine argument's value": ("worker", "--arg", "speed=0", "engine 'sim': Expected `float` > 0"),
     "a role": ("worker", "--role", "boss", "unknown choice boss; known: aggregated, prefill, decode, encode"),
