@@ -1,6 +1,6 @@
 """Recorded once by vLLM's environment (0.32.0): frames that its own block pool and publisher make.
 
-    /tmp/venvs/vllm/bin/python tests/unit/engines/foreign/record_vllm_events.py OUT.json
+    VENV/bin/python tests/unit/engines/foreign/record_vllm_events.py OUT.json
 
 No model and no engine core: `BlockPool` tells of blocks of requests as the scheduler has it do, `ZmqEventPublisher`
 publishes them. Kept: what a subscriber gets, and what the replay socket answers when asked from 1 on.
