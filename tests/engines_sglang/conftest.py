@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import sys
 import tempfile
@@ -35,9 +36,9 @@ _LEVEL = 30
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One engine, so one loop; those that start others come first, while it is not there yet."""
-    items.sort(key=lambda item: item.path.stem not in ("test_life", "test_lora"))
+    items.sort(key=lambda item: item.path.stem not in ("test_life", "test_lora", "test_serving"))
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if Path(__file__).parent in item.path.parents and inspect.iscoroutinefunction(item.function):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
 

@@ -58,8 +58,9 @@ async def test_a_killed_process_is_the_engine_s_death(
     engine.submit(_request())
     steps = engine.steps()
     await anext(steps)
-    assert isinstance(engine._host, HostProcess)
-    pids = {"host": engine._host.pid}
+    host = engine._life.host
+    assert isinstance(host, HostProcess)
+    pids = {"host": host.pid}
     pids["scheduler"] = next(pid for pid in started if "scheduler" in psutil.Process(pid).name())
     os.kill(pids[victim], signal.SIGKILL)
     with pytest.raises(EngineFailed, match=words):

@@ -73,6 +73,8 @@ class Kept:
             vocab_size=kept.vocab_size,
             events=kept.events,
             moves_kv=kept.moves_kv,
+            processors=kept.processors,
+            takes_embeds=kept.takes_embeds,
         )
 
     async def close(self) -> None:

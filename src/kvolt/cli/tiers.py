@@ -154,7 +154,10 @@ def tiering_of(tiers: TierSettings, new_agent: Callable[[], TransferAgent]) -> N
         cache = TieredCache.over(slabs, num_host, lower, tiers.eviction)
         peers = None if agent is None or others is None else (others, PeerGiving(cache.host, agent))
         admission = Admission(tiers.depth or None, tiers.min_priority, tiers.tenants)
-        return Tiering(tiered, cache, now, tell, info.step_model, info.block_size, peers, admission)
+        step_tokens = info.capacity.max_batch_tokens
+        return Tiering(
+            tiered, cache, now, tell, info.step_model, info.block_size, step_tokens, peers, admission
+        )
 
     return new
 

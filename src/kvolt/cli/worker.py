@@ -20,6 +20,7 @@ from kvolt.engines.registry import (
     AUTO,
     EngineSpec,
     build_engine,
+    build_follower,
     check_arguments,
     choose_engine,
     find_engine,
@@ -125,6 +126,10 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
             await workers.close()
 
     async def body(process: Process) -> None:
+        follower = build_follower(engine_name, spec, arguments)
+        if follower is not None:
+            await follower.run()
+            return
         runtime = process.runtime
         transfers = Transfers(runtime, process.settings.transfer)
         engine = build_engine(engine_name, spec, arguments)

@@ -69,6 +69,7 @@ __all__ = [
     "KvMovable",
     "KvPlaced",
     "KvRoom",
+    "KvTaken",
     "KvTierable",
     "KvVisible",
     "Lora",
@@ -232,6 +233,17 @@ class KvPlaced(Protocol):
         ...
 
 
+class KvTaken(msgspec.Struct, frozen=True):
+    """Of blocks that came for a request which computes its prompt meanwhile."""
+
+    is_here: bool = False
+    """Whether it runs or waits."""
+    num_taken: int = 0
+    """Blocks that it need not compute."""
+    num_reached: int = 0
+    """Blocks of its prompt, from the first on, that it has or computes now: others for these are of no use."""
+
+
 class SealedKv(msgspec.Struct, frozen=True):
     """Blocks one below the other that are full and computed."""
 
@@ -255,6 +267,13 @@ class KvTierable(Protocol):
         """Blocks that were completed since the last call and are still here; none the first time. They do not move
         until `Prefill.release_prefill` of that name, which no request has, or the time of a handoff is over. What
         would be too much to hold comes with the next call. Cancelled, it leaves nothing."""
+        ...
+
+    async def take_kv(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
+        """The last `num_last` blocks of a room for its prompt (`KvPlaced.make_room`), those of earlier calls among
+        them, hold what they should, and a request that was submitted may have those that it has not reached: it goes on
+        behind them once it has computed what lies before them. One that waits takes none yet. What was taken is the
+        room's no more; the room ends with `settle_kv` all the same, with none filled if some were taken."""
         ...
 
 

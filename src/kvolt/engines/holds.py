@@ -97,6 +97,20 @@ class Holds:
         self._adopted[fresh[0]] = _Chain(present + fresh, names, len(present))
         return list(enumerate(fresh, len(present)))
 
+    def take_last(
+        self, adopted: Sequence[tuple[int, BlockId]], start: int, keys: Sequence[BlockKey]
+    ) -> tuple[int, list[BlockId]]:
+        """The blocks of an `adopt` from the place `start` of its sequence on, which are filled, become the caller's:
+        all that are left of them, or none where they are not of these keys. Where they end, and they. The first block
+        of the adoption stays: it goes by that."""
+        held = self._adopted[adopted[0][1]]
+        start, end = max(start, held.num_present + 1), len(held.blocks)
+        if start >= end or end > len(keys) or held.names.keys[end - 1] != keys[end - 1]:
+            return end, []
+        taken = held.blocks[start:]
+        del held.blocks[start:]
+        return end, taken
+
     def seal_adopted(
         self, adopted: Sequence[tuple[int, BlockId]], num_filled: int | None = None
     ) -> list[BlockKey]:
@@ -106,7 +120,9 @@ class Holds:
         if not adopted:
             return []
         held = self._adopted.pop(adopted[0][1])
-        end = len(held.blocks) if num_filled is None else held.num_present + num_filled
+        end = len(held.blocks)  # fewer than there were, where some were taken
+        if num_filled is not None:
+            end = min(end, held.num_present + num_filled)
         self._pool.register_run(held.blocks, held.names, held.num_present, end)
         self._pool.release(reversed(held.blocks))
         return held.names.keys[:end]

@@ -15,7 +15,7 @@ from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
-from kvolt.engines.contract import KvHeld, KvRoom, SealedKv
+from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, SealedKv
 from kvolt.engines.scheduler import Scheduler
 from kvolt.kv import BlockId, BlockName, Names
 
@@ -51,6 +51,10 @@ def _sealed(blocks: Sequence[BlockId], names: Names, first: int, hold_s: float) 
         None if above is None else above.sequence_hash,
         hold_s,
     )
+
+
+def _adopted(room: KvRoom) -> list[tuple[int, BlockId]]:
+    return [(index, BlockId(block)) for index, block in enumerate(room.blocks, room.num_present)]
 
 
 class KvExchange:
@@ -122,8 +126,16 @@ class KvExchange:
     def settle(
         self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None, expires_at: float = inf
     ) -> None:
-        adopted = [(index, BlockId(block)) for index, block in enumerate(room.blocks, room.num_present)]
-        self._scheduler.seal_adopted(adopted, num_filled, keep_for, expires_at)
+        self._scheduler.seal_adopted(_adopted(room), num_filled, keep_for, expires_at)
+
+    def take(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
+        """As `KvTierable.take_kv`."""
+        if not 0 <= num_last <= len(room.blocks):
+            raise InvalidRequest(f"{num_last} of {len(room.blocks)} blocks", param="num_last")
+        if not room.blocks:
+            return KvTaken()
+        taken = self._scheduler.take_adopted(_adopted(room), num_last, request_id)
+        return KvTaken() if taken is None else KvTaken(True, *taken)
 
     def import_kv(self, blocks: Sequence[KvBlock]) -> int:
         count = 0

@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import msgspec
 
@@ -28,6 +28,14 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its blocks are copied elsewhere, whatever its role."""
 
 
+class Follower(Protocol):
+    """A part of an engine that another process leads, and registers."""
+
+    async def run(self) -> None:
+        """Until it is cancelled. KvoltError when it ends by itself."""
+        ...
+
+
 class EngineKind(msgspec.Struct, frozen=True):
     """How to make an engine of one kind."""
 
@@ -38,6 +46,8 @@ class EngineKind(msgspec.Struct, frozen=True):
     """One that it can always serve, for a first try."""
     choices: dict[str, dict[str, str]] = {}
     """Arguments that know some words: each word with a line about it."""
+    follower: Callable[[EngineSpec, Any], Follower | None] = lambda spec, arguments: None
+    """What runs in place of an engine where another process leads it, by these arguments."""
     many_per_process: bool = False
     """Whether hundreds of them can run on one event loop: those that compute nothing."""
 
@@ -60,8 +70,9 @@ def _native() -> EngineKind:
 def _vllm() -> EngineKind:
     from kvolt.engines.vllm.arguments import VllmArguments
     from kvolt.engines.vllm.engine import VllmEngine
+    from kvolt.engines.vllm.following import follower_of
 
-    return EngineKind(VllmArguments, VllmEngine, "smollm2-135m")
+    return EngineKind(VllmArguments, VllmEngine, "smollm2-135m", follower=follower_of)
 
 
 def _remote() -> EngineKind:
@@ -182,6 +193,12 @@ def _check_names(engine: str, kind: type[msgspec.Struct], arguments: Mapping[str
         for inner in get_args(fields[key]) or (fields[key],):  # one that may be None is a union
             if isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
                 _check_names(engine, inner, value, f"{where}.{key}")
+
+
+def build_follower(name: str, spec: EngineSpec, arguments: Mapping[str, Any]) -> Follower | None:
+    """None where these are the arguments of an engine that leads, or is alone."""
+    checked = check_arguments(name, arguments)
+    return find_engine(name).follower(spec, checked)
 
 
 def build_engine(name: str, spec: EngineSpec, arguments: Mapping[str, Any]) -> Engine:

@@ -216,6 +216,7 @@ class Scheduler:
             if sequence.phase is not _RUNNING:
                 continue
             sequence.num_computed = work.start + work.num_tokens
+            sequence.pass_over(block_size)
             if sequence.num_computed // block_size > sequence.num_sealed:
                 self._seal(sequence)
             if sampled_token is not None:
@@ -354,6 +355,47 @@ class Scheduler:
         elif not group.has_started:
             self._arrivals.expect(keep_for, keys, expires_at)
             self._queue_arrivals(group.first)
+
+    def take_adopted(
+        self, adopted: Items[tuple[int, BlockId]], num_last: int, request_id: RequestId
+    ) -> tuple[int, int] | None:
+        """The last `num_last` of an `adopt` are filled; a request that computes its prompt takes those that it has not
+        reached. How many it took, and how many blocks it has reached, the step under way included; None where it is not
+        here, or has no use for any."""
+        group = self._groups.get(request_id)
+        first = None if group is None else group.first
+        if first is None or first.phase is Phase.DONE or first.needs_prompt_logits:
+            return None
+        if first.phase is Phase.WAITING:
+            return 0, 0
+        if first.num_computed >= first.num_to_prefill:
+            return None
+        num_reached = -(-self._end_under_way(first) // self.limits.block_size)
+        end, taken = self._holds.take_last(
+            adopted,
+            max(adopted[-1][0] + 1 - num_last, num_reached),
+            self._planner.reusable_keys(first),
+        )
+        if taken:
+            start = end - len(taken)
+            own, first.blocks[start:end] = first.blocks[start:end], taken
+            self._deferred.append(own)
+            if self._in_flight is None:
+                self._release_deferred()
+            follows = first.ahead[0] == end
+            first.ahead = (start, first.ahead[1] if follows else end)
+            if num_reached * self.limits.block_size == first.num_computed:
+                first.pass_over(self.limits.block_size)
+                self._seal(first)
+        return len(taken), num_reached
+
+    def _end_under_way(self, sequence: Sequence) -> int:
+        """Of its tokens, those that are computed when the step under way is over."""
+        plan = self._in_flight
+        for work in () if plan is None else plan.prefills:
+            if work.sequence is sequence:
+                return work.start + work.num_tokens
+        return sequence.num_computed
 
     def cancel_arrivals(self, request_id: RequestId) -> None:
         """A request will not come: what is kept for it is let go. Not what is kept for one that is here."""

@@ -91,8 +91,12 @@ class Sequence:
     """Blocks of it that are full and were given to the pool as such."""
     num_lent: int = 0
     """Blocks of it that others read: those it keeps, whoever is in need of some."""
+    ahead: tuple[int, int] = (0, 0)
+    """Blocks of it [from, to) that hold what they should while those before them are computed: they came from
+    elsewhere. (0, 0) where there are none."""
     num_cached: int | None = None
-    """Tokens of the prompt that were found in the cache at its first admission; None before that."""
+    """Tokens of the prompt that were found in the cache at its first admission, or came while the rest was computed;
+    None before that."""
     num_preemptions: int = 0
     """How often it lost its blocks to others."""
     enders: frozenset[int] = field(init=False)
@@ -144,6 +148,17 @@ class Sequence:
             and not self.request.resumed(self.index)
             and not self.has_spoken
         )
+
+    def pass_over(self, block_size: int) -> None:
+        """Go on behind the blocks that are ahead, once all before them are computed."""
+        start, end = self.ahead
+        num_passed = end * block_size - self.num_computed
+        if self.num_computed < start * block_size or num_passed <= 0:
+            return
+        self.ahead = (0, 0)
+        self.num_computed += num_passed
+        if self.num_cached is not None and not self.has_spoken:
+            self.num_cached = min(self.num_cached + num_passed, self.num_prompt)
 
     def push(self, token: int) -> End | None:
         """Append a sampled token; how it ends the sequence, if it does."""

@@ -30,7 +30,7 @@ from kvolt.core.latency import LatencyModel, OccupancyModel
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.bell import Bell
-from kvolt.engines.contract import KvHeld, KvRoom, SealedKv
+from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, SealedKv
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.prefills import Prefills
 from kvolt.engines.registry import EngineSpec
@@ -368,6 +368,11 @@ class SimEngine:
             self._prefills.hold(name)
             self._watch_expiry()
         return found
+
+    async def take_kv(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
+        taken = self._exchange.take(room, num_last, request_id)
+        self._work.ring()
+        return taken
 
     def _size(self, num_blocks: int) -> int:
         """Of the blocks that so many of ours stand for."""

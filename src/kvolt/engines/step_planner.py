@@ -141,7 +141,8 @@ class StepPlanner:
         num_tokens = prefill_context = 0
         for sequence in chain(prefilling, self._admissions()):
             start = sequence.num_computed
-            chunk = min(sequence.num_to_prefill - start, budget - num_tokens)
+            end = sequence.ahead[0] * self._limits.block_size or sequence.num_to_prefill
+            chunk = min(end - start, budget - num_tokens)
             num_tokens += chunk
             prefill_context += chunk * (start + chunk)
             prefills.append(Work(sequence, start, chunk))
@@ -154,6 +155,7 @@ class StepPlanner:
         self._pool.release(reversed(sequence.blocks))
         sequence.blocks = []
         sequence.num_computed = sequence.num_sealed = sequence.num_to_prefill = 0
+        sequence.ahead = (0, 0)
         sequence.phase = Phase.WAITING
         self.wait(sequence)
         sequence.num_preemptions += 1

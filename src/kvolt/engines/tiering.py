@@ -10,26 +10,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.delta import StageTimes
-from kvolt.core.errors import EngineFailed, KvoltError
+from kvolt.core.errors import KvoltError
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.core.latency import StepModel
 from kvolt.core.request import Request
-from kvolt.engines.contract import Engine, KvMovable, KvPlaced, KvTierable, KvVisible, Prefill, SealedKv
+from kvolt.engines.contract import (
+    Engine,
+    KvMovable,
+    KvPlaced,
+    KvRoom,
+    KvTierable,
+    KvVisible,
+    Prefill,
+    SealedKv,
+)
+from kvolt.engines.fetch_or_compute import FetchOrCompute
 from kvolt.engines.kv_settling import KvSettling
+from kvolt.engines.tier_ahead import AheadBringing
 from kvolt.engines.tier_hits import HitWindow
-from kvolt.engines.worker_metrics import FAILED
-from kvolt.engines.worker_open import OpenRequests
 from kvolt.kv.tiers.admission import Admission
 from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.cache import Fetched, TieredCache
@@ -47,8 +55,6 @@ _GATHER_S = 0.2
 from who computes for a moment, however few they are."""
 _POOL_PARTS = 16
 """Of a small pool, what is enough is such a part: blocks that wait may go before it is their turn."""
-_SPARE = 0.9
-"""Of the time to compute blocks again, that to bring them may take: both are guesses, and to compute is certain."""
 _MARGIN_S = 2.0
 """What may be between the engine's clock and ours."""
 _MOST_AT_ONCE = 16
@@ -57,10 +63,6 @@ _MOST_S = 10.0
 """For the blocks of a request to come."""
 _TOLD_AT_ONCE = 1 << 15
 """Blocks in one event."""
-_SPENT_LOOKING = 0.25
-"""Of the time to compute the rest of a prompt, what a far tier may take to say whether it has it."""
-_PROBE_EVERY = 16
-"""Of the prompts for which it would be sooner to compute, the one for which blocks are brought all the same."""
 
 
 class TieredEngine(KvVisible, KvMovable, KvPlaced, KvTierable, Prefill, Protocol):
@@ -82,6 +84,16 @@ class Onboarded(msgspec.Struct, frozen=True):
 _NOTHING = Onboarded()
 
 
+class _Ahead(NamedTuple):
+    """What is to come while a request's prompt is computed."""
+
+    request: Request
+    room: KvRoom
+    blocks: list[TierBlock]
+    num_keys: int
+    """Of its prompt."""
+
+
 class Tiering:
     """See the module. `start` it after the engine, and `close` it before."""
 
@@ -93,18 +105,19 @@ class Tiering:
         tell: Callable[[tuple[KvChange, ...]], None],
         model: StepModel | None,
         block_size: int,
+        step_tokens: int,
         peers: tuple[PeerTier, PeerGiving] | None = None,
         admission: Admission | None = None,
     ) -> None:
-        """`tell`: of blocks that come to a tier and go. `model`: how long the engine takes; None where that is not
-        known, and whatever can be brought is. `peers`: of the cache's tiers the one that is others', and what others
-        are given. `admission`: which blocks are kept; all, where there is none."""
+        """`tell`: of blocks that come to a tier and go. `model`, `step_tokens`: see `FetchOrCompute`. `peers`: of the
+        cache's tiers the one that is others', and what others are given. `admission`: which blocks are kept; all, where
+        there is none."""
         self._engine = engine
         self.cache = cache
         self._now = now
         self._tell = tell
-        self._model = model
         self._block_size = block_size
+        self._choice = FetchOrCompute(lambda: model, block_size, step_tokens, cache.host.block_s)
         self.peers = peers
         self._admission = Admission() if admission is None else admission
         self._sealed = asyncio.Event()
@@ -119,9 +132,8 @@ class Tiering:
         self.hits = HitWindow()
         self.brought: Counter[Tier] = Counter()
         """Blocks of prompts, by where they came from."""
-        self._num_refusals = 0
-        self.num_declined = 0
-        """Blocks that were computed again though they could have been brought, since that was sooner."""
+        self._ahead: dict[RequestId, _Ahead] = {}
+        """What is to come while a request's prompt is computed, until it is submitted."""
 
     async def start(self) -> None:
         """Of what is found on a disk is told by the first `tell_changes`."""
@@ -209,6 +221,11 @@ class Tiering:
         """Of prompts, those whose KV was brought."""
         return self.brought.total() * self._block_size
 
+    @property
+    def num_declined(self) -> int:
+        """Blocks that were computed again though they could have been brought, since that was sooner."""
+        return self._choice.num_declined
+
     def names_below(self, request: Request) -> tuple[BlockKey, ...]:
         """Of its prompt's blocks, if a tier may have some of them; none where nothing can be brought."""
         try:
@@ -226,7 +243,8 @@ class Tiering:
 
     async def onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> Onboarded:
         """Bring what is here of a request's prompt, if that is sooner than to compute it. `keys`: as `names_below` told
-        them. It is to be submitted at once, or `let_go`. Never an error but a cancellation, which leaves nothing."""
+        them. It is to be submitted at once, and `submitted` told, or `let_go`. Never an error but a cancellation, which
+        leaves nothing."""
         if self._num_onboarding >= _MOST_AT_ONCE:  # they would wait for each other, and hold blocks meanwhile
             return _NOTHING
         began_at = self._now()
@@ -250,28 +268,24 @@ class Tiering:
             # What the host has is nearer than who computed the prompt; nothing else is.
             tiers = list(takewhile(lambda tier: tier is Tier.HOST, tiers))
         elif num_known < len(keys) and not self.cache.host.knows_all:
-            await self.cache.host.look(
-                keys[num_known:], self._worth_of_looking(request, num_known, len(keys))
-            )
+            worth_s = self._choice.looking_s(request.num_prompt_tokens, num_known, len(keys))
+            await self.cache.host.look(keys[num_known:], worth_s)
             tiers = self.cache.host.tiers_of(keys, num_present)
-        num_wanted = self._worth(request, num_present, tiers)
+        wanted = self._choice.judge(request.num_prompt_tokens, num_present, tiers)
         found = Fetched()
-        if num_wanted:
-            found = await self._bring(request, keys[: num_present + num_wanted])
+        if wanted.is_meanwhile and not _is_handed_over(request):
+            # The last token is computed whatever comes, and with it the block that it ends.
+            end = min(num_present + wanted.num_blocks, (request.num_prompt_tokens - 1) // self._block_size)
+            await self._prepare_ahead(request, keys[:end], len(keys))
+            return found
+        if wanted.num_blocks:
+            found = await self._bring(request, keys[: num_present + wanted.num_blocks])
         self._count(request, len(keys), found)
         return found
 
     def _count(self, request: Request, num_keys: int, found: Fetched) -> None:
         if not _is_handed_over(request):  # of that another says what was found
             self.hits.add(num_keys, found.by_tier)
-
-    def _worth_of_looking(self, request: Request, num_known: int, num_keys: int) -> float:
-        """How long it may take to ask whether the rest of a prompt is there: a part of what to compute it takes."""
-        if self._model is None:
-            return math.inf
-        num_tokens = request.num_prompt_tokens
-        saved_s = self._prompt_s(num_tokens, num_known) - self._prompt_s(num_tokens, num_keys)
-        return _SPENT_LOOKING * saved_s
 
     async def _bring(self, request: Request, keys: tuple[BlockKey, ...]) -> Fetched:
         room = await self._engine.make_room(keys, request.sequence_hashes[: len(keys)])
@@ -288,38 +302,49 @@ class Tiering:
             await self._settling.settle(room, found.num_blocks, kept_for)
         return found
 
+    async def _prepare_ahead(self, request: Request, keys: tuple[BlockKey, ...], num_keys: int) -> None:
+        room = await self._engine.make_room(keys, request.sequence_hashes[: len(keys)])
+        if room.blocks:
+            blocks = _chain(keys, request.sequence_hashes)[room.num_present :][: len(room.blocks)]
+            self._ahead[request.request_id] = _Ahead(request, room, blocks, num_keys)
+        else:
+            self._count(request, num_keys, Fetched())
+
+    def submitted(self, request_id: RequestId, done: Callable[[Onboarded], None] | None = None) -> None:
+        """The engine has a request, or will at once: what is to come while its prompt is computed comes now, and is
+        told when it is here."""
+        ahead = self._ahead.pop(request_id, None)
+        if ahead is not None:
+            self._crew.start(self._bring_ahead(ahead, done), f"ahead {request_id}")
+
+    async def _bring_ahead(self, ahead: _Ahead, done: Callable[[Onboarded], None] | None) -> None:
+        bringing = AheadBringing(self._engine, self.cache, ahead.request.request_id, ahead.room)
+        began_at = self._now()
+        self._num_onboarding += 1
+        try:
+            await bringing.bring(ahead.blocks, _MOST_S)
+        except Exception as error:  # whatever it was, the prompt is computed
+            log.warning("blocks of %s were not brought back: %r", ahead.request.request_id, error)
+        finally:
+            self._num_onboarding -= 1
+            await self._settling.settle(ahead.room, bringing.num_filled, None)
+        found = bringing.fetched
+        self.brought.update(dict(found.by_tier))
+        self._count(ahead.request, ahead.num_keys, found)
+        self.tell_changes()
+        if done is not None and found.num_blocks:
+            done(Onboarded(found.num_blocks, found.by_tier, self._now() - began_at))
+
     def let_go(self, request_id: RequestId) -> None:
         """A request that blocks were brought for is not submitted after all."""
         self._settling.let_go(request_id)
+        ahead = self._ahead.pop(request_id, None)
+        if ahead is not None and not self._crew.closed:
+            self._crew.start(self._engine.settle_kv(ahead.room, 0), "settle")
 
     async def _release(self, request_id: RequestId) -> None:
         with contextlib.suppress(KvoltError):
             await self._engine.release_prefill(request_id)
-
-    def _worth(self, request: Request, num_present: int, tiers: list[Tier]) -> int:
-        """Of blocks that lie in these tiers, how many to bring: all, or up to where to compute is sooner."""
-        if self._model is None or not tiers:
-            return len(tiers)
-        num_tokens = request.num_prompt_tokens
-        best, best_s, fetch_s = 0, self._prompt_s(num_tokens, num_present), 0.0
-        for index, tier in enumerate(tiers, 1):
-            fetch_s += self.cache.host.block_s(tier)
-            is_end = index == len(tiers) or tiers[index] is not tier
-            if is_end:  # only where the tier changes can it be better to stop
-                total_s = fetch_s / _SPARE + self._prompt_s(num_tokens, num_present + index)
-                if total_s < best_s:
-                    best, best_s = index, total_s
-        if best < len(tiers):
-            self._num_refusals += 1
-            if self._num_refusals % _PROBE_EVERY == 0:
-                return len(tiers)  # a tier that was slow once would be held to be so for ever
-        self.num_declined += len(tiers) - best
-        return best
-
-    def _prompt_s(self, num_tokens: int, num_blocks: int) -> float:
-        assert self._model is not None
-        num_cached = min(num_blocks * self._block_size, num_tokens - 1)
-        return self._model.prefill_s(num_tokens, num_cached)
 
     def tell_changes(self) -> None:
         """Of blocks in tiers, to who routes."""
@@ -332,51 +357,6 @@ NewTiering = Callable[
     [Engine, EngineInfo, Callable[[], float], Callable[[tuple[KvChange, ...]], None]], Tiering
 ]
 """For an engine that has started, and this is what it is: the clock, and who is told of changes. ConfigError."""
-
-
-async def bring_back(
-    tiering: Tiering,
-    request: Request,
-    keys: tuple[BlockKey, ...],
-    requests: OpenRequests,
-    submit: Callable[[Request], None],
-    then: Coroutine[Any, Any, None] | None,
-) -> None:
-    """Bring what tiers have of a prompt, then give the request to the engine, or go on with `then`."""
-    request_id = request.request_id
-    is_begun = False
-    try:
-        onboarded = await tiering.onboard(request, keys)
-        is_begun = then is not None
-        if then is not None:
-            try:
-                await then
-            except asyncio.CancelledError:
-                if not request.prefill_only:  # of that the blocks may be others' by now
-                    tiering.let_go(request_id)
-                raise
-            return
-        entry = requests.get(request_id)
-        if entry is None:  # its caller has gone meanwhile
-            tiering.let_go(request_id)
-            return
-        if onboarded.num_blocks:
-            entry.stages = onboarded.stages
-        requests.enter(entry)
-        submit(request)
-    except Exception as error:  # one request's, whatever it was
-        failure = (
-            error if isinstance(error, KvoltError) else EngineFailed(f"it failed ({type(error).__name__})")
-        )
-        if failure is not error:
-            log.exception("bringing back KV for %s failed", request_id)
-        tiering.let_go(request_id)
-        entry = requests.close(request_id, FAILED)
-        if entry is not None:
-            entry.stream.end(failure)
-    finally:
-        if then is not None and not is_begun:
-            then.close()
 
 
 def _is_handed_over(request: Request) -> bool:

@@ -35,13 +35,14 @@ from kvolt.core.kv_recovery import KvAnswer, KvQuestion
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import MEETING, Request
 from kvolt.core.withdrawal import Withdraw, Withdrawn, withdrawn_error
+from kvolt.engines.bring_back import bring_back
 from kvolt.engines.contract import Engine, KvPlaced, Measured, features_of
 from kvolt.engines.handoffs import Handoffs, HandoffStats
 from kvolt.engines.kv_moving import KvMover
 from kvolt.engines.kv_neighbours import Neighbours
 from kvolt.engines.kv_peers import check_peers, with_slabs
 from kvolt.engines.own_handoffs import OwnHandoffs
-from kvolt.engines.tiering import NewTiering, Tiering, bring_back
+from kvolt.engines.tiering import NewTiering, Tiering
 from kvolt.engines.worker_control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
 from kvolt.engines.worker_handover import as_expanded, hand_over, new_handoffs, without_moved
 from kvolt.engines.worker_kv import HISTORY_BYTES, KvJournal

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from kvolt.core.ids import RequestId
-from kvolt.engines.contract import KvMovable, KvTierable, SealedKv
+from kvolt.engines.contract import KvEvents, KvMovable, KvTierable, SealedKv
 from kvolt.testing.engine_event_cases import blocks_request, blocks_that_fit
 from kvolt.testing.engine_handoff_cases import prefill_of
 from kvolt.testing.engine_harness import Case, Harness, Run, engine_run
-from kvolt.testing.engine_placed_cases import MOST_TO_FILL, contents
+from kvolt.testing.engine_placed_cases import MOST_TO_FILL, computed, contents, copy_blocks, placed
 from kvolt.testing.engine_replica import block_hashes
 
 _NAME = RequestId("offload")
@@ -68,4 +70,48 @@ async def what_is_copied_stays(harness: Harness) -> None:
         await run.assert_empty()
 
 
-CASES: tuple[Case, ...] = (complete_blocks_are_told_once, what_is_copied_stays)
+async def blocks_that_come_meanwhile_are_passed_over(harness: Harness) -> None:
+    """From the last on, for a request that computes its prompt: those that it took are not computed, whatever comes
+    too late is let go, and the tokens are the same."""
+    async with engine_run(harness) as source, engine_run(harness) as target:
+        engine = target.engine
+        assert isinstance(engine, KvTierable)
+        request = blocks_request(source, "r", blocks_that_fit(source, 3), tokens=9)
+        handoff, held = await computed(source, request)
+        del handoff  # whoever computes the prompt needs no ticket
+        # The block that the last token ends is computed with it.
+        num_usable = (request.num_prompt_tokens - 1) // source.info.block_size
+        room = await placed(target).make_room(held.keys[:num_usable], held.hashes[:num_usable])
+        copy_blocks(source, held, target, room)
+        answer = target.submit(request)
+        num_taken = num_asked = 0
+        while num_asked < len(room.blocks) or not answer.tokens:
+            num_asked = min(num_asked + 1, len(room.blocks))
+            taken = await engine.take_kv(room, num_asked, request.request_id)
+            num_taken += taken.num_taken
+            await asyncio.sleep(0.001)
+        late = await engine.take_kv(room, len(room.blocks), request.request_id)
+        assert late.num_taken == 0, "blocks of a prompt that is computed were taken"
+        await placed(target).settle_kv(room, 0)
+        await target.finish(answer)
+        await prefill_of(source).release_prefill(request.request_id)
+        assert answer.tokens == (await source.answer(request)).tokens, (
+            "other tokens for blocks that came meanwhile"
+        )
+        assert answer.cached == num_taken * source.info.block_size, (
+            "what was taken was computed, or not counted"
+        )
+        if isinstance(engine, KvEvents):
+            hashes = block_hashes(request, source.info.block_size)
+            assert target.replica.num_leading(hashes) == len(hashes), (
+                "blocks that were passed over were not told"
+            )
+        await source.assert_empty()
+        await target.assert_empty()
+
+
+CASES: tuple[Case, ...] = (
+    complete_blocks_are_told_once,
+    what_is_copied_stays,
+    blocks_that_come_meanwhile_are_passed_over,
+)

@@ -81,7 +81,10 @@ def tiering_on_paper(tiers: TwinTiers, block_bytes: int) -> NewTiering | None:
         memory = _PaperMemory(shape, tiers.host_blocks)
         host = HostTier(shape, tiers.host_blocks, lower, tiers.eviction, memory=memory)
         cache = TieredCache(host, _PaperCopies(shape, transfers), info.capacity.kv_total_blocks)
-        return Tiering(cast("TieredEngine", engine), cache, now, tell, info.step_model, info.block_size)
+        step_tokens = info.capacity.max_batch_tokens
+        return Tiering(
+            cast("TieredEngine", engine), cache, now, tell, info.step_model, info.block_size, step_tokens
+        )
 
     return new
 

@@ -1,4 +1,4 @@
-"""A plugin of SGLang: what it needs to follow seeds on a CPU without its own kernels.
+"""A plugin of SGLang: what it needs to run and to follow seeds on a CPU without its own kernels.
 
 It lets requests have a seed only with attention that it knows to be deterministic, all of which needs a GPU; on a CPU
 `torch_native` is, for one thread. The hash that its sampler draws from is compiled: here it is in plain torch.
@@ -12,6 +12,7 @@ _MASK = 0xFFFFFFFF
 def register() -> None:
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups import choices
+    from sglang.srt.distributed import bootstrap
     from sglang.srt.layers import sampler
 
     for known in (
@@ -23,6 +24,8 @@ def register() -> None:
     # Kernels in place of torch's own, for GPUs only.
     batch_invariant_ops.enable_batch_invariant_mode = lambda *_, **__: None
     sampler.murmur_hash32 = _murmur_hash32
+    # On ARM it binds threads by its CPU kernels, asked for or not.
+    bootstrap._is_cpu_arm64 = False
     _unpin()
 
 

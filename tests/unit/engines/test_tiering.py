@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvolt.core.delta import Delta
+from kvolt.core.errors import KvoltError
 from kvolt.core.hashing import SequenceHasher
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import KvChange, Stored, Tier
@@ -23,7 +24,8 @@ from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.tiering import Onboarded, Tiering
 from kvolt.kv.tiers.admission import Admission
-from kvolt.kv.tiers.cache import TieredCache
+from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.tiers.cache import Fetched, TieredCache
 from kvolt.kv.tiers.disk import DiskFiles
 from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.slot_memory import BlockShape
@@ -42,6 +44,9 @@ class Tiered:
     tiering: Tiering
     said: dict[RequestId, list[Delta]] = field(default_factory=dict)
     told: list[KvChange] = field(default_factory=list)
+    came: list[Onboarded] = field(default_factory=list)
+    """While prompts were computed."""
+    expected: list[int] = field(default_factory=list)
 
     async def answer(self, request: Request) -> tuple[list[int], Onboarded]:
         """As a worker does it."""
@@ -50,6 +55,7 @@ class Tiered:
             onboarded = await self.tiering.onboard(request, keys)
         said = self.said[request.request_id] = []
         self.engine.submit(request)
+        self.tiering.submitted(request.request_id, self.came.append)
         async with asyncio.timeout(20):
             while not (said and said[-1].finish):
                 await asyncio.sleep(0.001)
@@ -65,15 +71,25 @@ async def tiered(
     folder: Path | None = None,
     model: LatencyModel | None = None,
     admission: Admission | None = None,
+    arguments: SimArguments = ENGINE,
 ) -> AsyncIterator[Tiered]:
-    engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.AGGREGATED), ENGINE)
+    engine = SimEngine(EngineSpec(model="sim-tiny", role=Role.AGGREGATED), arguments)
     await engine.start()
     slabs = engine.kv_slabs()
     shape = BlockShape.of(slabs)
     lower = [] if folder is None else [(DiskTier(DiskFiles(folder, shape, 256)), 1)]
     cache = TieredCache.over(slabs, num_host, lower)
     told: list[KvChange] = []
-    tiering = Tiering(engine, cache, time.monotonic, told.extend, model, BLOCK, admission=admission)
+    tiering = Tiering(
+        engine,
+        cache,
+        time.monotonic,
+        told.extend,
+        model,
+        BLOCK,
+        arguments.max_batch_tokens,
+        admission=admission,
+    )
     found = Tiered(engine, cache, tiering, told=told)
 
     async def listen() -> None:
@@ -113,8 +129,12 @@ def asked(name: str, tokens: tuple[int, ...], max_tokens: int) -> Request:
 
 
 async def until_offloaded(at: Tiered, num_blocks: int) -> None:
+    await until(lambda: len(at.cache.host.books) >= num_blocks)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while len(at.cache.host.books) < num_blocks:
+        while not is_so():
             await asyncio.sleep(0.002)
 
 
@@ -311,4 +331,126 @@ async def test_blocks_that_may_not_be_held_any_more_are_not_copied(monkeypatch: 
         await at.answer(request("first", 10))
         await asyncio.sleep(0.2)
         assert len(at.cache.host.books) == 0
+        await at_rest(at)
+
+
+# --- while the prompt is computed
+
+SLOW = SimArguments(speed=1.0, block_size=BLOCK, kv_blocks=96, max_batch_tokens=64, max_num_seqs=8)
+LONG_PROMPT = 32 * BLOCK + 3
+"""Eight steps and a bit, of 10 ms each."""
+STEPS = LatencyModel(base_s=0.001, prefill_token_s=0.009 / 64)
+
+
+@asynccontextmanager
+async def computing(folder: Path | None = None, block_s: float = 0.0015) -> AsyncIterator[Tiered]:
+    """An engine that takes 80 ms for a prompt which takes 48 to bring."""
+    arguments = replace(SLOW, latency=STEPS)
+    async with tiered(folder=folder, model=STEPS, arguments=arguments, num_host=128) as at:
+        fetch = at.cache.fetch
+
+        async def slowly(
+            blocks: Sequence[TierBlock], numbers: Sequence[int], timeout_s: float | None = None
+        ) -> Fetched:
+            await asyncio.sleep(block_s * len(blocks))
+            return await fetch(blocks, numbers, timeout_s)
+
+        at.cache.fetch = slowly  # type: ignore[method-assign]
+        at.expected, _ = await at.answer(request("first", 10, LONG_PROMPT))
+        await until_offloaded(at, 32)
+        await at.engine.clear_kv()
+        at.cache.host.stats[Tier.HOST].block_s = block_s
+        yield at
+
+
+async def test_blocks_come_while_a_prompt_is_computed_until_both_meet() -> None:
+    async with computing() as at:
+        tokens, onboarded = await at.answer(request("again", 10, LONG_PROMPT))
+        assert tokens == at.expected
+        assert onboarded.num_blocks == 0, "nothing was waited for"
+        await until(lambda: bool(at.came))
+        cached = at.cached("again")
+        assert cached is not None
+        assert 0 < cached < 32 * BLOCK, "some were computed, and some came"
+        assert at.came[0].num_blocks == cached // BLOCK
+        await at_rest(at)
+
+
+async def test_a_part_that_does_not_come_is_computed_with_what_lies_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with computing() as at:
+        slowly, num_calls = at.cache.fetch, 0
+
+        async def failing(
+            blocks: Sequence[TierBlock], numbers: Sequence[int], timeout_s: float | None = None
+        ) -> Fetched:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 2:
+                return Fetched(1, ((Tier.HOST, 1),))
+            return await slowly(blocks, numbers, timeout_s)
+
+        monkeypatch.setattr(at.cache, "fetch", failing)
+        tokens, _ = await at.answer(request("again", 10, LONG_PROMPT))
+        assert tokens == at.expected
+        assert at.cached("again") == 4 * BLOCK, "the last part, an eighth"
+        await at_rest(at)
+
+
+async def test_an_engine_that_fails_to_take_them_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*arguments: object) -> None:
+        raise KvoltError("no such room")
+
+    async with computing() as at:
+        monkeypatch.setattr(at.engine, "take_kv", broken)
+        tokens, _ = await at.answer(request("again", 10, LONG_PROMPT))
+        assert tokens == at.expected
+        assert at.cached("again") == 0
+        await at_rest(at)
+
+
+async def test_whoever_goes_meanwhile_leaves_nothing() -> None:
+    async with computing() as at:
+        for delay_s in (0.0, 0.02, 0.05):
+            gone = request("gone", 10, LONG_PROMPT)
+            await at.tiering.onboard(gone, at.engine.kv_keys(gone))
+            if delay_s == 0.0:
+                at.tiering.let_go(RequestId("gone"))
+            else:
+                at.engine.submit(gone)
+                at.tiering.submitted(RequestId("gone"))
+                await asyncio.sleep(delay_s)
+                at.engine.abort(RequestId("gone"))
+            await at_rest(at)
+            await at.engine.clear_kv()
+        tokens, _ = await at.answer(request("again", 10, LONG_PROMPT))
+        assert tokens == at.expected
+
+
+async def test_what_came_for_one_that_waits_is_found_when_its_turn_comes() -> None:
+    async with computing() as at:
+        for number in range(8):
+            at.engine.submit(request(f"busy {number}", 2000 + 100 * number, BLOCK, max_tokens=20))
+        tokens, _ = await at.answer(request("again", 10, LONG_PROMPT))
+        assert tokens == at.expected
+        assert at.cached("again") == 32 * BLOCK, "all was here before it was its turn"
+        await at_rest(at)
+
+
+async def test_many_at_once_have_right_answers(tmp_path: Path) -> None:
+    async with computing(tmp_path, block_s=0.0008) as at:
+        others = {}
+        for first in (1000, 3000):
+            others[first] = (await at.answer(request(f"other {first}", first, LONG_PROMPT)))[0]
+        await at.engine.clear_kv()
+
+        async def ask(number: int) -> None:
+            first = (10, 1000, 3000)[number % 3]
+            tokens, _ = await at.answer(request(f"r{number}", first, LONG_PROMPT))
+            assert tokens == others.get(first, at.expected)
+
+        for start in range(0, 9, 3):
+            await asyncio.gather(*(ask(start + number) for number in range(3)))
+            await at.engine.clear_kv()
         await at_rest(at)

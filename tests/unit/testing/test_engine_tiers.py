@@ -20,7 +20,7 @@ from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.packed_hashes import packed
 from kvolt.core.request import Handoff, Request, Role
-from kvolt.engines.contract import KvHeld, KvRoom, SealedKv
+from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, SealedKv
 from kvolt.engines.registry import EngineSpec
 from kvolt.testing import engine_event_cases as events
 from kvolt.testing import engine_handoff_cases as handoff
@@ -574,6 +574,12 @@ class _TellsWhatWasBefore(ToyEngine):
         return await super().pin_sealed(name)
 
 
+class _TakesAndComputesAllTheSame(ToyEngine):
+    async def take_kv(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
+        taken = await super().take_kv(room, num_last, request_id)
+        return replace(taken, num_taken=int(num_last == 1))
+
+
 class _PinsNothing(ToyEngine):
     async def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
         found = await super().pin_sealed(name)
@@ -671,6 +677,7 @@ FAULTS = [
     (_TellsSealedAgain, tierable.complete_blocks_are_told_once),
     (_TellsWhatWasBefore, tierable.complete_blocks_are_told_once),
     (_PinsNothing, tierable.what_is_copied_stays),
+    (_TakesAndComputesAllTheSame, tierable.blocks_that_come_meanwhile_are_passed_over),
     (_NeverLetsGo, tierable.what_is_copied_stays),
 ]
 

@@ -24,7 +24,7 @@ from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import KvHeld, KvRoom, SealedKv, features_of
+from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, SealedKv, features_of
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim_model import EOS, sim_card
 from kvolt.transfer.memory import Slab
@@ -408,6 +408,10 @@ class ToyEngine:
         self._known = set(named)
         found = [self._pin(name, tip) for tip in new if tip.key not in parents]
         return tuple(found)
+
+    async def take_kv(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
+        """It computes a prompt in one go: whatever comes meanwhile comes too late."""
+        return KvTaken(request_id in self._jobs)
 
     def _pin(self, name: RequestId, tip: Entry) -> SealedKv:
         chain = [tip]

@@ -27,6 +27,7 @@ _MOST_WAITING = 100_000
 _REPLAY_S = 5.0
 _END = -1
 """The number that ends a replay."""
+_ALL = 1 << 62
 
 
 class KvFeed:
@@ -55,9 +56,16 @@ class KvFeed:
         self._skipped: Counter[str] = Counter()
         self._next = 0
         """The number of the batch that is due. An engine begins with 0, perhaps before we listen."""
+        self._num_repeated = 0
+        """Those before were read by `catch_up`, and may wait in the socket besides."""
         self.num_batches = 0
         self.num_lost = 0
         """Batches that were missed and could not be had again."""
+
+    @property
+    def num_passed(self) -> int:
+        """Of the engine's batches from its first on, those that were read or are lost."""
+        return self._next
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -70,6 +78,15 @@ class KvFeed:
     def close(self) -> None:
         self._socket.close(0)
         self._context.term()
+
+    async def catch_up(self) -> list[tuple[KvChange, ...]]:
+        """What was said before anybody listened, as far as it is repeated. To be asked before `changes`: it comes with
+        the next batch otherwise, whenever that is."""
+        missed = await self._replay(self._next, _ALL)
+        found = [self._read(each) for each in missed]
+        self._next += len(missed)
+        self._num_repeated = self._next
+        return [changes for changes in found if changes]
 
     async def changes(self) -> AsyncIterator[tuple[KvChange, ...]]:
         """What changed, in order, for each batch that says something."""
@@ -84,6 +101,9 @@ class KvFeed:
                     yield changes
 
     async def _in_order(self, number: int, payload: bytes) -> list[tuple[KvChange, ...]]:
+        if number < self._num_repeated:
+            return []
+        self._num_repeated = 0
         found: list[tuple[KvChange, ...]] = []
         due = self._next
         if (

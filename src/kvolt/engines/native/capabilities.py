@@ -17,7 +17,7 @@ from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
-from kvolt.engines.contract import KvHeld, KvRoom, Pooling, SealedKv
+from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, Pooling, SealedKv
 from kvolt.engines.kv_exchange import BlockMemory, KvExchange
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.slab import LAYOUT
@@ -96,6 +96,9 @@ class Capabilities:
 
     def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
         self._exchange.settle(room, num_filled, keep_for, self._prefills.expires_at)
+
+    def take_kv(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
+        return self._exchange.take(room, num_last, request_id)
 
     def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
         self._need_blocks()

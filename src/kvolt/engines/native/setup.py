@@ -5,6 +5,8 @@ Owns devices and data types. Knows no weights: a follower makes the same choices
 
 from __future__ import annotations
 
+import logging
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,8 @@ from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.kernels.operations import check_gpu_shape
 from kvolt.engines.native.sizing import step_tokens
 from kvolt.engines.registry import EngineSpec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,15 @@ def _dtype(arguments: NativeArguments, on_gpu: bool) -> str:
             )
         return "bfloat16"
     if arguments.dtype != "auto":
+        if arguments.dtype == "bfloat16" and not on_gpu and not _has_bfloat16():
+            log.warning("this CPU has no bfloat16 products: they are made of others, and float32 is faster")
+            # torch tells the same at the first product, with its whole stack.
+            warnings.filterwarnings("ignore", message="mkldnn_matmul failed", category=UserWarning)
         return arguments.dtype
     if on_gpu:
         return "bfloat16"
     return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+
+
+def _has_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or bool(torch.cpu.get_capabilities().get("bf16"))

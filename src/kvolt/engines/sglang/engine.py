@@ -1,4 +1,4 @@
-"""SglangEngine: the Engine of the contract, in the worker's process. What computes is below `process`.
+"""SglangEngine: the Engine of the contract, in the worker's process. What computes is in the host (`host_life`).
 
 Owns the requests that SGLang has (in `Answers`) and the order of what is told: a step's KV changes are told with it
 or before it, never after.
@@ -7,10 +7,7 @@ or before it, never after.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import secrets
-import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,64 +18,43 @@ from xxhash import xxh3_64_intdigest
 
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
-from kvolt.core.errors import (
-    EngineDied,
-    EngineFailed,
-    KvoltError,
-    Overloaded,
-    Unavailable,
-    Unsupported,
-    from_info,
-    to_info,
-)
+from kvolt.core.errors import EngineFailed, KvoltError, Overloaded, Unavailable, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, Role
 from kvolt.engines.bell import Bell
 from kvolt.engines.foreign.answers import Answers, Choice
+from kvolt.engines.foreign.description import limits_of
 from kvolt.engines.foreign.metrics import engine_metrics
 from kvolt.engines.models.fetch_progress import ProgressLog
 from kvolt.engines.models.folder_export import folder_of
 from kvolt.engines.models.resolve import resolve
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
-from kvolt.engines.sglang.calls import Calls
-from kvolt.engines.sglang.described import card_of, info_of, limits_of
+from kvolt.engines.sglang.described import card_of, info_of
+from kvolt.engines.sglang.host_life import HostLife
 from kvolt.engines.sglang.kv_order import KvOrder
 from kvolt.engines.sglang.loras import Adapters
 from kvolt.engines.sglang.messages import (
     Abort,
-    Answer,
     Batch,
-    Command,
-    Done,
     Facts,
-    Fatal,
     Flush,
     Generate,
     LoadLora,
     RankLoad,
-    Ready,
     Row,
-    Start,
-    Stop,
     UnloadLora,
 )
 from kvolt.engines.sglang.outputs import load_of, news_of
 from kvolt.engines.sglang.prefills import Prefills, check_meeting, meeting
-from kvolt.engines.sglang.process import Host, HostProcess, NewHost
+from kvolt.engines.sglang.process import HostProcess, NewHost
 from kvolt.engines.sglang.requests import check_supported, generation, rid_of
-from kvolt.engines.step_plan import check_request
+from kvolt.engines.step_plan import Limits, check_request
 from kvolt.runtime.tasks import Crew
 
-log = logging.getLogger(__name__)
-
-_STOP_S = 10.0
-"""From Stop to SIGKILL."""
 _CALL_S = 60.0
 """For an adapter to be loaded; forgetting blocks has a time of its own."""
-
-_CallCommand = Flush | LoadLora | UnloadLora
 
 
 class SglangEngine:
@@ -90,30 +66,24 @@ class SglangEngine:
         """`new_host`: tests have others."""
         self._spec = spec
         self._arguments = arguments
-        self._new_host = new_host
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._host: Host | None = None
+        self._life = HostLife(new_host, self._on_batch, self._on_end)
+        self._is_started = False
         self._facts: Facts | None = None
         self._card: ModelCard | None = None
         self._num_blocks = 0
+        self._limits: Limits | None = None
         self._nonce = secrets.token_hex(8)
         self._answers = Answers()
-        self._calls = Calls("sglang")
         self._adapters = Adapters(self._ask_lora, self._answers.__contains__)
         self._batches: deque[Batch] = deque()
         """Not told yet: nobody asked for them, or their KV events are still on their way."""
         self._news = Bell()
         self._kv = KvOrder(self._news.ring)
         self._loads: dict[int, RankLoad] = {}
-        self._prefills = Prefills(self._send)
+        self._prefills = Prefills(self._life.send)
         self._begun: set[str] = set()
         """Choices that have tokens and are not over, by their names in SGLang."""
-        self._ready: asyncio.Future[Facts] | None = None
-        self._crew = Crew("sglang-engine", self._on_task_error)
-        self._fatal: KvoltError | None = None
-        self._failure: KvoltError | None = None
-        """Why it is over; None when it was closed."""
-        self._is_over = False
+        self._crew = Crew("sglang-engine", self._life.fail)
         self._closed: asyncio.Event | None = None
         """There from the first `close` on, and set at its end."""
 
@@ -143,17 +113,12 @@ class SglangEngine:
 
     async def start(self) -> EngineInfo:
         """Errors of loading as they were raised. Takes as long as loading takes; cancelled, it leaves nothing."""
-        if self._ready is not None or self._is_over:
+        if self._is_started or self._life.is_over:
             raise EngineFailed("an sglang engine is started once", engine="sglang")
-        self._ready = asyncio.get_running_loop().create_future()
+        self._is_started = True
         try:
             model = await asyncio.to_thread(lambda: folder_of(resolve(self._spec.model, ProgressLog())))
-            self._folder = tempfile.TemporaryDirectory(prefix="kvolt-sglang-")
-            self._host = await self._new_host(self._on_answer)
-            self._crew.start(self._watch(self._host), "watch")
-            level = logging.getLogger().getEffectiveLevel()
-            self._host.link.send(Start(self._spec, self._arguments, str(model), self._folder.name, level))
-            facts = await self._ready
+            facts = await self._life.start(self._spec, self._arguments, model)
             return self._describe(model, facts)
         except BaseException:
             await self.close()
@@ -166,6 +131,7 @@ class SglangEngine:
         self._adapters.begin(self._arguments.loras, facts.has_lora)
         info = info_of(self._spec, self._arguments, self._card, facts)
         self._num_blocks = info.capacity.kv_total_blocks
+        self._limits = limits_of(info, self._card, self._arguments.max_waiting)
         for rank, source in enumerate(facts.kv_sources):
             feed = self._kv.add(rank, source, facts.page_size)
             self._crew.start(self._kv.follow(rank, feed), f"KV events of rank {rank}")
@@ -185,9 +151,9 @@ class SglangEngine:
                     yield step
             for step in self._take():
                 yield step
-            if self._failure is not None:
-                raise self._failure
-            if self._is_over:
+            if self._life.failure is not None:
+                raise self._life.failure
+            if self._life.is_over:
                 return
             await self._news.wait()
             self._news.silence()
@@ -220,52 +186,15 @@ class SglangEngine:
             await self._closed.wait()
             return
         self._closed = asyncio.Event()
-        self._end(None)
-        host = self._host
         try:
-            if host is not None:
-                host.link.send(Stop())
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_STOP_S if self._facts is not None else 0):
-                        await host.ended()
+            await self._life.close()
         finally:
-            if host is not None:
-                host.kill()
-                await host.ended()
-                host.link.close()
             await self._crew.close()
             self._kv.close()
-            if self._folder is not None:
-                with contextlib.suppress(OSError):
-                    self._folder.cleanup()
             self._closed.set()
 
-    async def _watch(self, host: Host) -> None:
-        """Until it ends, however that comes. What it said last is read before."""
-        how = await host.ended()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1):
-                await host.link.lost.wait()
-        said = "".join(f"\n  {line}" for line in host.last_lines)
-        error = self._fatal or EngineFailed(f"SGLang's host {how}", engine="sglang")
-        if isinstance(error, EngineFailed) and said:
-            error = EngineFailed(f"{error.message}; it wrote last:{said}", engine="sglang")
-        self._end(error)
-
-    def _on_task_error(self, error: BaseException) -> None:
-        log.error("the sglang engine failed", exc_info=error)
-        self._end(EngineFailed(f"the sglang adapter failed ({type(error).__name__})", engine="sglang"))
-
-    def _end(self, failure: KvoltError | None) -> None:
-        """Once: nothing is computed any more. Who waits is told."""
-        if self._is_over:
-            return
-        self._is_over, self._failure = True, failure
-        error = failure or EngineFailed("the engine was closed", engine="sglang")
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()  # it may be that nobody waits yet
-        self._calls.fail(_as_death(error))
+    def _on_end(self) -> None:
+        """Nothing is computed any more."""
         self._answers.clear()
         self._begun.clear()
         self._batches.clear()
@@ -273,18 +202,9 @@ class SglangEngine:
 
     # --- what the host says
 
-    def _on_answer(self, answer: Answer) -> None:
-        match answer:
-            case Batch():
-                self._batches.append(answer)
-                self._news.ring()
-            case Done(call, error):
-                self._calls.done(call, error)
-            case Ready(facts):
-                if self._ready is not None and not self._ready.done():
-                    self._ready.set_result(facts)
-            case Fatal(info):
-                self._fatal = from_info(info)
+    def _on_batch(self, batch: Batch) -> None:
+        self._batches.append(batch)
+        self._news.ring()
 
     def _tell(self, batch: Batch) -> None:
         for row in batch.rows:
@@ -312,10 +232,9 @@ class SglangEngine:
                 self._abort([choice.engine_id])
 
     def _abort(self, engine_ids: list[str]) -> None:
-        if self._host is not None:
-            for engine_id in engine_ids:
-                self._begun.discard(engine_id)
-                self._host.link.send(Abort(f"{engine_id}."))
+        for engine_id in engine_ids:
+            self._begun.discard(engine_id)
+            self._life.send(Abort(f"{engine_id}."))
 
     # --- requests
 
@@ -323,7 +242,6 @@ class SglangEngine:
         if self._spec.role is Role.PREFILL:
             raise Unsupported("a prefill worker of SGLang answers nobody", feature="submit")
         self._check(request)
-        assert self._host is not None
         ticket = check_meeting(request) if self._spec.role is Role.DECODE else None
         choices = self._answers.open(request)
         self._adapters.use(request.request_id, request.lora)
@@ -331,7 +249,7 @@ class SglangEngine:
             met = {} if ticket is None else meeting(ticket, choice.index)
             if ticket is not None and ticket.rank is not None:
                 met["disagg_prefill_dp_rank"] = ticket.rank
-            self._host.link.send(self._generation(choice, **met))
+            self._life.send(self._generation(choice, **met))
 
     def _generation(self, choice: Choice, **fields: Any) -> Generate:
         return generation(choice, self.facts, self._own_seed(choice), **fields)
@@ -340,10 +258,10 @@ class SglangEngine:
         return xxh3_64_intdigest(f"{self._nonce}/{rid_of(choice)}".encode()) >> 2
 
     def _check(self, request: Request) -> None:
-        if self._is_over:  # a new one each time: an exception that is raised twice grows its traceback
-            raise _as_death(self._failure or EngineFailed("the engine was closed", engine="sglang"))
+        self._life.check()
         facts = self.facts
-        check_request(request, limits_of(self._arguments, facts), self._num_blocks)
+        assert self._limits is not None
+        check_request(request, self._limits, self._num_blocks)
         check_supported(request, facts)
         self._adapters.check(request.lora)
         limit = self._arguments.max_waiting
@@ -383,7 +301,7 @@ class SglangEngine:
         """Unavailable where there is no moment without requests in the time given."""
         before, timeout_s = self._kv.num_held, self._arguments.clear_s
         number = self._kv.num_cleared
-        error = await self._call(lambda call: Flush(call, timeout_s), timeout_s + _CALL_S)
+        error = await self._life.call(lambda call: Flush(call, timeout_s), timeout_s + _CALL_S)
         if error is not None:
             raise Unavailable(f"SGLang did not forget its blocks: {error}", reason="busy")
         await self._kv.cleared_since(number)
@@ -401,20 +319,4 @@ class SglangEngine:
         return self._adapters.names
 
     async def _ask_lora(self, command: Callable[[int], LoadLora | UnloadLora]) -> str | None:
-        return await self._call(command, _CALL_S)
-
-    async def _call(self, command: Callable[[int], _CallCommand], timeout_s: float) -> str | None:
-        if self._is_over or self._host is None:
-            raise _as_death(self._failure or EngineFailed("the engine was closed", engine="sglang"))
-        return await self._calls.ask(lambda call: self._send(command(call)), timeout_s)
-
-    def _send(self, command: Command) -> None:
-        assert self._host is not None
-        self._host.link.send(command)
-
-
-def _as_death(error: KvoltError) -> KvoltError:
-    """As requests are told that were with the engine, or come too late: another worker may do better."""
-    if isinstance(error, EngineFailed):
-        return EngineDied(error.message.partition("\n")[0], engine="sglang")
-    return from_info(to_info(error))
+        return await self._life.call(command, _CALL_S)

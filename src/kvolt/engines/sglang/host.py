@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from kvolt.core.errors import EngineFailed, KvoltError, to_info
-from kvolt.engines.native.shell.messages import FrameCutter, frame
+from kvolt.engines.child_messages import FrameCutter, frame
 from kvolt.engines.sglang.launch import Launched, launch
 from kvolt.engines.sglang.messages import (
     Abort,

@@ -28,8 +28,8 @@ class KvOrder:
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
         self._feeds: dict[int, KvFeed] = {}
-        self._missing: dict[int, int] = {}
-        """Batches of a rank that never came."""
+        self._given_up: dict[int, int] = {}
+        """Up to which batch of a rank steps wait no more."""
         self._held: dict[int, int] = {}
         """Blocks of a rank, by what it has told."""
         self._changes: dict[int, list[KvChange]] = {}
@@ -48,6 +48,9 @@ class KvOrder:
         return feed
 
     async def follow(self, rank: int, feed: KvFeed) -> None:
+        for changes in await feed.catch_up():  # SGLang says something when it starts
+            self._note(rank, changes)
+        self._came.ring()
         num_lost = feed.num_lost
         async for changes in feed.changes():
             if feed.num_lost == num_lost:  # else the feed itself takes back what it has told
@@ -81,16 +84,13 @@ class KvOrder:
         if feed is None:
             return
         for _ in range(_NUM_LOOKS):
-            if self._num_read(rank, feed) >= number:
+            if max(feed.num_passed, self._given_up.get(rank, 0)) >= number:
                 return
             self._came.silence()
             await self._came.wait(_LOOK_S)
-        missing = number - self._num_read(rank, feed)
+        missing = number - feed.num_passed
         log.warning("%d batches of KV events of rank %d do not come", missing, rank)
-        self._missing[rank] = self._missing.get(rank, 0) + missing
-
-    def _num_read(self, rank: int, feed: KvFeed) -> int:
-        return feed.num_batches + feed.num_lost + self._missing.get(rank, 0)
+        self._given_up[rank] = number
 
     async def cleared_since(self, number: int) -> None:
         """Until that the blocks are gone was said more often than this, and told to who reads."""

@@ -5,8 +5,8 @@ Blocks for as long as a model loads. SGLang's own launcher does the work, withou
 
 from __future__ import annotations
 
-import difflib
 import json
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from typing import Any
 
 from kvolt.core.errors import ConfigError, EngineFailed
 from kvolt.core.request import Role
+from kvolt.engines.foreign.arguments import blind, check_names, check_not_given
 from kvolt.engines.foreign.requirements import check_requirement
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
@@ -24,6 +25,7 @@ from kvolt.engines.sglang.scheduler import run_scheduler
 from kvolt.engines.sglang.symbols import REQUIREMENT
 from kvolt.runtime.clock import Clock
 
+_KEY = "args.engine_args"
 _PAGE_SIZE = 16
 """Unless told otherwise. SGLang's own is 1: routers would keep a name for each token."""
 _DISAGGREGATION = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
@@ -75,9 +77,12 @@ def launch(start: Start, clock: Clock) -> Launched:
     from sglang.srt.server_args import ServerArgs
 
     given = server_args(start.spec, start.arguments, start.model)
-    check_names(given, ServerArgs.__struct_fields__)
-    load_plugins()
+    known = [name for name in ServerArgs.__struct_fields__ if not name.startswith("_")]
+    check_names("SGLang", given, known, _KEY, "see `launch_server --help`, with underscores")
     try:
+        # What it says here before it reads that argument itself would be most of a worker's log.
+        logging.getLogger("sglang").setLevel(str(given["log_level"]).upper())
+        load_plugins()
         args = ServerArgs(**given)
         args.resolve_once()
         if tells_kv(start.spec, start.arguments):
@@ -85,7 +90,7 @@ def launch(start: Start, clock: Clock) -> Launched:
         launched = _launch(args)
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(
-            f"SGLang refuses its arguments: {error}", key="args.engine_args", remedy="correct the value"
+            f"SGLang refuses its arguments: {error}", key=_KEY, remedy="correct the value"
         ) from error
     except RuntimeError as error:
         raise EngineFailed(f"SGLang did not start: {error}", engine="sglang") from error
@@ -103,13 +108,7 @@ def tells_kv(spec: EngineSpec, arguments: SglangArguments) -> bool:
 def server_args(spec: EngineSpec, arguments: SglangArguments, model: str) -> dict[str, Any]:
     """A user's own, and what kvolt needs where the user has said nothing."""
     given = dict(arguments.engine_args)
-    for name, remedy in {"model_path": "name it as `model`", "skip_tokenizer_init": "leave it out"}.items():
-        if name in given:
-            raise ConfigError(
-                f"engine_args has a {name}, which is not its to say",
-                key=f"args.engine_args.{name}",
-                remedy=remedy,
-            )
+    check_not_given(given, {"model_path": "name it as `model`", "skip_tokenizer_init": "leave it out"}, _KEY)
     defaults: dict[str, Any] = {
         "model_path": model,
         "page_size": _PAGE_SIZE,
@@ -161,35 +160,19 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def check_names(given: dict[str, Any], known: Sequence[str]) -> None:
-    """ConfigError for the first that SGLang does not know, with the nearest that it does."""
-    usable = [name for name in known if not name.startswith("_")]
-    for name in given:
-        if name not in usable:
-            near = difflib.get_close_matches(name.replace("-", "_"), usable, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "see `launch_server --help`, with underscores"
-            raise ConfigError(f"SGLang has no argument {name!r}", key=f"args.engine_args.{name}", remedy=hint)
-
-
 def _check_events(args: Any) -> None:
     """ConfigError where a router would be blind: it would go by events that never come."""
     from sglang.srt.arg_groups.overrides import resolved_view
 
     view = resolved_view(args)
-    remedy = "leave it out, or say kv_events=false: routers then go by what they have sent"
     if view.disable_radix_cache:
-        raise ConfigError(
+        raise blind(
             "SGLang keeps no prefixes with these settings (disable_radix_cache), so it has no KV events to tell",
-            key="args.engine_args.disable_radix_cache",
-            remedy=remedy,
+            f"{_KEY}.disable_radix_cache",
         )
     config = json.loads(view.kv_events_config or "{}")
     if config.get("publisher") != "zmq" or not str(config.get("endpoint", "")).startswith("tcp://"):
-        raise ConfigError(
-            "SGLang tells nobody of its KV blocks with these settings",
-            key="args.engine_args.kv_events_config",
-            remedy=remedy,
-        )
+        raise blind("SGLang tells nobody of its KV blocks with these settings", f"{_KEY}.kv_events_config")
 
 
 def _launch(args: Any) -> Any:

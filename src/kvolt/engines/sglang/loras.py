@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
-from kvolt.core.errors import EngineFailed, InvalidRequest, NotFound, Unsupported
+from kvolt.core.errors import EngineFailed, InvalidRequest, Unsupported
 from kvolt.core.ids import RequestId
+from kvolt.engines.foreign.loras import LoadedLoras
 from kvolt.engines.sglang.messages import LoadLora, UnloadLora
 
 _LOOK_S = 0.02
@@ -21,24 +22,24 @@ class Adapters:
     def __init__(self, ask: Ask, is_open: Callable[[RequestId], bool]) -> None:
         self._ask = ask
         self._is_open = is_open
-        self._paths: dict[str, str] = {}
+        self._loaded = LoadedLoras[str]()
+        """Each with its folder."""
         self._users: dict[RequestId, str] = {}
         """Some of them may be over."""
         self.is_enabled = False
 
     def begin(self, paths: Mapping[str, str], is_enabled: bool) -> None:
         """Those that SGLang has loaded at its start."""
-        self._paths = dict(paths)
+        for name, path in paths.items():
+            self._loaded.add(name, path)
         self.is_enabled = is_enabled
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._paths)
+        return self._loaded.names
 
     def check(self, name: str | None) -> None:
-        if name and name not in self._paths:
-            known = ", ".join(self._paths) or "none"
-            raise InvalidRequest(f"no adapter {name!r} is loaded (there are: {known})", param="lora")
+        self._loaded.find(name)
 
     def use(self, request_id: RequestId, name: str | None) -> None:
         if name:
@@ -47,26 +48,25 @@ class Adapters:
 
     async def load(self, name: str, path: str) -> None:
         self._check_enabled()
-        if self._paths.get(name) == path:
+        known = self._loaded.get(name)
+        if known == path:
             return
-        if name in self._paths:
+        if known is not None:
             raise InvalidRequest(f"another adapter is loaded as {name!r}", param="name")
         error = await self._ask(lambda call: LoadLora(call, name, path))
         if error is not None:
             raise InvalidRequest(f"SGLang does not take the adapter: {error}", param="path")
-        self._paths[name] = path
+        self._loaded.add(name, path)
 
     async def unload(self, name: str) -> None:
         self._check_enabled()
-        if name not in self._paths:
-            raise NotFound(f"no adapter {name!r} is loaded", kind="lora", name=name)
-        path = self._paths.pop(name)  # no more requests for it
+        path = self._loaded.take(name)  # no more requests for it
         # Those that run end with it: SGLang would take it from them.
         while self._is_used(name):  # noqa: ASYNC110 - a request's end rings no bell here
             await asyncio.sleep(_LOOK_S)
         error = await self._ask(lambda call: UnloadLora(call, name))
         if error is not None:
-            self._paths[name] = path
+            self._loaded.add(name, path)
             raise EngineFailed(f"SGLang keeps the adapter: {error}", engine="sglang")
 
     def _is_used(self, name: str) -> bool:

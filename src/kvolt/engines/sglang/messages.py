@@ -1,4 +1,4 @@
-"""What the engine and its host say to each other: typed messages, in the frames of `native.shell.messages`.
+"""What the engine and its host say to each other: typed messages, in the frames of `child_messages`.
 
 Owns the shapes, and none of SGLang's: what the host reads of a scheduler's message is here in plain types.
 """

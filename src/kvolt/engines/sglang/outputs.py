@@ -11,8 +11,8 @@ from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineFailed, InvalidRequest, KvoltError, Overloaded
 from kvolt.core.load import WorkerLoad
 from kvolt.engines.foreign.answers import Choice, News
+from kvolt.engines.foreign.resuming import asks_prompt_logprobs
 from kvolt.engines.sglang.messages import Logprob, RankLoad, Row
-from kvolt.engines.sglang.requests import asks_prompt_logprobs
 
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 

@@ -12,6 +12,7 @@ from typing import Any
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request, Sampling
 from kvolt.engines.foreign.answers import Choice
+from kvolt.engines.foreign.resuming import asks_prompt_logprobs, check_resumable, given_tokens
 from kvolt.engines.sglang.messages import Facts, Generate
 from kvolt.engines.step_plan import check_vocabulary
 
@@ -36,7 +37,11 @@ def check_supported(request: Request, facts: Facts) -> None:
         raise Unsupported("this SGLang runs without a grammar backend", feature="grammar")
     _check_random(request, facts)
     if request.is_resumed:
-        _check_resumed(request)
+        check_resumable(
+            request,
+            "SGLang",
+            "SGLang counts what it goes on after as the prompt, to which its penalties do not apply",
+        )
     _check_ranges(sampling)
     most_given = max(len(request.token_ids) + len(request.resumed(index)) for index in request.open_choices)
     if most_given > facts.max_prompt:
@@ -57,18 +62,6 @@ def _check_random(request: Request, facts: Facts) -> None:
         )
     if sampling.min_p and facts.is_seeded:  # its sampler asserts that there is none, and dies of it
         raise Unsupported("SGLang has no min_p with enable_deterministic_inference", feature="min_p")
-
-
-def _check_resumed(request: Request) -> None:
-    """What the client has goes to SGLang as a part of the prompt."""
-    sampling = request.sampling
-    if request.grammar is not None:
-        raise Unsupported("SGLang cannot go on in the middle of a grammar", feature="resume with a grammar")
-    if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
-        raise Unsupported(
-            "SGLang counts what it goes on after as the prompt, to which its penalties do not apply",
-            feature="resume with penalties",
-        )
 
 
 def _check_ranges(sampling: Sampling) -> None:
@@ -110,7 +103,7 @@ def generation(choice: Choice, facts: Facts, fallback_seed: int, **fields: Any) 
     }
     return Generate(
         rid=rid_of(choice),
-        input_ids=[*request.token_ids, *request.resumed(choice.index)],
+        input_ids=given_tokens(request, choice.index),
         sampling=sampling_params(choice, facts, fallback_seed),
         fields=given | fields,
     )
@@ -141,13 +134,6 @@ def sampling_params(choice: Choice, facts: Facts, fallback_seed: int) -> dict[st
         "skip_special_tokens": False,
         **_grammar(request.grammar),
     }
-
-
-def asks_prompt_logprobs(choice: Choice) -> bool:
-    """Once, with the first choice; not for a client that has them already."""
-    request = choice.request
-    is_first = choice.index == min(request.open_choices)
-    return request.sampling.prompt_logprobs is not None and is_first and not request.is_resumed
 
 
 def _grammar(grammar: Grammar | None) -> dict[str, str]:

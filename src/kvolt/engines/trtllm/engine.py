@@ -237,7 +237,7 @@ class TrtllmEngine:
                 "(llm_args.max_num_tokens, or enable_chunked_prefill)",
                 param="token_ids",
             )
-        running.adapters.find(request.lora)
+        running.adapters.loaded.find(request.lora)
         check_supported(request, has_grammars=launched.has_grammars, seeds=self._arguments.seeds)
         max_waiting = self._arguments.max_waiting
         if running.admission.num_waiting >= max_waiting:
@@ -271,14 +271,14 @@ class TrtllmEngine:
 
     async def unload_lora(self, name: str) -> None:
         running = self._known
-        running.adapters.remove(name)
+        running.adapters.loaded.take(name)
         seeds, translator = running.sequences.seeds_of(name), running.poll.translator
         if seeds and translator is not None:
             self._changes += tuple(translator.forget(seeds))
             self._bell.ring()
 
     def loras(self) -> tuple[str, ...]:
-        return self._known.adapters.names
+        return self._known.adapters.loaded.names
 
     # --- Prefill
 

@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
+from kvolt.engines.foreign.arguments import blind, check_not_given
+from kvolt.engines.foreign.description import card_of, config_of, limits_of
 from kvolt.engines.foreign.requirements import check_requirement
-from kvolt.engines.models.config import token_ids
 from kvolt.engines.models.fetch_progress import ProgressLog
 from kvolt.engines.models.folder_export import folder_of
-from kvolt.engines.models.folder_texts import FolderTexts, decoded
 from kvolt.engines.models.resolve import resolve
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.step_plan import Limits
@@ -28,22 +27,13 @@ from kvolt.engines.trtllm.arguments import TrtllmArguments
 from kvolt.engines.trtllm.symbols import REQUIREMENT
 from kvolt.runtime.clock import Clock
 
+_KEY = "args.llm_args"
 EVENT_BUFFER = 1 << 16
 """Events that TensorRT-LLM keeps until they are asked for; older ones are lost, and found missing."""
 _MANY_BLOCKS = 1 << 40
 """Where it does not tell how many it has."""
 _DEFAULT_SEQS = 64
 _SEPARATED = (Role.PREFILL, Role.DECODE)
-
-
-class _HfConfig(msgspec.Struct):
-    """The fields of config.json that matter; of a model that also sees, those of its text part."""
-
-    eos_token_id: int | list[int] | None = None
-    bos_token_id: int | None = None
-    vocab_size: int | None = None
-    max_position_embeddings: int | None = None
-    text_config: _HfConfig | None = None
 
 
 @dataclass(slots=True)
@@ -86,7 +76,7 @@ def launch(spec: EngineSpec, arguments: TrtllmArguments, clock: Clock) -> Launch
         llm = LLM(**given)
     except (ValueError, TypeError) as error:  # pydantic's are ValueErrors
         raise ConfigError(
-            f"TensorRT-LLM refuses its arguments: {error}", key="args.llm_args", remedy="correct the value"
+            f"TensorRT-LLM refuses its arguments: {error}", key=_KEY, remedy="correct the value"
         ) from error
     try:
         return _launched(spec, arguments, model, llm)
@@ -98,10 +88,7 @@ def launch(spec: EngineSpec, arguments: TrtllmArguments, clock: Clock) -> Launch
 def llm_args(spec: EngineSpec, arguments: TrtllmArguments, model: Path) -> dict[str, Any]:
     """A user's own, and what kvolt needs where the user has said nothing."""
     given = dict(arguments.llm_args)
-    if "model" in given:
-        raise ConfigError(
-            "llm_args names a model of its own", key="args.llm_args.model", remedy="name it as `model`"
-        )
+    check_not_given(given, {"model": "name it as `model`"}, _KEY)
     defaults: dict[str, Any] = {
         "model": str(model),
         "enable_iter_perf_stats": True,
@@ -124,14 +111,14 @@ def llm_args(spec: EngineSpec, arguments: TrtllmArguments, model: Path) -> dict[
     if not isinstance(asked, dict):
         raise ConfigError(
             "kv_cache_config is no table",
-            key="args.llm_args.kv_cache_config",
+            key=f"{_KEY}.kv_cache_config",
             remedy="give its fields by name",
         )
     found = {**defaults, **given, "kv_cache_config": kv_cache | asked}
     if found.get("orchestrator_type") == "ray":
         raise ConfigError(
             "TensorRT-LLM tells neither figures nor KV events when Ray runs it",
-            key="args.llm_args.orchestrator_type",
+            key=f"{_KEY}.orchestrator_type",
             remedy="leave it out",
         )
     if arguments.kv_events:
@@ -141,49 +128,32 @@ def llm_args(spec: EngineSpec, arguments: TrtllmArguments, model: Path) -> dict[
 
 def _check_events(found: dict[str, Any]) -> None:
     """ConfigError where a router would be blind, or misled: it would go by events that never come, or are another's."""
-    remedy = "leave it out, or say kv_events=false: routers then go by what they have sent"
     cache = found["kv_cache_config"]
     if not (cache.get("enable_block_reuse") and cache.get("event_buffer_max_size")):
-        raise ConfigError(
-            "TensorRT-LLM tells nobody of its KV blocks with these settings",
-            key="args.llm_args.kv_cache_config",
-            remedy=remedy,
+        raise blind(
+            "TensorRT-LLM tells nobody of its KV blocks with these settings", f"{_KEY}.kv_cache_config"
         )
     if found.get("enable_attention_dp"):
-        raise ConfigError(
+        raise blind(
             "kvolt cannot tell the KV events of TensorRT-LLM's data-parallel ranks apart",
-            key="args.llm_args.enable_attention_dp",
-            remedy=remedy,
+            f"{_KEY}.enable_attention_dp",
         )
 
 
 def _launched(spec: EngineSpec, arguments: TrtllmArguments, model: Path, llm: Any) -> Launched:
     args = llm.args
-    texts = FolderTexts(model)
-    own = decoded(model, "config.json", _HfConfig) or _HfConfig()
-    text = own.text_config or own
+    text = config_of(model).text
     context_length = args.max_seq_len or text.max_position_embeddings
     if not context_length:
         raise ConfigError(
-            "nothing says how long a text may be", key="args.llm_args.max_seq_len", remedy="set max_seq_len"
+            "nothing says how long a text may be", key=f"{_KEY}.max_seq_len", remedy="set max_seq_len"
         )
     name, block_size = arguments.served_name or spec.model, args.kv_cache_config.tokens_per_block
-    card = ModelCard(
-        name=name,
-        tokenizer_json=texts.tokenizer_json,
-        chat_template=texts.chat_template,
-        context_length=context_length,
-        block_size=block_size,
-        eos_token_ids=texts.ends(token_ids(own.eos_token_id)),
-        bos_token_id=texts.begin(own.bos_token_id),
-        defaults=dict(texts.sampling_defaults),
-    )
+    card = card_of(model, name, context_length=context_length, block_size=block_size)
     moves_kv = args.cache_transceiver_config is not None
     features = ["KvEvents"] if arguments.kv_events else []
     features += ["Prefill"] if moves_kv else []
     features += ["Lora"] if args.enable_lora else []
-    max_num_seqs = args.max_batch_size or _DEFAULT_SEQS
-    max_batch_tokens = args.max_num_tokens or context_length
     max_tokens = args.kv_cache_config.max_tokens
     info = EngineInfo(
         engine="trtllm",
@@ -192,8 +162,8 @@ def _launched(spec: EngineSpec, arguments: TrtllmArguments, model: Path, llm: An
         card=card_hash(card),
         block_size=block_size,
         capacity=Capacity(
-            max_num_seqs=max_num_seqs,
-            max_batch_tokens=max_batch_tokens,
+            max_num_seqs=args.max_batch_size or _DEFAULT_SEQS,
+            max_batch_tokens=args.max_num_tokens or context_length,
             kv_total_blocks=max_tokens // block_size if max_tokens else 0,
         ),
         features=tuple(features),
@@ -203,13 +173,7 @@ def _launched(spec: EngineSpec, arguments: TrtllmArguments, model: Path, llm: An
         llm=llm,
         card=card,
         info=info,
-        limits=Limits(
-            max_num_seqs=max_num_seqs,
-            max_batch_tokens=max(max_batch_tokens, max_num_seqs),
-            max_waiting=arguments.max_waiting,
-            context_length=context_length,
-            block_size=block_size,
-        ),
+        limits=limits_of(info, card, arguments.max_waiting),
         vocab_size=text.vocab_size,
         longest_prompt=None if args.enable_chunked_prefill else args.max_num_tokens,
         has_grammars=args.guided_decoding_backend is not None,

@@ -12,6 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request
+from kvolt.engines.foreign import resuming
 from kvolt.engines.foreign.answers import Choice
 from kvolt.engines.trtllm.arguments import Seeds
 
@@ -37,11 +38,6 @@ def check_supported(request: Request, *, has_grammars: bool, seeds: Seeds) -> No
             "TensorRT-LLM's default sampler keeps no request's seed (see the argument `seeds`)",
             feature="seed",
         )
-    if is_seeded(request) and seeds is Seeds.NONE:
-        raise Unsupported(
-            "TensorRT-LLM's default sampler keeps no request's seed (see the argument `seeds`)",
-            feature="seed",
-        )
     if request.grammar is not None and not has_grammars:
         raise Unsupported(
             "TensorRT-LLM was started without llm_args.guided_decoding_backend", feature="grammar"
@@ -58,38 +54,21 @@ def is_drawn_anew(request: Request, seeds: Seeds) -> bool:
     return is_seeded(request) and seeds is not Seeds.BY_POSITION
 
 
-def has_penalties(request: Request) -> bool:
-    sampling = request.sampling
-    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
-
-
 def check_resumable(request: Request, seeds: Seeds) -> None:
     """Unsupported for one whose client has tokens of it already, and which would not go on as if nothing had
     happened: what they are is part of the prompt then."""
-    is_told = request.handoff is not None and request.handoff.first_tokens is not None
-    if not (request.is_resumed or is_told):
+    if not resuming.is_under_way(request):
         return
-    if request.grammar is not None:
-        raise Unsupported(
-            "TensorRT-LLM cannot go on in the middle of a grammar", feature="resume with a grammar"
-        )
-    if has_penalties(request):
-        raise Unsupported(
-            "TensorRT-LLM takes what it goes on after for the prompt, which has penalties of its own",
-            feature="resume with penalties",
-        )
+    resuming.check_resumable(
+        request,
+        "TensorRT-LLM",
+        "TensorRT-LLM takes what it goes on after for the prompt, which has penalties of its own",
+    )
     if is_drawn_anew(request, seeds):
         raise Unsupported(
             "TensorRT-LLM's sampler does not go on where a seeded answer had stopped (see the argument `seeds`)",
             feature="resume with a seed",
         )
-
-
-def given_tokens(request: Request, index: int) -> list[int]:
-    """All that there is before the next token of a choice: the prompt, and what its client has."""
-    first = request.handoff.first_tokens if request.handoff is not None else None
-    before = request.resumed(index) or (first[index : index + 1] if first is not None else ())
-    return [*request.token_ids, *before]
 
 
 def sampling_params(

@@ -15,12 +15,13 @@ from typing import Any
 from kvolt.core.errors import EngineFailed, InvalidRequest, KvoltError
 from kvolt.core.hashing import request_seed
 from kvolt.engines.foreign.answers import Choice, News
+from kvolt.engines.foreign.resuming import given_tokens
 from kvolt.engines.trtllm.admission import Admission
 from kvolt.engines.trtllm.kv_seeds import SeedBook
 from kvolt.engines.trtllm.launch import Launched
 from kvolt.engines.trtllm.loras import Adapters
 from kvolt.engines.trtllm.outputs import Reader
-from kvolt.engines.trtllm.requests import given_tokens, sampling_params
+from kvolt.engines.trtllm.requests import sampling_params
 from kvolt.engines.trtllm.tickets import ContextState, context_params, generation_params
 from kvolt.runtime.tasks import Crew
 
@@ -161,7 +162,7 @@ class Sequences:
             result = self.running.llm.generate_async(
                 tokens,
                 sampling_params=sampling_params(choice, eos, max_tokens=max_tokens),
-                lora_request=self.adapters.find(request.lora),
+                lora_request=self.adapters.loaded.find(request.lora),
                 streaming=not for_others,
                 disaggregated_params=disaggregated,
                 cache_salt=request.salt or None,

@@ -31,7 +31,7 @@ from kvolt.core.errors import (
     Unsupported,
 )
 from kvolt.core.ids import RequestId
-from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
+from kvolt.core.kv_events import Cleared, KvChange
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.foreign.answers import Answers, Choice
@@ -42,12 +42,18 @@ from kvolt.engines.registry import EngineSpec
 from kvolt.engines.step_plan import check_request, check_vocabulary
 from kvolt.engines.unread_steps import UnreadSteps
 from kvolt.engines.vllm.arguments import VllmArguments
+from kvolt.engines.vllm.extras import check_extra
 from kvolt.engines.vllm.figures import Figures
+from kvolt.engines.vllm.held_blocks import HeldBlocks
 from kvolt.engines.vllm.launch import Launched, launch, socket_folder
 from kvolt.engines.vllm.loras import Adapters
 from kvolt.engines.vllm.outputs import load_of, news_of
 from kvolt.engines.vllm.prefills import Prefills, transfer_params
+from kvolt.engines.vllm.prompt_embeds import check_embeds, refuse_handoff
+from kvolt.engines.vllm.refusals import refusals
 from kvolt.engines.vllm.requests import check_supported, prompt_input, sampling_params
+from kvolt.engines.vllm.rest import Rest, check_sleeps
+from kvolt.engines.vllm.tier_figures import VllmTierMetrics
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.environment import environment
 from kvolt.runtime.tasks import Crew
@@ -76,16 +82,17 @@ class VllmEngine:
         self._running: Launched | None = None
         self._crew = Crew("vllm", self._on_error)
         self._answers = Answers()
-        self._adapters = Adapters()
+        self._adapters = Adapters(self._is_open)
         self._figures = Figures(None)
+        self._tier_metrics = VllmTierMetrics()
         self._feeds: list[KvFeed] = []
-        self._blocks: set[int] = set()
-        """On the device, as told: what is forgotten by `clear_kv` is counted by it."""
+        self._blocks = HeldBlocks()
         self._loads: dict[int, WorkerLoad] = {}
         """Of each rank the latest."""
         self._unread = UnreadSteps()
         self._commands: asyncio.Queue[Callable[[], Awaitable[Any]]] = asyncio.Queue()
         """What is sent to the core, in order."""
+        self._rest = Rest()
         self._prefills = Prefills(self._core_request, self._post, lambda: self._core, self._forget)
         self._loading: asyncio.Task[Launched] | None = None
         self._last = Crew("vllm close", lambda error: None)  # whoever waits for these has their errors
@@ -201,6 +208,7 @@ class VllmEngine:
             stats, rank = outputs.scheduler_stats, outputs.engine_index
             load = None
             if stats is not None:
+                self._tier_metrics.take(rank, stats.kv_connector_stats, running.info.block_size)
                 load = load_of(stats, num_blocks, rank)
                 # While others fetch from it, it makes steps as fast as it can, in which nothing happens.
                 is_news = load != self._loads.get(rank)
@@ -221,22 +229,29 @@ class VllmEngine:
             self._abort_in_core(self._answers.fail(choice.request.request_id, error))
 
     async def _follow(self, feed: KvFeed, rank: int) -> None:
-        async for changes in feed.changes():
-            self._note(changes)
-            # A step is of the rank that its load names, and of the first where it has none.
-            load = self._loads.get(rank, WorkerLoad(dp_rank=rank)) if rank else None
-            self._unread.put(StepOutput(load=load, kv_changes=changes))
+        for told in await feed.catch_up():  # tiers tell what a disk has kept, before anybody listens
+            await self._hear(rank, told)
+        async for told in feed.changes():
+            await self._hear(rank, told)
+
+    async def _hear(self, rank: int, told: tuple[KvChange, ...]) -> None:
+        if changes := self._blocks.once(rank, told):
+            self._tell_changes(rank, changes)
             await self._unread.room()
 
-    def _note(self, changes: tuple[KvChange, ...]) -> None:
-        for change in changes:
-            match change:
-                case Stored() if change.tier is Tier.DEVICE:
-                    self._blocks.update(change.sequence_hashes)
-                case Removed() if change.tier is Tier.DEVICE:
-                    self._blocks.difference_update(change.sequence_hashes)
-                case Cleared():
-                    self._blocks.clear()
+    def _tell_changes(self, rank: int, changes: tuple[KvChange, ...]) -> None:
+        """A step is of the rank that its load names, and of the first where it has none."""
+        load = None
+        if rank:
+            nothing = WorkerLoad(kv_total_blocks=self._known.info.capacity.kv_total_blocks, dp_rank=rank)
+            load = self._loads.get(rank, nothing)
+        self._unread.put(StepOutput(load=load, kv_changes=changes))
+
+    def _tell_cleared(self) -> None:
+        """vLLM tells of it with the next step of each rank, whenever that comes; to be told twice does no harm."""
+        self._blocks.clear()
+        for rank in self._known.info.dp_ranks:
+            self._tell_changes(rank, (Cleared(),))
 
     async def _send(self) -> None:
         while True:
@@ -251,6 +266,7 @@ class VllmEngine:
         if request.handoff is not None:
             transfer = transfer_params(request.handoff)
         choices = self._answers.open(request)
+        self._adapters.use(request.request_id, request.lora)
         try:
             made = [self._core_request(choice, transfer) for choice in choices]
         except BaseException:
@@ -268,15 +284,23 @@ class VllmEngine:
     def _check(self, request: Request) -> None:
         if self._unread.is_over:
             raise EngineDied("the engine has ended", engine="vllm")
+        if self._rest.is_asleep:
+            raise Unavailable("the engine is asleep", reason="asleep")
         running = self._known
         check_request(request, running.limits, running.info.capacity.kv_total_blocks)
         check_vocabulary(request, running.vocab_size)
         check_supported(request)
+        check_extra(request, running.processors)
+        check_embeds(request, running.takes_embeds)
         self._adapters.check(request.lora)
         max_waiting = self._arguments.max_waiting
         num_open = self._answers.num_choices + self._prefills.num_open
-        if num_open - running.info.capacity.max_num_seqs >= max_waiting:
+        num_ranks = len(running.info.dp_ranks)
+        if num_open - running.info.capacity.max_num_seqs * num_ranks >= max_waiting:
             raise Overloaded("the engine's queue is full", queue="engine", limit=max_waiting)
+
+    def _is_open(self, request_id: RequestId) -> bool:
+        return request_id in self._answers or self._prefills.is_computing(request_id)
 
     def _core_request(
         self, choice: Choice, transfer: dict[str, Any] | None, only_prompt: bool = False
@@ -287,14 +311,14 @@ class VllmEngine:
         try:
             made = running.llm.input_processor.process_inputs(
                 choice.engine_id,
-                prompt_input(request, choice.index),
+                prompt_input(request, choice.index, running.llm.vllm_config.model_config),
                 params,
                 supported_tasks=running.tasks,
                 lora_request=self._adapters.find(request.lora),
                 priority=-request.routing.priority,  # there less is sooner
                 data_parallel_rank=request.routing.pinned_dp_rank,
             )
-        except ValueError as error:
+        except refusals() as error:
             raise InvalidRequest(f"vLLM refuses it: {error}", param="request") from error
         made.external_req_id = request.request_id
         self._figures.begin(made)
@@ -326,11 +350,12 @@ class VllmEngine:
     # --- Measured, KvEvents, Lora, Sleep
 
     def metrics(self, labels: Mapping[str, str]) -> Iterator[Metric]:
-        return engine_metrics("vllm:", labels, environment("PROMETHEUS_MULTIPROC_DIR"))
+        yield from engine_metrics("vllm:", labels, environment("PROMETHEUS_MULTIPROC_DIR"))
+        yield from self._tier_metrics.collect()
 
     async def clear_kv(self) -> int:
         """Those that run are preempted, and computed again."""
-        num_blocks = len(self._blocks)
+        num_blocks = self._blocks.num_on_device
         try:
             is_cleared = await self._core.reset_prefix_cache_async(True, bool(self._arguments.tiers.host))
         except KvoltError:
@@ -341,9 +366,7 @@ class VllmEngine:
             raise Unavailable(f"vLLM cannot clear its cache now: {error}", reason="busy") from error
         if not is_cleared:
             raise Unavailable("vLLM cannot clear its cache now", reason="busy")
-        # vLLM tells of it with its next step, whenever that comes; to be told twice does no harm.
-        self._blocks.clear()
-        self._unread.put(StepOutput(kv_changes=(Cleared(),)))
+        self._tell_cleared()
         return num_blocks
 
     async def load_lora(self, name: str, path: str) -> None:
@@ -359,10 +382,15 @@ class VllmEngine:
         return self._adapters.names
 
     async def sleep(self, level: int) -> None:
-        await self._core.sleep_async(level)
+        core = self._core
+        check_sleeps(self._known.info.features)
+        await self._rest.begin(core, level, self._answers.num_choices + self._prefills.num_open)
+        self._tell_cleared()
 
     async def wake(self) -> None:
-        await self._core.wake_up_async()
+        core = self._core
+        check_sleeps(self._known.info.features)
+        await self._rest.end(core)
 
     # --- Prefill
 
@@ -370,6 +398,8 @@ class VllmEngine:
         self._check(request)
         if not self._known.moves_kv:
             raise Unsupported("vLLM was started without a connector that moves KV", feature="prefill")
+        refuse_handoff(request)
+        self._adapters.use(request.request_id, request.lora)
         return await self._prefills.compute(request, self._arguments.hold_s)
 
     async def release_prefill(self, request_id: RequestId) -> None:

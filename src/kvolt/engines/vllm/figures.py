@@ -5,6 +5,7 @@ So that `vllm:*` metrics are all there, made by vLLM's own code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,11 @@ class _Known:
     lora: str | None
     is_prefilling: bool = True
     num_cached: int = 0
+
+
+def _either(tokens: Sequence[int] | None, embeds: Any) -> Any:
+    """A prompt has tokens, or vectors in their place."""
+    return embeds if tokens is None else tokens
 
 
 @dataclass(slots=True)
@@ -38,7 +44,7 @@ class Figures:
         lora = None if request.lora_request is None else request.lora_request.lora_name
         self._known[request.request_id] = _Known(
             RequestStateStats(arrival_time=request.arrival_time),
-            len(request.prompt_token_ids or ()),
+            len(_either(request.prompt_token_ids, request.prompt_embeds)),
             request.sampling_params.max_tokens,
             lora,
         )

@@ -30,6 +30,8 @@ from kvolt.engines.models.resolve import resolve
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.step_plan import Limits
 from kvolt.engines.vllm.arguments import VllmArguments
+from kvolt.engines.vllm.extras import loaded_processors
+from kvolt.engines.vllm.refusals import refusals
 from kvolt.engines.vllm.symbols import REQUIREMENT
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.environment import set_default
@@ -39,7 +41,9 @@ log = logging.getLogger(__name__)
 EXTENSION = "kvolt.engines.vllm.worker_extension.KvoltWorkerExtension"
 NIXL = "KvoltNixlConnector"
 TIERS = "KvoltTierConnector"
+TIERED_NIXL = "KvoltTieredNixlConnector"
 _TIERS_MODULE = "kvolt.engines.vllm.tier_connector"
+_TIERED_NIXL_MODULE = "kvolt.engines.vllm.tier_with_nixl"
 _READ_BYTES = 1 << 20
 _NIXL_MODULE = "kvolt.engines.vllm.nixl_connector"
 _NIXL_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
@@ -67,24 +71,17 @@ class Launched:
     """Where each rank tells of its blocks, and repeats what was missed."""
     moves_kv: bool = False
     """Whether prompts can be computed for others here, or taken over."""
+    processors: frozenset[str] = frozenset()
+    """The logits processors that it has, by all their names."""
+    takes_embeds: bool = False
+    """Whether a prompt may come as vectors."""
 
 
 def launch(spec: EngineSpec, arguments: VllmArguments, folder: Path, clock: Clock) -> Launched:
     """ConfigError for what can be corrected. `folder`: for sockets, as long as it runs."""
-    _tell_environment()
-    check_requirement(REQUIREMENT)
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    model, config = configure(spec, arguments, folder, clock)
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    model = folder_of(resolve(spec.model, ProgressLog(clock)))
-    try:
-        given = engine_args(spec, arguments, model, folder)
-        _check_names(AsyncEngineArgs, given)
-        config = AsyncEngineArgs(**given).create_engine_config()
-    except (ValueError, TypeError) as error:  # pydantic's are ValueErrors
-        raise ConfigError(
-            f"vLLM refuses its arguments: {error}", key="args.engine_args", remedy="correct the value"
-        ) from error
     if arguments.kv_events:
         _check_events(config)
     llm = AsyncLLM.from_vllm_config(config)
@@ -93,6 +90,26 @@ def launch(spec: EngineSpec, arguments: VllmArguments, folder: Path, clock: Cloc
     except BaseException:
         llm.shutdown()
         raise
+
+
+def configure(
+    spec: EngineSpec, arguments: VllmArguments, folder: Path, clock: Clock, *, headless: bool = False
+) -> tuple[Path, Any]:
+    """The model's folder, and vLLM's configuration of what we were told. `headless`: of a part that another leads.
+    ConfigError."""
+    _tell_environment()
+    check_requirement(REQUIREMENT)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    model = folder_of(resolve(spec.model, ProgressLog(clock)))
+    try:
+        given = engine_args(spec, arguments, model, folder)
+        _check_names(AsyncEngineArgs, given)
+        return model, AsyncEngineArgs(**given).create_engine_config(headless=headless)
+    except refusals() as error:  # pydantic's are ValueErrors
+        raise ConfigError(
+            f"vLLM refuses its arguments: {error}", key="args.engine_args", remedy="correct the value"
+        ) from error
 
 
 def _tell_environment() -> None:
@@ -123,9 +140,9 @@ def engine_args(spec: EngineSpec, arguments: VllmArguments, model: Path, folder:
         defaults["kv_events_config"] = _events_config(given, folder)
     if spec.role in _NIXL_ROLES:
         defaults["kv_transfer_config"] = {"kv_connector": NIXL, "kv_role": _NIXL_ROLES[spec.role]}
-    if arguments.tiers.host:
-        defaults["kv_transfer_config"] = _tiers_config(spec, arguments, model)
     given = defaults | given
+    if arguments.tiers.host:
+        given |= _with_tiers(given.get("kv_transfer_config"), arguments, model)
     if isinstance(given.get("kv_transfer_config"), dict):
         from vllm.config import KVTransferConfig
 
@@ -157,13 +174,30 @@ def _transfer_config(given: dict[str, Any], hold_s: float) -> dict[str, Any]:
     return defaults | given
 
 
-def _tiers_config(spec: EngineSpec, arguments: VllmArguments, model: Path) -> dict[str, Any]:
-    if spec.role in _NIXL_ROLES or "kv_transfer_config" in arguments.engine_args:
+def _with_tiers(transfer: Any, arguments: VllmArguments, model: Path) -> dict[str, Any]:
+    """Arguments for tiers, alone or beside the connector by which KV goes to other workers."""
+    tiers = _tiers_config(arguments, model)
+    if transfer is None:
+        return {"kv_transfer_config": tiers}
+    if not isinstance(transfer, dict) or transfer.get("kv_connector") != NIXL:
         raise ConfigError(
-            "a vLLM worker has tiers or moves KV to others, not both",
+            "a vLLM worker has tiers beside kvolt's own connector, and no other",
             key="args.tiers",
-            remedy="leave out tiers.host, or serve it as aggregated without a kv_transfer_config",
+            remedy="leave out tiers.host, or the kv_transfer_config",
         )
+    nixl = _transfer_config(transfer, arguments.hold_s)
+    both = {
+        "kv_connector": TIERED_NIXL,
+        "kv_connector_module_path": _TIERED_NIXL_MODULE,
+        "kv_role": nixl["kv_role"],
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [nixl, tiers]},
+    }
+    # Tiers are for models with one kind of layers; vLLM would take the two connectors' word for more.
+    return {"kv_transfer_config": both, "disable_hybrid_kv_cache_manager": True}
+
+
+def _tiers_config(arguments: VllmArguments, model: Path) -> dict[str, Any]:
     return {
         "kv_connector": TIERS,
         "kv_connector_module_path": _TIERS_MODULE,
@@ -257,8 +291,10 @@ def _launched(spec: EngineSpec, arguments: VllmArguments, model: Path, llm: Any)
         bos_token_id=texts.begin(own.bos_token_id),
         defaults=dict(texts.sampling_defaults),
     )
-    num_blocks = max((cache.num_gpu_blocks or 1) - 1, 1)  # one of them stands for nothing
-    moves_kv = config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector == NIXL
+    # vLLM adds up what its ranks have, of which requests can use their own; one block of each stands for nothing.
+    num_blocks = max((cache.num_gpu_blocks or 1) // _num_ranks(parallel) - 1, 1)
+    transfer = config.kv_transfer_config
+    moves_kv = transfer is not None and transfer.kv_connector in (NIXL, TIERED_NIXL)
     features = ["KvEvents"] if arguments.kv_events else []
     features += ["Prefill"] if moves_kv else []
     features += ["Lora"] if config.lora_config is not None else []
@@ -293,7 +329,17 @@ def _launched(spec: EngineSpec, arguments: VllmArguments, model: Path, llm: Any)
         vocab_size=config.model_config.get_vocab_size(),
         events={rank: (each.endpoint, each.replay_endpoint) for rank, each in sources.items()},
         moves_kv=moves_kv,
+        processors=loaded_processors(config.model_config.logits_processors or ()),
+        takes_embeds=config.model_config.enable_prompt_embeds,
     )
+
+
+def _num_ranks(parallel: Any) -> int:
+    """That this vLLM leads: where others balance between ranks, those of its own host."""
+    count: int = parallel.data_parallel_size
+    if parallel.local_engines_only:
+        count = parallel.data_parallel_size_local
+    return max(count, 1)
 
 
 def socket_folder() -> tempfile.TemporaryDirectory[str]:

@@ -1,18 +1,31 @@
-"""Adapters: LoRA adapters that vLLM has, by name."""
+"""Adapters: LoRA adapters that vLLM has, by name, and the requests that use them."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kvolt.core.errors import InvalidRequest, NotFound
+from kvolt.core.ids import RequestId
+
+_LOOK_S = 0.02
 
 
 class Adapters:
-    """vLLM knows them by numbers of ours; a number is never used again, since blocks in its cache may bear it."""
+    """vLLM knows them by numbers of ours, of which none is used again, and its blocks by their names and paths."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_open: Callable[[RequestId], bool]) -> None:
+        """`is_open`: whether a request may still be computed."""
+        self._is_open = is_open
         self._known: dict[str, Any] = {}
         self._coming: set[str] = set()
+        self._users: dict[RequestId, int] = {}
+        """By the adapter's number; some of them may be over."""
+        self._times: Counter[tuple[str, str]] = Counter()
+        """How often each was loaded, by its name and path."""
         self._number = 0
 
     @property
@@ -30,6 +43,11 @@ class Adapters:
             known = ", ".join(self._known) or "none"
             raise InvalidRequest(f"no adapter {name!r} is loaded (there are: {known})", param="lora")
 
+    def use(self, request_id: RequestId, name: str | None) -> None:
+        if name is not None:
+            self._users = {each: used for each, used in self._users.items() if self._is_open(each)}
+            self._users[request_id] = self._known[name].lora_int_id
+
     async def load(self, core: Any, name: str, path: str) -> None:
         from vllm.lora.request import LoRARequest
 
@@ -38,7 +56,9 @@ class Adapters:
         self._number += 1
         self._coming.add(name)
         try:
-            adapter = LoRARequest(lora_name=name, lora_int_id=self._number, lora_path=path)
+            adapter = LoRARequest(
+                lora_name=name, lora_int_id=self._number, lora_path=self._own_path(name, path)
+            )
             is_loaded = await core.add_lora_async(adapter)
         except Exception as error:  # vLLM says what is wrong with it by whatever its loader raises
             raise InvalidRequest(f"vLLM cannot load the adapter: {error}", param="path") from error
@@ -46,10 +66,23 @@ class Adapters:
             self._coming.discard(name)
         if not is_loaded:
             raise InvalidRequest("vLLM has not loaded the adapter", param="path")
+        self._times[name, path] += 1
         self._known[name] = adapter
 
+    def _own_path(self, name: str, path: str) -> str:
+        """Blocks of an adapter are found again by its name and path: one that comes again by the same, perhaps with
+        other weights, is given a longer way to the same folder. What is fetched from a hub does not change."""
+        is_folder = Path(path).expanduser().is_dir()
+        return path + "/." * self._times[name, path] if is_folder else path
+
     async def unload(self, core: Any, name: str) -> None:
-        adapter = self._known.pop(name, None)
+        adapter = self._known.pop(name, None)  # no more requests for it
         if adapter is None:
             raise NotFound(f"no adapter {name!r} is loaded", kind="lora", name=name)
+        # Those that run end with it: vLLM would read its files again for them, which may be gone, and die of that.
+        while self._is_used(adapter.lora_int_id):  # noqa: ASYNC110 - a request's end rings no bell here
+            await asyncio.sleep(_LOOK_S)
         await core.remove_lora_async(adapter.lora_int_id)
+
+    def _is_used(self, number: int) -> bool:
+        return any(used == number and self._is_open(each) for each, used in self._users.items())

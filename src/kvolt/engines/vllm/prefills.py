@@ -82,6 +82,10 @@ class Prefills:
         """Sequences that are computed, or wait for it."""
         return sum(len(prompt.choices) for prompt in self._prompts.values())
 
+    def is_computing(self, request_id: RequestId) -> bool:
+        prompt = self._prompts.get(request_id)
+        return prompt is not None and bool(prompt.choices)
+
     async def compute(self, request: Request, hold_s: float) -> Handoff:
         """Errors as of `submit`; cancelled, it leaves nothing."""
         request_id = request.request_id
@@ -174,7 +178,11 @@ class Prefills:
         name = f"release/{self._number}"
         given = prompt.request
         bare = Request(
-            request_id=given.request_id, model=given.model, token_ids=given.token_ids[:1], stop=given.stop
+            request_id=given.request_id,
+            model=given.model,
+            token_ids=given.token_ids[:1],
+            stop=given.stop,
+            routing=given.routing,  # to the rank that has them
         )
         release = self._make(Choice(bare, 0, name), {RELEASE: prompt.fetched}, True)
         release.abort_immediately = True

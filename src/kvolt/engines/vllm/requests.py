@@ -12,12 +12,9 @@ from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request
 from kvolt.engines.foreign.answers import Choice
 from kvolt.engines.kv_formats.translator import SALT_TAG
-
-RESUMED = "kvolt_resumed"
-"""The extra argument by which `worker_extension` knows how many tokens a seeded request has behind it."""
-
-_OURS = frozenset((RESUMED, "kv_transfer_params"))
-"""Extra arguments that nobody else may set: they name blocks of others, or hold up the engine."""
+from kvolt.engines.vllm.extras import RESUMED, extra_args
+from kvolt.engines.vllm.prompt_embeds import EMBEDS, embedded_input
+from kvolt.engines.vllm.refusals import refusals
 
 
 def check_supported(request: Request) -> None:
@@ -55,8 +52,7 @@ def sampling_params(
     request = choice.request
     given, stop = request.sampling, request.stop
     num_before = choice.num_tokens
-    given_extra = request.extra.get("vllm_xargs") or {}
-    extra: dict[str, Any] = {name: value for name, value in given_extra.items() if name not in _OURS}
+    extra = extra_args(request)
     if kv_transfer is not None:
         extra["kv_transfer_params"] = kv_transfer
     if num_before and given.seed is not None:
@@ -86,7 +82,7 @@ def sampling_params(
             skip_clone=True,
             extra_args=extra or None,
         )
-    except (ValueError, TypeError) as error:
+    except refusals() as error:
         raise InvalidRequest(f"vLLM refuses it: {error}", param="sampling") from error
 
 
@@ -117,8 +113,11 @@ def _structured(grammar: Grammar | None) -> Any:
             return StructuredOutputsParams(structural_tag=grammar.text)
 
 
-def prompt_input(request: Request, index: int) -> Any:
+def prompt_input(request: Request, index: int, model_config: Any = None) -> Any:
+    """`model_config`: vLLM's, by which vectors are held against the model. ValueError where they do not fit."""
     from vllm.inputs.engine import tokens_input
 
     salt = None if request.salt is None else f"{SALT_TAG}{request.salt}"
+    if EMBEDS in request.extra:
+        return embedded_input(request, index, model_config, salt)
     return tokens_input(given_tokens(request, index), cache_salt=salt)

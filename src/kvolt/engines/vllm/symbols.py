@@ -19,6 +19,7 @@ REQUIREMENT = Requirement(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
         *(f"{_CORE}.{name}_async" for name in ("get_output", "add_request", "abort_requests", "add_lora")),
         *(f"{_CORE}.{name}_async" for name in ("remove_lora", "reset_prefix_cache", "sleep", "wake_up")),
+        f"{_CORE}.collective_rpc_async",
         f"{_CORE}.get_kv_event_sources",
         f"{_CORE}.get_supported_tasks_async",
         "vllm.v1.engine:EngineCoreOutputs.scheduler_stats",
@@ -36,7 +37,10 @@ REQUIREMENT = Requirement(
             for name in ("structured_outputs", "extra_args", "logit_bias", "seed", "min_p")
         ),
         "vllm.sampling_params:StructuredOutputsParams",
+        "vllm.exceptions:VLLMClientError",
         "vllm.inputs.engine:tokens_input",
+        "vllm.inputs.engine:embeds_input",
+        "vllm.renderers.embed_utils:safe_load_prompt_embeds",
         "vllm.lora.request:LoRARequest",
         "vllm.config.kv_events:KVEventsConfig",
         "vllm.v1.worker.gpu_input_batch:InputBatch.add_request",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -37,6 +37,10 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]
     """Of requests, blocks that the step completes."""
     awaited: set[str] = field(default_factory=set)
     """Requests that are over, and whose blocks are nobody else's until they are copied."""
+    preempted: set[str] = field(default_factory=set)
+    """Requests whose blocks may be others' from this step on."""
+    timed: int | None = None
+    """A number for the step, if somebody wants to know how long it takes."""
     clear: bool = False
     """Forget all that is kept, before anything else."""
 
@@ -48,15 +52,48 @@ class Found(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     told: Told | None
 
 
+@dataclass(frozen=True)
+class TierFigures:
+    """Of one tier, since the workers began."""
+
+    num_stored: int = 0
+    stored_s: float = 0.0
+    num_loaded: int = 0
+    loaded_s: float = 0.0
+    failures: dict[str, int] = field(default_factory=dict)
+    """Blocks by reason."""
+    block_s: float = 0.0
+    """To bring one, lately."""
+    num_slots: int | None = None
+    block_bytes: int = 0
+
+    def most(self, other: TierFigures) -> TierFigures:
+        """Of two workers: each has a piece of every block, and the slower one is waited for."""
+        numbers = {
+            name: max(getattr(self, name), getattr(other, name))
+            for name in ("num_stored", "stored_s", "num_loaded", "loaded_s", "block_s")
+        }
+        failures = Counter(self.failures) | Counter(other.failures)
+        return replace(self, **numbers, failures=dict(failures))
+
+
 @dataclass
 class Told(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Of the workers: what has come to which of their tiers, and gone; how many of them say so."""
 
     stored: Counter[tuple[Tier, SequenceHash]] = field(default_factory=Counter)
     removed: Counter[tuple[Tier, SequenceHash]] = field(default_factory=Counter)
+    step_s: dict[int, float] = field(default_factory=dict)
+    """How long steps took, by their numbers."""
+    figures: dict[Tier, TierFigures] = field(default_factory=dict)
 
     def aggregate(self, other: Any) -> Told:
-        return Told(self.stored + other.stored, self.removed + other.removed)
+        step_s, figures = dict(self.step_s), dict(self.figures)
+        for number, took_s in other.step_s.items():
+            step_s[number] = max(step_s.get(number, 0.0), took_s)
+        for tier, theirs in other.figures.items():
+            figures[tier] = theirs.most(figures[tier]) if tier in figures else theirs
+        return Told(self.stored + other.stored, self.removed + other.removed, step_s, figures)
 
 
 def key_of(name: bytes, identity: bytes) -> BlockKey:

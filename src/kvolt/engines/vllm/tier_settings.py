@@ -37,11 +37,19 @@ def num_host_blocks(tiers: VllmTiers, shape: BlockShape, num_device: int) -> int
     return num_blocks
 
 
+def _disk_folder(tiers: VllmTiers) -> Path:
+    return Path(tiers.disk_dir).expanduser() if tiers.disk_dir else cache_directory() / "kv"
+
+
+def names_folder(tiers: VllmTiers, identity: str) -> Path | None:
+    """Where descriptions of the disk's blocks are kept."""
+    return _disk_folder(tiers) / f"vllm-{identity}-names" if tiers.disk else None
+
+
 def lower_tiers(
     tiers: VllmTiers, shape: BlockShape, num_device: int, piece: str
 ) -> list[tuple[LowerTier, int]]:
     if not tiers.disk:
         return []
     num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(shape.slot_bytes, num_device)
-    folder = Path(tiers.disk_dir).expanduser() if tiers.disk_dir else cache_directory() / "kv"
-    return [(DiskTier(DiskFiles(folder / f"vllm-{piece}", shape, num_slots)), 1)]
+    return [(DiskTier(DiskFiles(_disk_folder(tiers) / f"vllm-{piece}", shape, num_slots)), 1)]

@@ -3,7 +3,8 @@
 vLLM draws noise for each token from the request's generator, which begins anew with each request. One that has tokens
 behind it (migrated, or its prompt computed elsewhere) skips as many draws, so that its answer is the one that it would
 have had in one piece. On a CPU vLLM cannot take back the draw of a step whose token it discards (a part of a prompt):
-it dies, with all its requests. There the generator can. Runs in vLLM's process: imports nothing of kvolt.
+it dies, with all its requests. There the generator can. Runs in vLLM's process: imports nothing of kvolt but
+`cpu_mends`, which does too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_input_batch import InputBatch
+
+from kvolt.engines.vllm.cpu_mends import mend
 
 RESUMED = "kvolt_resumed"
 """As in `requests`, which is not imported: it is another process's."""
@@ -56,6 +60,9 @@ def _add_resumed(self: Any, request: Any) -> int:
 
 
 InputBatch.add_request = _add_resumed
+
+if current_platform.is_cpu():
+    mend()
 
 
 class KvoltWorkerExtension:

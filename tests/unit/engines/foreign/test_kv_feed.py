@@ -331,3 +331,39 @@ async def test_it_can_be_closed_while_it_waits_for_a_replay(publisher: Publisher
             assert silent.recv_multipart()[1:] == [b"", (0).to_bytes(8, "big")]
     assert read.feed._context.closed
     assert read.heard.empty()
+
+
+# --- what was said before anybody listened
+
+
+async def test_it_can_be_had_before_anything_else_is_said(publisher: Publisher) -> None:
+    publisher.publish(stored(1), is_lost=True)
+    publisher.publish(payload_of(), is_lost=True)
+    feed = KvFeed(Engine.VLLM, BLOCK, publisher.endpoint, publisher.replay_endpoint)
+    crew = Crew("reading")
+    try:
+        assert feed.num_passed == 0
+        assert await feed.catch_up() == [(told(1),)]
+        assert (feed.num_passed, feed.num_batches, feed.num_lost) == (2, 2, 0)
+        read = Reading(feed)
+        crew.start(read.run(), "feed")
+        await asyncio.to_thread(publisher.wait_for_reader)
+        # One that was on its way to the socket when it was repeated.
+        publisher.send(b"", (1).to_bytes(8, "big"), stored(9))
+        publisher.publish(stored(2))
+        assert await read.next(1) == [(told(2),)], "nothing twice, and nothing taken back"
+        assert feed.num_passed == 3
+    finally:
+        await crew.close()
+        feed.close()
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+async def test_there_may_be_nothing_to_have(publisher: Publisher, repeats: bool) -> None:
+    replay = publisher.replay_endpoint if repeats else None
+    feed = KvFeed(Engine.VLLM, BLOCK, publisher.endpoint, replay)
+    try:
+        assert await feed.catch_up() == []
+        assert feed.num_passed == 0
+    finally:
+        feed.close()

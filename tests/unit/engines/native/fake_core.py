@@ -30,7 +30,7 @@ from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, Role
-from kvolt.engines.contract import KvHeld, KvRoom, SealedKv
+from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, SealedKv
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.prefills import Done, Prefills, Told
@@ -283,6 +283,9 @@ class FakeCapabilities:
 
     def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None) -> None:
         self._exchange.settle(room, num_filled, keep_for, self._prefills.expires_at)
+
+    def take_kv(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
+        return self._exchange.take(room, num_last, request_id)
 
     def pin_sealed(self, name: RequestId) -> tuple[SealedKv, ...]:
         found = self._exchange.pin_sealed(name, self._prefills.hold_s)

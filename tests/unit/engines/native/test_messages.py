@@ -1,4 +1,4 @@
-"""Messages and their frames, and the ledger that reads steps."""
+"""Messages, and the ledger that reads steps."""
 
 from __future__ import annotations
 
@@ -6,30 +6,22 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvolt.core.delta import Delta, FinishReason, StepOutput, Usage
-from kvolt.core.errors import ErrorInfo, InvalidRequest, ProtocolError
+from kvolt.core.errors import ErrorInfo, InvalidRequest
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Cleared
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, Sampling, StopConditions
+from kvolt.engines.child_messages import FrameCutter, frame, raw
 from kvolt.engines.contract import KvRoom
 from kvolt.engines.native.shell.ledger import Ledger
 from kvolt.engines.native.shell.messages import (
-    MAX_FRAME_BYTES,
     METHODS,
-    Abort,
-    FrameCutter,
     Step,
     StepWording,
-    Submit,
     decode_answer,
-    decode_command,
-    frame,
-    raw,
 )
 from kvolt.engines.step_plan import check_vocabulary
 
@@ -48,36 +40,6 @@ def request(request_id: RequestId = A, choices: int = 1) -> Request:
 
 END = Delta((9,), finish=FinishReason.LENGTH, usage=Usage(3, 4))
 
-# --- frames
-
-
-@given(st.lists(st.integers(0, 3000), max_size=8), st.lists(st.integers(1, 5000), min_size=1))
-def test_messages_come_out_whole_however_they_are_cut(lengths: list[int], pieces: list[int]) -> None:
-    sent = [Abort(RequestId("x" * length)) for length in lengths]
-    stream = b"".join(bytes(frame(message)) for message in sent)
-    cutter, got = FrameCutter(), []
-    at = number = 0
-    while at < len(stream):
-        size = pieces[number % len(pieces)]
-        got += [decode_command(message) for message in cutter.feed(stream[at : at + size])]
-        at, number = at + size, number + 1
-    assert got == sent
-
-
-def test_a_length_that_cannot_be_is_an_error() -> None:
-    with pytest.raises(ProtocolError):
-        FrameCutter().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
-
-
-def test_what_was_cut_stays_valid() -> None:
-    """The bytes of a large value are not copied: nothing may be written over them later."""
-    cutter = FrameCutter()
-    first = frame(Submit(request()))
-    (message,) = cutter.feed(bytes(first[:10])) or cutter.feed(bytes(first[10:]))
-    for _ in range(10):
-        cutter.feed(bytes(frame(Abort(RequestId("y" * 500)))))
-    assert decode_command(message) == Submit(request())
-
 
 def test_no_torch_is_needed_to_read_them() -> None:
     program = "import kvolt.engines.native.shell.engine, sys; sys.exit('torch' in sys.modules)"
@@ -94,6 +56,7 @@ def test_every_call_can_be_decoded() -> None:
         "computed_kv": (A, 3),
         "make_room": ([b"k" * 16], [7]),
         "settle_kv": (KvRoom(1, (4, 5)), 2, "r"),
+        "take_kv": (KvRoom(1, (4, 5)), 2, "r"),
         "pin_sealed": (A,),
         "prefill": (request(),),
         "release_prefill": (A,),

@@ -28,9 +28,10 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.errors import EngineFailed
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
+from kvolt.engines.child_messages import FrameCutter, frame
 from kvolt.engines.native.shell import engine as engine_module
 from kvolt.engines.native.shell.engine_loop import EngineLoop, Pipe, ShellGone
-from kvolt.engines.native.shell.messages import Abort, FrameCutter, Step, Stop, decode_answer, frame
+from kvolt.engines.native.shell.messages import Abort, Step, Stop, decode_answer
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.tasks import Scope
 

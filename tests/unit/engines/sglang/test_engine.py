@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.unit.engines.foreign.publisher import Publisher
+from tests.unit.engines.foreign.publisher import AllBlocksCleared, Publisher, payload_of
 from tests.unit.engines.sglang.lab import (
     FACTS,
     LENGTH,
@@ -43,6 +44,7 @@ from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.engine import SglangEngine
 from kvolt.engines.sglang.messages import (
     Abort,
+    Answer,
     Batch,
     Done,
     Fatal,
@@ -190,6 +192,44 @@ async def test_events_that_never_come_hold_nobody_up_for_long(
             assert (await lab.step()).plain_tokens == (6,)
 
 
+async def test_what_sglang_said_before_it_was_heard_holds_nobody_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When it starts it says that it has no blocks. A short prompt makes none either: nothing more would come."""
+    with Publisher.within(tmp_path) as publisher:
+        publisher.publish(payload_of(AllBlocksCleared()), is_lost=True)
+        facts = replace(FACTS, kv_sources=(KvSource(publisher.endpoint, publisher.replay_endpoint),))
+        async with started(tmp_path, facts) as lab:
+            lab.engine.submit(request())
+            lab.host.say(Batch([row(lab.host.asked[0].rid, 842)], kv_number=1))
+            assert [delta.token_ids for _, delta in (await lab.step()).deltas] == [(842,)]
+    assert "do not come" not in caplog.text
+
+
+async def test_steps_wait_as_before_after_events_that_came_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Publisher.within(tmp_path) as publisher:
+        facts = replace(FACTS, kv_sources=(KvSource(publisher.endpoint, publisher.replay_endpoint),))
+        async with started(tmp_path, facts) as lab:
+            await asyncio.to_thread(publisher.wait_for_reader)
+            lab.engine.submit(request())
+            rid = lab.host.asked[0].rid
+            with monkeypatch.context() as patched:
+                patched.setattr("kvolt.engines.sglang.kv_order._NUM_LOOKS", 3)
+                lab.host.say(Batch([row(rid, 5)], kv_number=1))
+                assert [delta.token_ids for _, delta in (await lab.step()).deltas] == [(5,)]
+            publisher.publish(bytes.fromhex(RECORDED["kv_events"][0][1]))
+            assert len((await lab.step()).kv_changes) == 1, "late, but here"
+            lab.host.say(Batch([row(rid, 6)], kv_number=2))
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await anext(lab.engine.steps())
+            publisher.publish(bytes.fromhex(RECORDED["kv_events"][1][1]))
+            step = await lab.step()
+            assert (step.plain_tokens, len(step.kv_changes)) == ((6,), 1)
+
+
 async def test_each_rank_has_its_own_steps(tmp_path: Path) -> None:
     """A step without a load is the first rank's: others' KV changes come with one."""
     (tmp_path / "second").mkdir()
@@ -279,6 +319,40 @@ async def test_close_ends_the_steps_and_comes_twice(tmp_path: Path) -> None:
         await lab.engine.close()
         with pytest.raises(StopAsyncIteration):
             await lab.step()
+
+
+class _Late(FakeHost):
+    """Is there when the engine has been closed."""
+
+    was_killed = False
+
+    async def start(self, on_answer: Callable[[Answer], None]) -> FakeHost:
+        self.is_starting.set()
+        await self.may_be_there.wait()
+        return await super().start(on_answer)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_starting = asyncio.Event()
+        self.may_be_there = asyncio.Event()
+
+    def kill(self) -> None:
+        self.was_killed = True
+        super().kill()
+
+
+async def test_a_host_that_comes_after_the_close_is_ended(tmp_path: Path) -> None:
+    host = _Late()
+    spec = EngineSpec(model=str(model_folder(tmp_path)), role=Role.AGGREGATED)
+    engine = SglangEngine(spec, SglangArguments(), new_host=host.start)
+    starting = asyncio.ensure_future(engine.start())
+    await host.is_starting.wait()
+    await engine.close()
+    host.may_be_there.set()
+    with pytest.raises(EngineDied, match="closed"):
+        await starting
+    assert host.was_killed
+    assert not host.commands
 
 
 class _Failing(FakeHost):

@@ -11,12 +11,11 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
-from kvolt.engines.sglang.launch import check_names, launch, server_args
+from kvolt.engines.sglang.launch import launch, server_args
 from kvolt.engines.sglang.messages import Start
 from kvolt.runtime.clock import SystemClock
 
 SPEC = EngineSpec(model="m", role=Role.AGGREGATED)
-KNOWN = ("model_path", "page_size", "mem_fraction_static", "_hidden")
 
 
 def test_a_user_s_own_come_before_ours() -> None:
@@ -48,15 +47,6 @@ def test_roles() -> None:
 def test_what_is_not_an_argument_s_to_say(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         server_args(SPEC, SglangArguments(engine_args={name: "x"}), "/m")
-
-
-def test_the_nearest_name_is_told() -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_names({"mem-fraction-static": 0.5}, KNOWN)
-    assert "mem_fraction_static" in str(caught.value.fields["remedy"])
-    with pytest.raises(ConfigError, match="_hidden"):
-        check_names({"_hidden": 1}, KNOWN)
-    check_names({"page_size": 1}, KNOWN)
 
 
 @pytest.mark.skipif(find_spec("sglang") is not None, reason="it is installed here")

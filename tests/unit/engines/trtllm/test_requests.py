@@ -12,7 +12,7 @@ from kvolt.core.request import Grammar, GrammarKind, Handoff, MediaSpan, Request
 from kvolt.engines.foreign.answers import Choice
 from kvolt.engines.trtllm.arguments import Seeds
 from kvolt.engines.trtllm.outputs import Reader, stats_of
-from kvolt.engines.trtllm.requests import check_resumable, check_supported, given_tokens, sampling_params
+from kvolt.engines.trtllm.requests import check_resumable, check_supported, sampling_params
 
 EOS = (2, 3)
 REQUEST = Request(request_id=RequestId("r"), model="m", token_ids=(5, 6), stop=StopConditions(max_tokens=10))
@@ -81,13 +81,6 @@ def test_grammars_need_a_backend() -> None:
 def test_not_refused(request_: Request) -> None:
     checked(request_)
     checked(replace(SEEDED, resume=(1,)), seeds=Seeds.BY_POSITION)
-
-
-def test_tokens_before_the_next_one() -> None:
-    assert given_tokens(REQUEST, 0) == [5, 6]
-    assert given_tokens(replace(REQUEST, resume=(1, 2)), 0) == [5, 6, 1, 2]
-    assert given_tokens(replace(REQUEST, handoff=HANDOFF), 0) == [5, 6, 9]
-    assert given_tokens(replace(REQUEST, handoff=HANDOFF, resume=(9, 8)), 0) == [5, 6, 9, 8]
 
 
 def test_sampling_in_its_words(model: str) -> None:

@@ -59,6 +59,7 @@ class EngineCoreRequest(msgspec.Struct, omit_defaults=True):
     priority: int = 0
     external_req_id: str | None = None
     abort_immediately: bool = False
+    prompt_embeds: Any = None
 
 
 class LogprobsLists(NamedTuple):
@@ -82,6 +83,7 @@ class SchedulerStats:
     num_waiting_reqs: int = 0
     num_skipped_waiting_reqs: int = 0
     kv_cache_usage: float = 0.0
+    kv_connector_stats: dict[str, Any] | None = None
 
 
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
@@ -285,7 +287,7 @@ class Core:
         self.received: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.loras: dict[int, Any] = {}
-        self.slept: list[int | None] = []
+        self.slept: list[int | str | list[str] | None] = []
         self.is_paused = False
         self.refuses_reset = False
         self.gives_up: FinishReason | None = None
@@ -339,8 +341,12 @@ class Core:
         self.slept.append(level)
 
     async def wake_up_async(self, tags: list[str] | None = None) -> bool:
-        self.slept.append(None)
+        self.slept.append(tags)
         return True
+
+    async def collective_rpc_async(self, method: str, timeout: float | None = None) -> list[Any]:
+        self.slept.append(method)
+        return [None]
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Of a thread that is not the loop's."""

@@ -6,6 +6,7 @@ way to the core. What it computes with is in `fake_core`. `install` puts it in t
 
 from __future__ import annotations
 
+import base64
 import json as json_module
 import sys
 import time
@@ -39,7 +40,11 @@ ENVIRONMENT = (
 """What a launch may set."""
 
 
-class VLLMValidationError(ValueError):
+class VLLMClientError(Exception):
+    """No ValueError."""
+
+
+class VLLMValidationError(VLLMClientError):
     pass
 
 
@@ -219,32 +224,63 @@ class AsyncEngineArgs:
     enable_sleep_mode: bool = False
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    logits_processors: list[Any] | None = None
+    enable_prompt_embeds: bool = False
+    disable_hybrid_kv_cache_manager: bool | None = None
     kv_events_config: KVEventsConfig | None = None
     kv_transfer_config: KVTransferConfig | None = None
 
-    def create_engine_config(self) -> SimpleNamespace:
+    def create_engine_config(self, headless: bool = False) -> SimpleNamespace:
         if self.max_model_len < 1:
             raise ValueError("max_model_len must be a positive integer")
         return SimpleNamespace(
             args=self,
             cache_config=SimpleNamespace(
                 block_size=self.block_size,
-                num_gpu_blocks=self.num_gpu_blocks_override,
+                num_gpu_blocks=self.num_gpu_blocks_override * self.data_parallel_size,
                 enable_prefix_caching=self.enable_prefix_caching,
             ),
             scheduler_config=SimpleNamespace(
                 max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
             ),
-            parallel_config=SimpleNamespace(data_parallel_size=self.data_parallel_size),
+            parallel_config=SimpleNamespace(
+                data_parallel_size=self.data_parallel_size, local_engines_only=False
+            ),
             model_config=SimpleNamespace(
                 max_model_len=self.max_model_len,
                 enable_sleep_mode=self.enable_sleep_mode,
+                logits_processors=self.logits_processors,
+                enable_prompt_embeds=self.enable_prompt_embeds,
                 get_vocab_size=lambda: VOCAB_SIZE,
             ),
             lora_config=SimpleNamespace() if self.enable_lora else None,
             kv_events_config=self.kv_events_config,
             kv_transfer_config=self.kv_transfer_config,
         )
+
+
+# --- prompts as vectors
+
+
+def embeds_input(rows: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "embeds", "prompt_embeds": rows, **{k: v for k, v in more.items() if v is not None}}
+
+
+def safe_load_prompt_embeds(model_config: Any, embed: str) -> Any:
+    """Here a vector has one figure, the number of its token, and they come as JSON."""
+    import torch
+
+    assert model_config.enable_prompt_embeds
+    return torch.tensor(json_module.loads(base64.b64decode(embed, validate=True)), dtype=torch.float32)
+
+
+def _embedded(prompt: dict[str, Any]) -> list[int]:
+    found = [int(row[0]) for row in prompt["prompt_embeds"]]
+    are_tokens = prompt.get("is_token_ids") or [False] * len(found)
+    tokens = prompt.get("prompt_token_ids") or found
+    return [
+        token if is_token else row for row, token, is_token in zip(found, tokens, are_tokens, strict=True)
+    ]
 
 
 # --- the engine as its server sees it
@@ -268,7 +304,8 @@ class InputProcessor:
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> EngineCoreRequest:
-        self._validate(prompt["prompt_token_ids"], params, supported_tasks)
+        tokens = _embedded(prompt) if prompt["type"] == "embeds" else prompt["prompt_token_ids"]
+        self._validate(tokens, params, supported_tasks)
         if lora_request is not None and self._config.lora_config is None:
             raise VLLMValidationError(f"Got lora_request {lora_request} but LoRA is not enabled!")
         num_ranks = self._config.parallel_config.data_parallel_size
@@ -278,7 +315,8 @@ class InputProcessor:
         sampling.update_from_generation_config(self._generation, EOS)
         return EngineCoreRequest(
             request_id=request_id,
-            prompt_token_ids=prompt["prompt_token_ids"],
+            prompt_token_ids=tokens,
+            prompt_embeds=prompt.get("prompt_embeds"),
             sampling_params=sampling,
             arrival_time=arrival_time or time.time(),
             lora_request=lora_request,
@@ -380,8 +418,11 @@ def modules() -> dict[str, dict[str, Any]]:
             "StructuredOutputsParams": StructuredOutputsParams,
             "RequestOutputKind": RequestOutputKind,
         },
+        "vllm.exceptions": {"VLLMClientError": VLLMClientError},
         "vllm.inputs": {},
-        "vllm.inputs.engine": {"tokens_input": tokens_input},
+        "vllm.inputs.engine": {"tokens_input": tokens_input, "embeds_input": embeds_input},
+        "vllm.renderers": {},
+        "vllm.renderers.embed_utils": {"safe_load_prompt_embeds": safe_load_prompt_embeds},
         "vllm.lora": {},
         "vllm.lora.request": {"LoRARequest": LoRARequest},
         "vllm.config": {"KVTransferConfig": KVTransferConfig},

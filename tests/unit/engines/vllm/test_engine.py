@@ -29,6 +29,7 @@ from kvolt.core.errors import (
     KvoltError,
     Overloaded,
     Unavailable,
+    Unsupported,
 )
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Cleared
@@ -453,9 +454,90 @@ async def test_events_are_those_of_their_rank(model: str, tmp_path: Path) -> Non
 
 
 async def test_sleep_and_wake_are_vllms(model: str) -> None:
-    async with running(Harness(model, with_args(QUIET, enable_sleep_mode=True))) as (run, core):
+    """Weights that were dropped are read again before anything is computed."""
+    async with running(Harness(model, with_args(enable_sleep_mode=True))) as (run, core):
         assert "Sleep" in run.info.features
         engine: Any = run.engine
+        await run.answer(asked(prompt=65, tokens=2))
+        await engine.sleep(1)
+        await run.until(lambda: run.replica.num_cleared == 1)
+        with pytest.raises(Unavailable, match="asleep"):
+            engine.submit(asked())
+        await engine.wake()
+        assert core.slept == [1, None]
         await engine.sleep(2)
         await engine.wake()
-        assert core.slept == [2, None]
+        assert core.slept[2:] == [2, ["weights"], "reload_weights", None]
+        await run.answer(asked(prompt=65, tokens=2))
+
+
+async def test_it_does_not_sleep_while_requests_run(model: str) -> None:
+    async with running(Harness(model, with_args(QUIET, enable_sleep_mode=True))) as (run, core):
+        engine: Any = run.engine
+        core.pause()
+        answer = run.submit(asked())
+        with pytest.raises(Unavailable, match="while requests run"):
+            await engine.sleep(1)
+        with pytest.raises(InvalidRequest, match="level"):
+            await engine.sleep(3)
+        core.go_on()
+        await run.finish(answer)
+        assert core.slept == []
+
+
+async def test_a_sleep_that_fails_is_none(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(Harness(model, with_args(QUIET, enable_sleep_mode=True))) as (run, core):
+        engine: Any = run.engine
+
+        async def fails(level: int) -> None:
+            raise RuntimeError("no room")
+
+        monkeypatch.setattr(core, "sleep_async", fails)
+        with pytest.raises(RuntimeError):
+            await engine.sleep(1)
+        await run.answer(asked())
+
+
+async def test_without_sleep_mode_it_is_refused(model: str) -> None:
+    """A CPU's worker would pass it over with a warning."""
+    async with running(Harness(model, QUIET)) as (run, core):
+        engine: Any = run.engine
+        for call in (engine.sleep(1), engine.wake()):
+            with pytest.raises(Unsupported, match="enable_sleep_mode"):
+                await call
+        assert core.slept == []
+
+
+# --- ranks
+
+
+async def test_a_rank_has_its_own_blocks_and_all_are_cleared(model: str) -> None:
+    async with running(Harness(model, with_args(QUIET, data_parallel_size=2))) as (run, _):
+        assert run.info.dp_ranks == (0, 1)
+        assert run.info.capacity.kv_total_blocks == 200, "vLLM adds them up"
+        engine: Any = run.engine
+        await engine.clear_kv()
+        await run.until(lambda: run.replica.num_cleared == 2)
+        assert (run.load.dp_rank, run.load.kv_total_blocks) == (1, 200)
+
+
+async def test_every_rank_has_room_for_requests(model: str) -> None:
+    arguments = replace(with_args(QUIET, data_parallel_size=2, max_num_seqs=3), max_waiting=1)
+    async with running(Harness(model, arguments)) as (run, core):
+        core.pause()
+        answers = [run.submit(asked(f"r{number}")) for number in range(7)]
+        with pytest.raises(Overloaded):
+            run.engine.submit(asked("more"))
+        core.go_on()
+        await run.finish(*answers)
+
+
+async def test_extras_are_checked_before_vllm_has_anything(model: str) -> None:
+    arguments = with_args(QUIET, logits_processors=["site.force:Force"])
+    async with running(Harness(model, arguments)) as (run, core):
+        force = {"name": "Force", "args": {"token": 5}}
+        for extra in ({"other": 1}, {"logits_processors": ["Unknown"]}, {"vllm_xargs": 7}):
+            with pytest.raises((Unsupported, InvalidRequest)):
+                run.engine.submit(replace(asked(), extra=extra))
+        await run.answer(replace(asked(), extra={"logits_processors": [force]}))
+        assert [request.sampling_params.extra_args for request in core.received] == [{"token": 5}]

@@ -23,6 +23,7 @@ from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.launch import (
     EXTENSION,
     NIXL,
+    TIERED_NIXL,
     TIERS,
     Launched,
     engine_args,
@@ -199,10 +200,24 @@ def test_tiers_are_a_connector(launched: Launcher) -> None:
 
 
 @pytest.mark.parametrize("how", ["role", "own"])
-def test_tiers_or_other_workers(launched: Launcher, how: str) -> None:
-    args = {"kv_transfer_config": {"kv_connector": NIXL}} if how == "own" else {}
-    with pytest.raises(ConfigError, match="not both") as caught:
-        launched.args(TIERED, Role.PREFILL if how == "role" else Role.AGGREGATED, **args)
+def test_tiers_beside_other_workers(launched: Launcher, how: str) -> None:
+    args = {"kv_transfer_config": {"kv_connector": NIXL, "kv_role": "kv_producer"}} if how == "own" else {}
+    role = Role.PREFILL if how == "role" else Role.AGGREGATED
+    given = launched.args(TIERED, role, **args)
+    transfer = given["kv_transfer_config"]
+    assert (transfer.kv_connector, transfer.kv_role) == (TIERED_NIXL, "kv_producer")
+    assert transfer.kv_load_failure_policy == "recompute"
+    nixl, tiers = transfer.kv_connector_extra_config["connectors"]
+    assert (nixl["kv_connector"], nixl["kv_role"]) == (NIXL, "kv_producer")
+    assert nixl["kv_connector_extra_config"]["kv_lease_duration"] == 30
+    assert (tiers["kv_connector"], tiers["kv_role"]) == (TIERS, "kv_both")
+    assert given["disable_hybrid_kv_cache_manager"]
+    assert "Prefill" in launched(TIERED, role, **args).info.features
+
+
+def test_no_tiers_beside_a_connector_of_others(launched: Launcher) -> None:
+    with pytest.raises(ConfigError, match="no other") as caught:
+        launched.args(TIERED, kv_transfer_config={"kv_connector": "LMCacheConnectorV1"})
     assert caught.value.fields["key"] == "args.tiers"
 
 

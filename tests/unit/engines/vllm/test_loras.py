@@ -12,7 +12,7 @@ from tests.unit.engines.vllm.lab import ARGUMENTS, Harness, running, with_args
 
 from kvolt.core.errors import ConfigError, InvalidRequest, NotFound, Unsupported
 from kvolt.core.ids import RequestId
-from kvolt.core.request import Request
+from kvolt.core.request import Request, StopConditions
 from kvolt.testing.engine_harness import Run
 
 LORAS = with_args(ARGUMENTS, enable_lora=True)
@@ -109,17 +109,62 @@ async def test_one_that_goes_and_comes_is_another_one(model: str, path: str) -> 
         await engine.load_lora("poet", path)
         await run.answer(asked(run, "two", "poet"))
         assert [request.lora_request.lora_int_id for request in core.received] == [1, 2]
+        paths = [request.lora_request.lora_path for request in core.received]
+        assert paths[0] == path
+        assert paths[1] != path, "vLLM finds blocks by names and paths"
+        assert Path(paths[1]).samefile(path)
 
 
-async def test_running_requests_end_with_what_they_have(model: str, path: str) -> None:
-    async with running(Harness(model, LORAS)) as (run, _):
+async def test_what_comes_from_a_hub_keeps_its_name(
+    model: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(Harness(model, LORAS)) as (run, core):
+        engine: Any = run.engine
+        monkeypatch.setattr(core, "_add_lora", lambda adapter: paths.append(adapter.lora_path) or True)
+        paths: list[str] = []
+        for _ in range(2):
+            await engine.load_lora("poet", "someone/poet")
+            await engine.unload_lora("poet")
+        assert paths == ["someone/poet", "someone/poet"]
+
+
+async def test_running_requests_end_with_it(model: str, path: str) -> None:
+    async with running(Harness(model, LORAS)) as (run, core):
         engine: Any = run.engine
         await engine.load_lora("poet", path)
-        answer = run.submit(asked(run, "r", "poet"))
+        answer = run.submit(replace(asked(run, "r", "poet"), stop=StopConditions(max_tokens=60)))
         await run.until(lambda: bool(answer.tokens))
-        await engine.unload_lora("poet")
+        core.pause()
+        unloading = asyncio.ensure_future(engine.unload_lora("poet"))
+        await asyncio.sleep(0.1)
+        assert engine.loras() == ()
+        assert list(core.loras) == [1], "taken from who uses it"
+        # One that comes by its name in the meantime is not waited for.
+        await asyncio.wait_for(asyncio.shield(_loads_and_asks(run, core, path)), 10)
         await run.finish(answer)
-        await run.assert_empty()
+        await asyncio.wait_for(unloading, 10)
+        assert list(core.loras) == [2]
+
+
+async def _loads_and_asks(run: Run, core: Any, path: str) -> None:
+    engine: Any = run.engine
+    loading = asyncio.ensure_future(engine.load_lora("poet", path))
+    await asyncio.sleep(0)
+    core.go_on()
+    await loading
+    run.submit(replace(asked(run, "next", "poet"), stop=StopConditions(max_tokens=120, ignore_eos=True)))
+
+
+async def test_one_that_is_aborted_uses_no_adapter(model: str, path: str) -> None:
+    async with running(Harness(model, LORAS)) as (run, core):
+        engine: Any = run.engine
+        await engine.load_lora("poet", path)
+        core.pause()
+        answer = run.submit(asked(run, "r", "poet"))
+        run.abort(answer)
+        await asyncio.wait_for(engine.unload_lora("poet"), 10)
+        assert core.loras == {}
+        core.go_on()
 
 
 async def test_two_that_load_one_name_at_once(model: str, path: str) -> None:

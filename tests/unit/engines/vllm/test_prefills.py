@@ -22,7 +22,7 @@ from kvolt.core.errors import (
     Unsupported,
 )
 from kvolt.core.ids import InstanceId, RequestId
-from kvolt.core.request import Handoff, Request, StopConditions
+from kvolt.core.request import Handoff, Request, RoutingHints, StopConditions
 from kvolt.engines.vllm.prefills import MAX_TICKET_BYTES, RELEASE, transfer_params
 from kvolt.runtime.tasks import Crew
 from kvolt.testing.engine_harness import Run
@@ -61,6 +61,14 @@ async def test_what_a_handoff_says(model: str) -> None:
         await engine_of(run).release_prefill(R)
         await soon(lambda: not core.held)
         await run.assert_empty()
+
+
+async def test_blocks_are_let_go_by_the_rank_that_has_them(model: str) -> None:
+    async with running(Harness(model, with_args(MOVING, data_parallel_size=2))) as (run, core):
+        await prefilled(run, replace(asked(prompt=40), routing=RoutingHints(pinned_dp_rank=1)))
+        await engine_of(run).release_prefill(R)
+        await soon(lambda: len(core.received) == 2)
+        assert [request.data_parallel_rank for request in core.received] == [1, 1]
 
 
 async def test_only_one_choice_is_kept(model: str) -> None:

@@ -71,7 +71,7 @@ def test_all_that_can_be_asked_for() -> None:
             prompt_logprobs=2,
         ),
         stop=StopConditions(max_tokens=30, min_tokens=4, stop_token_ids=(4, 5), ignore_eos=True),
-        extra={"vllm_xargs": {"custom": 1}, "other": 2},
+        extra={"vllm_xargs": {"custom": 1}},
     )
     made = params(asked)
     assert (made.temperature, made.top_p, made.top_k, made.min_p) == (0.5, 0.9, 40, 0.1)

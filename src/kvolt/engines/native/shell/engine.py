@@ -35,7 +35,7 @@ from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Handoff, Request, Role
-from kvolt.engines.contract import KvHeld, KvRoom, Pooling, SealedKv, features_of
+from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, Pooling, SealedKv, features_of
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell import messages
 from kvolt.engines.native.shell.host import Host, ProcessHost, ThreadHost
@@ -418,6 +418,9 @@ class NativeEngine:
         except asyncio.CancelledError:
             self._link.post(messages.RELEASE_PREFILL, name)
             raise
+
+    async def take_kv(self, room: KvRoom, num_last: int, request_id: RequestId) -> KvTaken:
+        return await self._link.call(messages.TAKE_KV, room, num_last, request_id)
 
     # --- Prefill
 

@@ -23,6 +23,7 @@ from kvolt.core.errors import EngineFailed, ErrorInfo, KvoltError, Unsupported, 
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, StopConditions
+from kvolt.engines.child_messages import FrameCutter, frame, raw
 from kvolt.engines.contract import KvHeld
 from kvolt.engines.native.shell.messages import (
     COMPUTED_KV,
@@ -34,7 +35,6 @@ from kvolt.engines.native.shell.messages import (
     Call,
     Command,
     Facts,
-    FrameCutter,
     Reply,
     Start,
     StepWording,
@@ -42,8 +42,6 @@ from kvolt.engines.native.shell.messages import (
     Submit,
     decode_command,
     decode_start,
-    frame,
-    raw,
 )
 from kvolt.engines.scheduler import Scheduler
 from kvolt.runtime.clock import Clock

@@ -14,17 +14,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from kvolt.core.errors import DeadlineExceeded, KvoltError, Overloaded, from_info, to_info
+from kvolt.engines.child_messages import FrameCutter, frame, raw
 from kvolt.engines.native.shell.messages import (
     Answer,
     Call,
     Command,
-    FrameCutter,
     Method,
     Reply,
     Start,
     decode_answer,
-    frame,
-    raw,
 )
 
 R = TypeVar("R")

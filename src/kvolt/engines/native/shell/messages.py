@@ -1,6 +1,4 @@
-"""What the engine and its shell say to each other: typed messages, in frames over a stream socket.
-
-    frame: u32 length (little-endian) | msgpack of one message
+"""What the engine and its shell say to each other: typed messages, in the frames of `child_messages`.
 
 The shell sends commands, which are counted; the engine handles them in order, between steps. Every step says how
 many of them it had seen, so that the shell can tell what it said before it knew better (see `Step.num_seen`).
@@ -9,8 +7,6 @@ Knows neither sockets nor torch: both ends read and write it.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -18,24 +14,20 @@ import msgspec
 from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import Delta, StepOutput
-from kvolt.core.errors import ErrorInfo, ProtocolError
+from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import KvChange, Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import KvHeld, KvRoom, Pooling, SealedKv
+from kvolt.engines.child_messages import raw
+from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, Pooling, SealedKv
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.step_plan import Limits
 from kvolt.transfer.device_memory import DeviceHandle
 
-MAX_FRAME_BYTES = 1 << 30
-"""More than any message; a longer one is a peer that has lost its place."""
-
-_LENGTH = struct.Struct("<I")
-_encoder = msgspec.msgpack.Encoder()
-_NOTHING = msgspec.Raw(_encoder.encode(None))
+_NOTHING = raw(None)
 
 
 # --- Commands -----------------------------------------------------------------------------------------
@@ -197,6 +189,7 @@ HOLD_KV: Method[KvHeld] = Method("hold_kv", tuple[RequestId], KvHeld)
 COMPUTED_KV: Method[KvHeld] = Method("computed_kv", tuple[RequestId, int], KvHeld, None)  # as long as PREFILL
 MAKE_ROOM: Method[KvRoom] = Method("make_room", tuple[list[BlockKey], list[SequenceHash]], KvRoom)
 SETTLE_KV: Method[None] = Method("settle_kv", tuple[KvRoom, int, RequestId | None], None)
+TAKE_KV: Method[KvTaken] = Method("take_kv", tuple[KvRoom, int, RequestId], KvTaken)
 PIN_SEALED: Method[tuple[SealedKv, ...]] = Method("pin_sealed", tuple[RequestId], tuple[SealedKv, ...])
 PREFILL: Method[Handoff] = Method(
     "prefill", tuple[Request], Handoff, None
@@ -220,6 +213,7 @@ METHODS: dict[str, Method[Any]] = {
         COMPUTED_KV,
         MAKE_ROOM,
         SETTLE_KV,
+        TAKE_KV,
         PIN_SEALED,
         PREFILL,
         RELEASE_PREFILL,
@@ -229,60 +223,3 @@ METHODS: dict[str, Method[Any]] = {
         EMBED,
     )
 }
-
-
-# --- Frames -------------------------------------------------------------------------------------------
-
-
-def raw(value: object) -> msgspec.Raw:
-    """Encoded by itself, to be decoded by who knows its type."""
-    return msgspec.Raw(_encoder.encode(value))
-
-
-def frame(message: msgspec.Struct) -> bytearray:
-    """ProtocolError for what is too long to be sent."""
-    buffer = bytearray(_LENGTH.size)
-    _encoder.encode_into(message, buffer, _LENGTH.size)
-    size = len(buffer) - _LENGTH.size
-    if size > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a message of {size} bytes is over {MAX_FRAME_BYTES}", rule="frame length")
-    _LENGTH.pack_into(buffer, 0, size)
-    return buffer
-
-
-class FrameCutter:
-    """Bytes as they come in, whole messages out."""
-
-    def __init__(self) -> None:
-        self._partial = bytearray()
-        self._wanted = 0
-        """Bytes that must be there before it is worth looking again."""
-
-    def feed(self, data: bytes) -> Sequence[memoryview]:
-        """The messages that are complete now; they stay valid. ProtocolError for a length that cannot be."""
-        if self._partial:
-            self._partial += data
-            if len(self._partial) < self._wanted:
-                return ()
-            data = bytes(self._partial)
-            self._partial = bytearray()
-        view = memoryview(data)
-        found: list[memoryview] = []
-        start = 0
-        while True:
-            body = start + _LENGTH.size
-            if body > len(data):
-                end = body
-                break
-            (size,) = _LENGTH.unpack_from(data, start)
-            if size > MAX_FRAME_BYTES:
-                raise ProtocolError(f"a frame of {size} bytes", rule="frame length")
-            end = body + size
-            if end > len(data):
-                break
-            found.append(view[body:end])
-            start = end
-        if start < len(data):
-            self._partial += view[start:]
-            self._wanted = end - start
-        return found

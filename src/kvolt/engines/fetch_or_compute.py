@@ -1,0 +1,107 @@
+"""FetchOrCompute: whether blocks that lie below an engine are brought, computed again, or both until they meet.
+
+Owns the guess: by the engine's step model, and the speed at which blocks came from each tier so far. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+from kvolt.core.kv_events import Tier
+from kvolt.core.latency import StepModel, prompt_s
+from kvolt.core.load import StepStats
+
+_SPARE = 0.9
+"""Of the time to compute blocks again, that to bring them may take: both are guesses, and to compute is certain."""
+_SPENT_LOOKING = 0.25
+"""Of the time to compute the rest of a prompt, what a far tier may take to say whether it has it."""
+_PROBE_EVERY = 16
+"""Of the prompts for which it would be sooner to compute, the one for which blocks are brought all the same."""
+_FEWEST_BOTH = 8
+"""Blocks: fewer are brought or computed, and not both."""
+
+
+class Verdict(NamedTuple):
+    num_blocks: int
+    """To bring, from the first that the engine lacks."""
+    is_meanwhile: bool = False
+    """While the prompt is computed from its beginning; else before."""
+
+
+class FetchOrCompute:
+    """See the module."""
+
+    def __init__(
+        self,
+        model: Callable[[], StepModel | None],
+        block_size: int,
+        step_tokens: int,
+        block_s: Callable[[Tier], float | None],
+        *,
+        can_share: bool = True,
+    ) -> None:
+        """`model`: how long the engine takes for a step. `step_tokens`: of prompts that it computes in one at most.
+        `block_s`: to bring a block from there. Where either is not known (None), whatever can be brought is.
+        `can_share`: whether blocks may come while the engine computes those before them."""
+        self._model = model
+        self._block_size = block_size
+        self._step_tokens = max(step_tokens, block_size)
+        self._block_s = block_s
+        self._can_share = can_share
+        self._num_refusals = 0
+        self.num_declined = 0
+        """Blocks that were computed again though they could have been brought, since that was sooner."""
+
+    def looking_s(self, num_tokens: int, num_known: int, num_keys: int) -> float:
+        """How long it may take to ask whether a prompt's blocks from `num_known` to `num_keys` are there."""
+        model = self._model()
+        if model is None:
+            return inf
+        saved_s = self._rest_s(model, num_tokens, num_known) - self._rest_s(model, num_tokens, num_keys)
+        return _SPENT_LOOKING * saved_s
+
+    def judge(self, num_tokens: int, num_present: int, tiers: Sequence[Tier]) -> Verdict:
+        """Of a prompt of which the engine has so many blocks, and of which the next lie in these tiers."""
+        model, each_s = self._model(), [self._block_s(tier) for tier in tiers]
+        known_s = [block_s / _SPARE for block_s in each_s if block_s is not None]
+        if model is None or not tiers or len(known_s) < len(tiers):
+            return Verdict(len(tiers))
+        fetch_s = list(accumulate(known_s, initial=0.0))
+        best, best_s = 0, self._rest_s(model, num_tokens, num_present)
+        for count in range(1, len(tiers) + 1):
+            if count == len(tiers) or tiers[count] is not tiers[count - 1]:
+                # only where the tier changes can it be better to stop
+                total_s = fetch_s[count] + self._rest_s(model, num_tokens, num_present + count)
+                if total_s < best_s:
+                    best, best_s = count, total_s
+        if self._can_share and len(tiers) >= _FEWEST_BOTH:
+            both_s = self._both_s(model, num_present, fetch_s)
+            if both_s + self._rest_s(model, num_tokens, num_present + len(tiers)) < best_s * _SPARE:
+                return Verdict(len(tiers), is_meanwhile=True)
+        if best < len(tiers):
+            self._num_refusals += 1
+            if self._num_refusals % _PROBE_EVERY == 0:
+                return Verdict(len(tiers))  # a tier that was slow once would be held to be so for ever
+        self.num_declined += len(tiers) - best
+        return Verdict(best)
+
+    def _both_s(self, model: StepModel, num_present: int, fetch_s: Sequence[float]) -> float:
+        """Until all blocks are there: the engine computes them from the first on, a step at a time, and they come from
+        the last on. A step that is begun is ended."""
+        start, computed_s = num_present * self._block_size, 0.0
+        end = start + (len(fetch_s) - 1) * self._block_size
+        while start + self._step_tokens < end:
+            start += self._step_tokens
+            computed_s += model.step_s(
+                StepStats(prefill_tokens=self._step_tokens, prefill_context=self._step_tokens * start)
+            )
+            if fetch_s[-1] - fetch_s[start // self._block_size - num_present] <= computed_s:
+                return computed_s
+        return inf
+
+    def _rest_s(self, model: StepModel, num_tokens: int, num_blocks: int) -> float:
+        """To compute what follows so many blocks."""
+        return prompt_s(model, num_tokens, num_blocks * self._block_size, self._step_tokens)

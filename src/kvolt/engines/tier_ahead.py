@@ -1,0 +1,87 @@
+"""Blocks that come from tiers for a prompt that is computed meanwhile: from its end on, until both meet.
+
+A part at a time is brought into blocks that the engine made room for, and given to the request, which goes on behind
+it once it is there. Which of the two is the faster need not be known: nobody waits for the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from kvolt.core.ids import RequestId
+from kvolt.core.kv_events import Tier
+from kvolt.engines.contract import KvRoom, KvTierable
+from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.tiers.cache import Fetched, TieredCache
+from kvolt.runtime.tasks import Scope
+
+log = logging.getLogger(__name__)
+
+_PARTS = 8
+"""That a prompt's blocks come in, about: what is told late is computed, and each part costs a message."""
+_UNDER_WAY = 2
+"""Parts at a time: far tiers answer late, and not slower for being asked twice."""
+
+
+class AheadBringing:
+    """One prompt's. See the module."""
+
+    def __init__(self, engine: KvTierable, cache: TieredCache, request_id: RequestId, room: KvRoom) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._request_id = request_id
+        self._room = room
+        self._num_last = 0
+        """Blocks at the end of the room that hold what they should."""
+        self._num_reached = 0
+        self._was_here = False
+        self.num_taken = 0
+        """Blocks that the request need not compute."""
+        self.came: Counter[Tier] = Counter()
+
+    @property
+    def num_filled(self) -> int:
+        """Blocks of the room that can be found, now that nobody fills them: all or none, unless some were taken."""
+        return self._num_last if self._num_last == len(self._room.blocks) and not self.num_taken else 0
+
+    @property
+    def fetched(self) -> Fetched:
+        return Fetched(self.num_taken or self.num_filled, tuple(sorted(self.came.items())))
+
+    async def bring(self, blocks: Sequence[TierBlock], timeout_s: float) -> None:
+        """`blocks`: those that the room is for. Nothing is under way after this, however it ends."""
+        size = max(min(self._cache.host.at_once, -(-len(blocks) // _PARTS)), 1)
+        ends = deque(range(len(blocks), 0, -size))
+        under_way: deque[tuple[int, asyncio.Task[Fetched]]] = deque()
+        try:
+            async with asyncio.timeout(timeout_s), Scope("ahead") as scope:
+                while ends or under_way:
+                    if ends and len(under_way) < _UNDER_WAY:
+                        end = ends.popleft()
+                        if self._room.num_present + end <= self._num_reached:
+                            break  # they have met
+                        part = slice(max(end - size, 0), end)
+                        fetching = self._cache.fetch(blocks[part], self._room.blocks[part])
+                        under_way.append((end - part.start, scope.start(fetching, "fetch")))
+                        continue
+                    num_blocks, task = under_way.popleft()
+                    fetched = await task
+                    if fetched.num_blocks < num_blocks or not await self._give(fetched):
+                        break  # what lies before it is of no use without it
+                scope.cancel()
+        except TimeoutError:
+            log.warning("of %d blocks %d came within %g s", len(blocks), self._num_last, timeout_s)
+
+    async def _give(self, fetched: Fetched) -> bool:
+        """Whether the request can use more."""
+        self._num_last += fetched.num_blocks
+        self.came.update(dict(fetched.by_tier))
+        taken = await self._engine.take_kv(self._room, self._num_last, self._request_id)
+        self.num_taken += taken.num_taken
+        self._num_reached = taken.num_reached
+        is_gone = self._was_here and not taken.is_here
+        self._was_here = taken.is_here
+        return not is_gone

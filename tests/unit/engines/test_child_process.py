@@ -1,0 +1,110 @@
+"""An engine's process, as who has started it sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import uvloop
+
+from kvolt.engines.child_process import ChildProcess
+
+TALKS = """
+import os, sys
+print("argument", sys.argv[1:])
+os.write(int(sys.argv[1]), b"inherited")
+print("one\\rtwo", file=sys.stderr)
+print()
+sys.exit(3)
+"""
+HAS_A_CHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module `child_for_test` of what is written there."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path / "child_for_test.py"
+
+
+async def _started(**options: bool) -> ChildProcess:
+    return await ChildProcess.of_module("child_for_test", (), name="child", **options)
+
+
+async def _first_line(child: ChildProcess) -> str:
+    async with asyncio.timeout(20):
+        while not child.last_lines:
+            await asyncio.sleep(0.01)
+    return child.last_lines[0]
+
+
+async def test_what_it_wrote_is_there_at_its_end(module: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module.write_text(TALKS)
+    reads, writes = os.pipe()
+    with caplog.at_level(logging.INFO, "kvolt.engines.child_process"), os.fdopen(reads, "rb") as end:
+        with os.fdopen(writes, "wb"):
+            child = await ChildProcess.of_module("child_for_test", [writes], name="engine")
+        assert await child.ended() == "exited with code 3"
+        assert end.read() == b"inherited"
+    assert child.exit_code == 3
+    assert child.last_lines == (f"argument ['{writes}']", "two"), "as a terminal shows it"
+    assert [each.getMessage() for each in caplog.records] == [
+        f"engine: argument ['{writes}']",
+        "engine: two",
+    ]
+    child.kill()
+
+
+async def test_a_killed_one_is_told_by_its_signal(module: Path) -> None:
+    module.write_text(HAS_A_CHILD)
+    child = await _started()
+    grandchild = int(await _first_line(child))
+    assert child.exit_code is None
+    child.kill()
+    child.kill()
+    assert await child.ended() == "was killed by SIGKILL"
+    assert psutil.pid_exists(grandchild), "it leads no group"
+    os.kill(grandchild, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("by_us", [True, False])
+async def test_all_of_its_group_ends_with_it(module: Path, by_us: bool) -> None:
+    await _group_ends(module, by_us)
+
+
+async def _group_ends(module: Path, by_us: bool) -> None:
+    module.write_text(HAS_A_CHILD)
+    child = await _started(leads_group=True)
+    grandchild = int(await _first_line(child))
+    if by_us:
+        child.kill()
+    else:
+        os.kill(child.pid, signal.SIGKILL)
+    assert await child.ended() == "was killed by SIGKILL"
+    async with asyncio.timeout(10):
+        while _runs(grandchild):
+            await asyncio.sleep(0.01)
+
+
+def test_a_group_ends_on_uvloop_as_well(module: Path) -> None:
+    """Which is what workers run on, and does not know all that asyncio's own loop does."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_group_ends(module, by_us=True))
+
+
+def _runs(pid: int) -> bool:
+    """Whoever takes over orphans may not have seen its end yet."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,70 @@
+"""Prompts that come as vectors: answered as their tokens would be, and refused where vLLM would not take them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.engines.vllm.lab import ARGUMENTS, MOVING, Harness, running, with_args
+
+from kvolt.core.errors import InvalidRequest, Unsupported
+from kvolt.core.ids import InstanceId, RequestId
+from kvolt.core.request import Handoff, Request, Sampling, StopConditions
+
+QUIET = with_args(replace(ARGUMENTS, kv_events=False), enable_prompt_embeds=True)
+PROMPT = tuple(range(100, 120))
+
+
+def asked(name: str, **fields: Any) -> Request:
+    given: dict[str, Any] = {
+        "token_ids": (0,) * len(PROMPT),
+        "stop": StopConditions(max_tokens=8, ignore_eos=True),
+        "sampling": Sampling(seed=3),
+        "extra": {"prompt_embeds": vectors()},
+    }
+    return Request(request_id=RequestId(name), model="tiny", **given | fields)
+
+
+def vectors(tokens: tuple[int, ...] = PROMPT) -> str:
+    return base64.b64encode(json.dumps([[token] for token in tokens]).encode()).decode()
+
+
+async def test_they_are_answered_as_their_tokens(model: str) -> None:
+    async with running(Harness(model, QUIET)) as (run, _):
+        told = await run.answer(asked("tokens", token_ids=PROMPT, extra={}))
+        assert (await run.answer(asked("vectors"))).tokens == told.tokens
+        rest = await run.answer(asked("rest", resume=tuple(told.tokens[0][:3])))
+        assert rest.tokens[0] == told.tokens[0][3:]
+
+
+@pytest.mark.parametrize(
+    ("embeds", "words"), [(vectors(PROMPT[1:]), "19 rows for 20"), ("~", "refuses"), (7, "must be base64")]
+)
+async def test_what_is_no_such_tensor(model: str, embeds: Any, words: str) -> None:
+    async with running(Harness(model, QUIET)) as (run, core):
+        with pytest.raises(InvalidRequest, match=words):
+            run.engine.submit(asked("r", extra={"prompt_embeds": embeds}))
+        assert core.received == []
+
+
+async def test_a_vllm_that_does_not_take_them(model: str) -> None:
+    async with running(Harness(model)) as (run, _):
+        with pytest.raises(Unsupported, match="enable_prompt_embeds") as caught:
+            run.engine.submit(asked("r"))
+        assert caught.value.fields["feature"] == "extra.prompt_embeds"
+
+
+async def test_what_does_not_go_with_them(model: str) -> None:
+    handoff = Handoff(ticket=b"", prefill_instance=InstanceId("p"), first_tokens=(7,))
+    async with running(Harness(model, with_args(MOVING, enable_prompt_embeds=True))) as (run, core):
+        engine: Any = run.engine
+        with pytest.raises(Unsupported, match="logprobs"):
+            engine.submit(asked("r", sampling=Sampling(prompt_logprobs=1)))
+        with pytest.raises(Unsupported, match="where it is answered"):
+            engine.submit(asked("r", handoff=handoff))
+        with pytest.raises(Unsupported, match="where it is answered"):
+            await engine.prefill(asked("r"))
+        assert core.received == []
