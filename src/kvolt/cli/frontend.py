@@ -21,7 +21,8 @@ from kvolt.frontend.explain import RouteExplainer
 from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.lora_admin import load_adapter, unload_adapter
 from kvolt.frontend.models import ModelOptions, Models
-from kvolt.frontend.preprocess import ParserNames, check_parsers
+from kvolt.frontend.preprocess import ParserNames
+from kvolt.frontend.processors.registry import find_processor
 from kvolt.frontend.trace_recorder import TraceRecorder
 from kvolt.journey.ways import WayRule
 from kvolt.router.metrics import LinkCollector
@@ -49,6 +50,8 @@ Examples:
                                                   as a `kvolt router` decides, and alone while there is none
   kvolt frontend --attach http://10.0.0.7:8000,events=tcp://10.0.0.7:5557
                                                   in front of a vLLM or SGLang server that runs already
+  kvolt frontend --processor vllm --tool-parser kimi_k2 --reasoning-parser kimi_k2
+                                                  prompts and answers by vLLM's own code (docs/engines.md)
   kvolt frontend --discovery-join-listen 10.0.0.5:7400
                                                   workers elsewhere join with --join 10.0.0.5:7400
 """
@@ -73,6 +76,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
     settings = loaded.settings
     member = Member(args.group, args.slot, args.counts) if args.group and args.counts else None
     if args.attach:
+        _check_processor(settings.frontend)
         return _run_attached(args, settings)
     if settings.frontend.processes > 1 and member is None:
         # Not at the top: what supervises is not to be in the memory of every HTTP process.
@@ -80,6 +84,7 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 
         return serve(msgspec.structs.replace(settings, workers=[]))
 
+    _check_processor(settings.frontend)
     return_freed_memory()
 
     async def body(process: Process) -> None:
@@ -116,6 +121,15 @@ def _without_events(new_router: NewRouter, context: RouterContext) -> Router:
     return new_router(replace(context, settings=settings))
 
 
+def _parsers(wanted: FrontendSettings) -> ParserNames:
+    return ParserNames(wanted.tool_parser, wanted.reasoning_parser)
+
+
+def _check_processor(wanted: FrontendSettings) -> None:
+    """Before there is a loop: loading what somebody else's code needs takes seconds in which nobody is answered."""
+    find_processor(wanted.processor).check(_parsers(wanted))
+
+
 def way_rule(wanted: FrontendSettings) -> WayRule:
     return WayRule(
         is_predicted=wanted.prefill_choice == "predicted",
@@ -130,8 +144,6 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
     """Serve until the process is stopped; running requests finish first."""
     runtime = process.runtime
     wanted = settings.frontend
-    parsers = ParserNames(wanted.tool_parser, wanted.reasoning_parser)
-    check_parsers(parsers)
     link = None
     if member is not None or settings.router.process:
         link = await RouterLink.to(runtime, settings.namespace)
@@ -143,12 +155,13 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
         [name for name in namespaces if name],
         ModelOptions(
             wanted.token_cache_bytes,
-            parsers,
+            _parsers(wanted),
             wanted.max_attempts,
             settings.router,
             wanted.migration_limit,
             way_rule(wanted),
             tuple(name.strip() for name in wanted.decode_first.split(",") if name.strip()),
+            find_processor(wanted.processor).build,
         ),
         _new_router(settings, link),
     )

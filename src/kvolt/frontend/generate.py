@@ -39,12 +39,11 @@ from kvolt.frontend.openai_api.requests import (
     parse_chat,
     parse_completion,
 )
-from kvolt.frontend.openai_api.templating import template_input
+from kvolt.frontend.openai_api.templating import TemplateInput, template_input
 from kvolt.frontend.openai_api.wording import ChatWording, CompletionWording, Wording
 from kvolt.frontend.parsers.chain import ParserChain
 from kvolt.frontend.parsers.guided import NamedToolParser, RequiredToolParser
-from kvolt.frontend.parsers.port import TextParser
-from kvolt.frontend.parsers.registry import tool_parser
+from kvolt.frontend.preprocess import AskedChat, Reading
 from kvolt.frontend.query import check_one, query_body
 from kvolt.frontend.record import RequestRecord
 from kvolt.frontend.roles import with_roles
@@ -92,6 +91,8 @@ class _Asked:
     request_id: str
     headers: dict[str, str]
     prompts: list[tuple[int, ...]]
+    given: TemplateInput | None = None
+    """What a chat's template is given."""
     prompt_text: str = ""
     """The rendered prompt of a chat."""
     texts: list[str] | None = None
@@ -190,10 +191,10 @@ class Generation:
 
     async def _prepare_chat(self, asked: _Asked, body: ChatRequest) -> None:
         processor = asked.model.processor
+        given = asked.given = template_input(body, asked.options.tools)
         if asked.hints.token_data is not None:
             asked.prompts.append(asked.hints.token_data)
             return
-        given = template_input(body, asked.options.tools)
         if given.tools and not processor.takes_tools:
             asked.warn("the model's chat template has no place for tools")
         if asked.hints.use_raw_prompt:
@@ -365,26 +366,23 @@ class Generation:
             now=self._clock.monotonic,
         )
         if isinstance(body, ChatRequest):
-            plan.new_parser = self._parsers(asked)
+            reading = self._reading(asked)
+            plan.new_parser = reading.new_parser
+            plan.skip_special_tokens = options.skip_special_tokens and not reading.shows_special
             plan.named_call = _names_function(options)
         return plan
 
-    def _parsers(self, asked: _Asked) -> Callable[[], TextParser | None]:
-        options, processor, prompt = asked.options, asked.model.processor, asked.prompt_text
+    def _reading(self, asked: _Asked) -> Reading:
+        options = asked.options
         max_calls = None if options.parallel_tool_calls else 1
-        named = _names_function(options)
-
-        def new_parser() -> TextParser | None:
-            if options.tool_choice == "required":  # a grammar holds the model to calls from the start
-                return ParserChain(None, RequiredToolParser(), max_calls=max_calls)
-            if named:
-                return NamedToolParser(options.tool_choice)
-            tools = None
-            if options.tools and processor.parsers.tools is not None:
-                tools = tool_parser(processor.parsers.tools)
-            return processor.new_parser(prompt, tools, max_calls)
-
-        return new_parser
+        if options.tool_choice == "required":  # a grammar holds the model to calls from the start
+            return Reading(lambda: ParserChain(None, RequiredToolParser(), max_calls=max_calls))
+        if _names_function(options):
+            return Reading(lambda: NamedToolParser(options.tool_choice))
+        assert asked.given is not None, "a chat"
+        return asked.model.processor.reading(
+            AskedChat(asked.given, asked.prompt_text, asked.prompts[0], bool(options.tools), max_calls)
+        )
 
     def _record(self, endpoint: str) -> RequestRecord:
         return RequestRecord(self._metrics, endpoint, self._clock.monotonic)

@@ -20,7 +20,7 @@ from kvolt.core.ids import CardHash
 from kvolt.core.request import Role, Sampling
 from kvolt.frontend.kv_pairs import paired
 from kvolt.frontend.openai_api.generation import sampling_defaults
-from kvolt.frontend.preprocess import CardProcessor, ParserNames, Processor
+from kvolt.frontend.preprocess import CardProcessor, NewProcessor, ParserNames, Processor, ProcessorSpec
 from kvolt.journey.journey import Road
 from kvolt.journey.prefill import Leg
 from kvolt.journey.ways import Chooser, OneWay, WayRule, Ways
@@ -115,6 +115,8 @@ class ModelOptions(msgspec.Struct, frozen=True):
     """Which prompts are computed by prefill workers, where there are any."""
     decode_first: tuple[str, ...] = ()
     """Models whose decode workers have a request while its prompt is computed; `*` for all."""
+    new_processor: NewProcessor = CardProcessor
+    """Who renders prompts and reads answers."""
 
 
 def _nobody_answers(name: str, role: Role) -> Unavailable:
@@ -357,8 +359,14 @@ class Models:
     def _model(self, card: ModelCard, client: EndpointClient, info: EngineInfo) -> Model:
         options = self._options
         ports = self._runtime.ports
-        processor = CardProcessor(
-            card, ports.blocking, options.cache_bytes, options.parsers, ports.clock.wall
+        processor = options.new_processor(
+            card,
+            ProcessorSpec(
+                blocking=ports.blocking,
+                cache_bytes=options.cache_bytes,
+                parsers=options.parsers,
+                wall=ports.clock.wall,
+            ),
         )
         context = RouterContext(client, self._runtime, info.block_size, options.router, info.role)
         router = self._new_router(context)

@@ -1,13 +1,15 @@
 """From what a client wrote to tokens, and back to what it reads: one model's, behind a port.
 
 The default works from the ModelCard alone, so a frontend needs no files. An engine that brings its own
-pre- and postprocessing puts another `Processor` in its place.
+pre- and postprocessing puts another `Processor` in its place: `kvolt.frontend.processors` has them by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import InvalidRequest
@@ -54,6 +56,40 @@ class ParserNames(NamedTuple):
     reasoning: str | None
 
 
+class ProcessorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a processor is made with, besides its card."""
+
+    blocking: Blocking
+    """Where it does what takes long."""
+    cache_bytes: int
+    parsers: ParserNames = ParserNames(None, None)
+    """The operator's, which beat the card's."""
+    wall: Callable[[], float] | None = None
+    """For templates that ask what day it is."""
+
+
+class AskedChat(NamedTuple):
+    """A chat whose answer is to be read."""
+
+    given: TemplateInput
+    prompt: str
+    """As it was rendered; "" where the client brought tokens."""
+    token_ids: Sequence[int]
+    may_call: bool = False
+    """The model has tools, and whether it uses them is its own choice."""
+    max_calls: int | None = None
+    """Calls beyond are not told: without parallel calls a client is promised at most one."""
+
+
+class Reading(NamedTuple):
+    """How the answer to one chat is read."""
+
+    new_parser: Callable[[], TextParser | None]
+    """For each choice its own; None where there is nothing to find."""
+    shows_special: bool = False
+    """The parsers look for special tokens, which must be in the text that they are given."""
+
+
 class Processor(Protocol):
     """The port."""
 
@@ -82,32 +118,29 @@ class Processor(Protocol):
         """
         ...
 
-    def new_parser(self, prompt: str, tools: TextParser | None, max_calls: int | None) -> TextParser | None:
-        """For one choice of the answer to a chat; `tools` reads its calls, if it may make any."""
+    def reading(self, chat: AskedChat) -> Reading:
+        """How to read its answer. InvalidRequest for a chat that the parsers cannot go with."""
         ...
+
+
+NewProcessor = Callable[[ModelCard, ProcessorSpec], Processor]
 
 
 class CardProcessor:
     """Works from a card."""
 
-    def __init__(
-        self,
-        card: ModelCard,
-        blocking: Blocking,
-        cache_bytes: int,
-        override: ParserNames,
-        wall: Callable[[], float] | None = None,
-    ) -> None:
+    def __init__(self, card: ModelCard, spec: ProcessorSpec) -> None:
+        override = spec.parsers
         self.vocabulary = Vocabulary(card.tokenizer_json)
         self.parsers = ParserNames(
             _chosen(override.tools or card.tool_parser, detect_tool_parser, card.chat_template),
             _chosen(override.reasoning or card.reasoning_parser, detect_reasoning_parser, card.chat_template),
         )
         check_parsers(self.parsers)
-        self._encoder = CachedEncoder(self.vocabulary.tokenizer, cache_bytes)
-        self._template = ChatTemplate(card.chat_template, *self._markers(card), wall=wall)
+        self._encoder = CachedEncoder(self.vocabulary.tokenizer, spec.cache_bytes)
+        self._template = ChatTemplate(card.chat_template, *self._markers(card), wall=spec.wall)
         self.takes_tools = self._template.supports_tools
-        self._blocking = blocking
+        self._blocking = spec.blocking
         self._around = _special_around(self.vocabulary)
         self._context_length = card.context_length
         self._most_characters = _CHARACTERS_PER_TOKEN * card.context_length
@@ -182,14 +215,24 @@ class CardProcessor:
                     code="context_length_exceeded",
                 )
 
-    def new_parser(self, prompt: str, tools: TextParser | None, max_calls: int | None) -> TextParser | None:
-        name = self.parsers.reasoning
-        if name is None and tools is None:
-            return None
-        reasoning = None
-        if name is not None:
-            reasoning = reasoning_parser(name, starts_inside=prompt_opens_reasoning(prompt))
-        return ParserChain(reasoning, tools, max_calls=max_calls)
+    def reading(self, chat: AskedChat) -> Reading:
+        calls = self.parsers.tools if chat.may_call else None
+        thoughts = self.parsers.reasoning
+        if calls is None and thoughts is None:
+            return Reading(lambda: None)
+        starts_inside = prompt_opens_reasoning(chat.prompt)
+        max_calls = (
+            chat.max_calls
+        )  # and not the chat, which may be megabytes: this is kept until the answer ends
+
+        def new_parser() -> TextParser:
+            return ParserChain(
+                None if thoughts is None else reasoning_parser(thoughts, starts_inside=starts_inside),
+                None if calls is None else tool_parser(calls),
+                max_calls=max_calls,
+            )
+
+        return Reading(new_parser)
 
 
 def _chosen(name: str | None, detect: Callable[[str], str | None], chat_template: str) -> str | None:

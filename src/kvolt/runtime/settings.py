@@ -252,13 +252,27 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     token_cache_bytes: Annotated[
         Bytes, Meta(description="Memory for each model's tokenized pieces of chats.")
     ] = 8 * MIB
+    processor: Annotated[
+        Text,
+        Meta(
+            description="Whose code renders prompts and reads tool calls and reasoning: `card`, kvolt's own; `vllm`, "
+            "vLLM's, which must be installed here, for a model whose parser only vLLM has or answers as those of "
+            "`vllm serve`; or one that a package offers."
+        ),
+    ] = "card"
     tool_parser: Annotated[
         Text | None,
-        Meta(description="Parser of tool calls for all models; by each one's chat template if not set."),
+        Meta(
+            description="Parser of tool calls for all models, of those that the processor has; `none` for none. If not "
+            "set, by each one's chat template; with `vllm` none."
+        ),
     ] = None
     reasoning_parser: Annotated[
         Text | None,
-        Meta(description="Parser of reasoning for all models; by each one's chat template if not set."),
+        Meta(
+            description="Parser of reasoning for all models, of those that the processor has; `none` for none. If not "
+            "set, by each one's chat template; with `vllm` none."
+        ),
     ] = None
     metrics_prefix: Annotated[Text, Meta(description="What the names of the edge's metrics begin with.")] = (
         "dynamo_frontend"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tests.unit.engines.lab import NAMESPACE, Lab
 
-from kvolt.cli.frontend import _new_router
+from kvolt.cli.frontend import _check_processor, _new_router
+from kvolt.core.errors import ConfigError
 from kvolt.router.policies import ROUTERS
 from kvolt.router.port import Router, RouterContext
 from kvolt.router.queued import who_decides
@@ -52,3 +53,12 @@ def has_index(router: Router) -> bool:
     """Whether it follows the workers' KV events."""
     ingest: Any = getattr(who_decides(router), "ingest", None)
     return ingest is not None and ingest._stream is not None
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"processor": "nobody"}, {"tool_parser": "nobody"}, {"reasoning_parser": "nobody"}]
+)
+def test_a_processor_or_parser_that_nobody_knows_is_told_at_the_start(wrong: dict[str, Any]) -> None:
+    _check_processor(FrontendSettings())
+    with pytest.raises(ConfigError, match="nobody"):
+        _check_processor(FrontendSettings(**wrong))

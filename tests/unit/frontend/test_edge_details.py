@@ -14,14 +14,14 @@ from kvolt.core.errors import ConfigError
 from kvolt.engines.sim_model import sim_card, tokenizer_json
 from kvolt.frontend import live
 from kvolt.frontend.models import ModelOptions, Models
-from kvolt.frontend.preprocess import CardProcessor, ParserNames, check_parsers
+from kvolt.frontend.preprocess import CardProcessor, ParserNames, ProcessorSpec, check_parsers
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.testing import run_virtual
 
 
 def processor(**card: Any) -> CardProcessor:
     made = replace(sim_card("m", 1024, 16), **card)
-    return CardProcessor(made, ThreadBlocking(1), 1 << 20, ParserNames(None, None))
+    return CardProcessor(made, ProcessorSpec(blocking=ThreadBlocking(1), cache_bytes=1 << 20))
 
 
 async def test_a_bare_text_gets_the_tokens_that_the_tokenizer_puts_around_it() -> None:

