@@ -69,6 +69,9 @@ class Served:
         told = json.loads(subprocess.check_output(command, env=self.environ, timeout=PATIENCE_S))
         return [_read(f"http://{each['admin']}/metrics") for each in told if each["name"] != "frontend"]
 
+    def worker_ids(self) -> set[str]:
+        return {found for each in self.worker_metrics() for found in re.findall(r'worker_id="(\w+)"', each)}
+
     def open(self, prompt: list[int], max_tokens: int, **fields: Any) -> Any:
         body = {
             "model": "tiny",
@@ -175,15 +178,18 @@ def asked_at_once(pair: Served, prompts: list[list[int]], max_tokens: int) -> li
 
 
 def test_a_returning_prefix_goes_to_its_holder_and_is_found(pair: Served) -> None:
-    prompts = [[10 + number, *range(100, 420)] for number in range(6)]
-    first = asked_at_once(pair, prompts, 24)
-    assert len({worker_of(each) for each in first}) == 2, "each has some of them"
-    assert [cached_of(each) for each in first] == [0] * 6
-    for prompt, before in zip(prompts, first, strict=True):
+    """Sent to each in turn by name, so that nobody else has begun with them; they return without one."""
+    holders = sorted(pair.worker_ids()) * 3
+    prompts = [[10 + number, *range(100, 420)] for number in range(len(holders))]
+    for prompt, holder in zip(prompts, holders, strict=True):
+        named = {"backend_instance_id": holder, "extra_fields": ["worker_id"]}
+        first = pair.ask(prompt, 4, nvext=named)
+        assert (worker_of(first), cached_of(first)) == (holder, 0)
+    for prompt, holder in zip(prompts, holders, strict=True):
         longer = [*prompt, 77, 78, 79]
-        assert pair.expected(longer) == (worker_of(before), len(prompt) // PAGE)
+        assert pair.expected(longer) == (holder, len(prompt) // PAGE)
         again = pair.ask(longer, 4)
-        assert worker_of(again) == worker_of(before), "the holder is another one"
+        assert worker_of(again) == holder, "the holder is another one"
         assert cached_of(again) == len(prompt) // PAGE * PAGE, "SGLang found something else"
 
 

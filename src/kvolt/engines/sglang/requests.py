@@ -31,6 +31,8 @@ def check_supported(request: Request, facts: Facts) -> None:
     sampling = request.sampling
     if request.media:
         raise Unsupported("media come to SGLang workers through an encode worker only", feature="media")
+    if request.extra:
+        raise Unsupported("kvolt gives SGLang no logits processors", feature=", ".join(sorted(request.extra)))
     if sampling.allowed_token_ids is not None:
         raise Unsupported("SGLang has no list of allowed tokens", feature="allowed_token_ids")
     if request.grammar is not None and not facts.has_grammars:

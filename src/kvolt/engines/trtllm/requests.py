@@ -24,6 +24,10 @@ def check_supported(request: Request, *, has_grammars: bool, seeds: Seeds) -> No
     sampling = request.sampling
     if request.media:
         raise Unsupported("kvolt gives TensorRT-LLM no media", feature="media")
+    if request.extra:
+        raise Unsupported(
+            "kvolt gives TensorRT-LLM no logits processors", feature=", ".join(sorted(request.extra))
+        )
     if sampling.prompt_logprobs is not None:
         raise Unsupported(
             "TensorRT-LLM tells the most likely tokens of a prompt, but not its own",

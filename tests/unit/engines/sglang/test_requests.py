@@ -134,6 +134,7 @@ def test_choices_are_taken_by_the_letter() -> None:
     [
         (request(media=(MediaSpan(0, 1, b"0" * 16),)), "media"),
         (request(sampling=Sampling(allowed_token_ids=(3,))), "allowed_token_ids"),
+        (request(extra={"logits_processors": ["a"]}), "logits_processors"),
         (request(sampling=Sampling(min_p=0.1)), "min_p"),
         (request(sampling=Sampling(presence_penalty=1.0, seed=1), resume=(5,)), "resume with penalties"),
         (request(sampling=Sampling(repetition_penalty=1.2, seed=1), resume=(5,)), "resume with penalties"),

@@ -40,6 +40,7 @@ GUIDED = replace(REQUEST, grammar=Grammar(GrammarKind.JSON_OBJECT, ""))
         (replace(REQUEST, sampling=Sampling(prompt_logprobs=0)), "prompt_logprobs"),
         (replace(REQUEST, sampling=Sampling(logit_bias={1: 2.0})), "logit_bias"),
         (replace(REQUEST, sampling=Sampling(allowed_token_ids=(1,))), "allowed_token_ids"),
+        (replace(REQUEST, extra={"logits_processors": ["a"]}), "logits_processors"),
         (replace(GUIDED, resume=(1,)), "resume with a grammar"),
         (replace(SEEDED, resume=(1,)), "resume with a seed"),
         (replace(SEEDED, handoff=HANDOFF), "resume with a seed"),

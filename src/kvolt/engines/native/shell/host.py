@@ -1,6 +1,6 @@
 """Where an engine core runs: a process of its own, or a thread of the shell's.
 
-Owns its start, its end and what it writes to its terminal. Knows nothing of what is said over the socket.
+Owns its start and its end. Knows nothing of what is said over the socket.
 """
 
 from __future__ import annotations
@@ -9,26 +9,19 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
-import sys
 import threading
-from asyncio.subprocess import DEVNULL, Process
-from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
+from kvolt.engines.child_process import ChildProcess
 from kvolt.engines.native.shell.engine_loop import Pipe, ShellGone
 from kvolt.engines.native.shell.process import serve
-from kvolt.runtime.stop import die_with_parent
-from kvolt.runtime.supervisor_output import LineCutter
 
 log = logging.getLogger(__name__)
 
 _MODULE = "kvolt.engines.native.shell.process"
 _LAST_OUTPUT_S = 1.0
-_NUM_LAST_LINES = 20
-_LINE_BYTES = 2000
 
 
 class Host(Protocol):
@@ -53,85 +46,14 @@ class Host(Protocol):
         ...
 
 
-class _Output(asyncio.Protocol):
-    """Reads what a process writes, to its end; logs it, and keeps the last of it."""
-
-    def __init__(self) -> None:
-        self.lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
-        self.ended = asyncio.Event()
-        self._cutter = LineCutter(_LINE_BYTES)
-
-    def data_received(self, data: bytes) -> None:
-        self._take(self._cutter.feed(data))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._take([self._cutter.take()])
-        self.ended.set()
-
-    def _take(self, lines: list[bytes]) -> None:
-        for line in lines:
-            text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-            if text.strip():
-                self.lines.append(text)
-                log.info("engine process: %s", text)
-
-
-class ProcessHost:
+class ProcessHost(ChildProcess):
     """It ends with this process, however that ends: see `stop.die_with_parent`, and the process's own watch."""
 
-    def __init__(self, process: Process, output: _Output, pipe: asyncio.ReadTransport) -> None:
-        self._process = process
-        self._output = output
-        self._pipe = pipe
-
     @classmethod
-    async def start(cls, end: socket.socket, memory_fds: Sequence[int]) -> ProcessHost:
+    async def start(cls, end: socket.socket, memory_fds: Sequence[int]) -> Self:
         """Takes over `end`, also when it fails. Cancelling leaves nothing behind."""
-        reads, writes = os.pipe()
-        with end, contextlib.ExitStack() as undo:
-            undo.callback(os.close, writes)
-            pipe, output = await asyncio.get_running_loop().connect_read_pipe(
-                _Output, os.fdopen(reads, "rb", 0)
-            )
-            kept = [end.fileno(), *memory_fds]
-            argv = [sys.executable, "-m", _MODULE, *map(str, kept)]
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *die_with_parent(argv), stdin=DEVNULL, stdout=writes, stderr=writes, pass_fds=kept
-                )
-            except BaseException:
-                pipe.close()
-                raise
-        return cls(process, output, pipe)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.returncode
-
-    @property
-    def last_lines(self) -> tuple[str, ...]:
-        return tuple(self._output.lines)
-
-    async def ended(self) -> str:
-        code = await self._process.wait()
-        with contextlib.suppress(TimeoutError):  # a helper of it may hold the pipe
-            async with asyncio.timeout(_LAST_OUTPUT_S):
-                await self._output.ended.wait()
-        self._pipe.close()
-        if code >= 0:
-            return f"exited with code {code}"
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was killed by signal {-code}"
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        with end:
+            return await cls.of_module(_MODULE, [end.fileno(), *memory_fds], name="engine process")
 
 
 class ThreadHost:
