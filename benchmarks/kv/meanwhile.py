@@ -118,8 +118,10 @@ class Bench:
         if keys := self.tiering.names_below(request):
             await self.tiering.onboard(request, keys)
         self.engine.submit(request)
-        self.tiering.submitted(request.request_id)
-        await until(lambda: request.request_id in self.first)
+        async with Scope("ask") as scope:
+            scope.start(self.tiering.bring_ahead(request.request_id), "bring ahead")
+            await until(lambda: request.request_id in self.first)
+            scope.cancel()
         at, token = self.first[request.request_id]
         return at - began, token
 
@@ -140,11 +142,15 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def measure(num_tokens: int, rounds: int) -> dict[str, object]:
+async def measure(num_tokens: int, step_tokens: int, rounds: int) -> dict[str, object]:
     draw = random.Random(5)
     tokens = tuple(draw.randrange(3, 4000) for _ in range(num_tokens))
     arguments = NativeArguments(
-        dtype="float32", kv_blocks=4 * (num_tokens // 16 + 4), context_length=num_tokens + 8
+        dtype="float32",
+        kv_blocks=4 * (num_tokens // 16 + 4),
+        context_length=num_tokens + 8,
+        max_batch_tokens=step_tokens,
+        max_num_seqs=8,
     )
     engine = NativeEngine(EngineSpec(model="smollm2-135m", role=Role.AGGREGATED, has_tiers=True), arguments)
     info = await engine.start()
@@ -162,7 +168,7 @@ async def measure(num_tokens: int, rounds: int) -> dict[str, object]:
                     scope.cancel()
     finally:
         await engine.close()
-    return {"prompt_tokens": num_tokens, "rounds": rounds, "rows": rows}
+    return {"prompt_tokens": num_tokens, "step_tokens": step_tokens, "rounds": rounds, "rows": rows}
 
 
 async def _rows(bench: Bench, tokens: tuple[int, ...], rounds: int) -> list[dict[str, object]]:
@@ -204,11 +210,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=2001)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=513, help="of the prompt")
+    parser.add_argument(
+        "--step-tokens", type=int, default=64, help="that the engine computes in a step, at most"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    result = asyncio.run(measure(given.tokens, given.rounds))
+    result = asyncio.run(measure(given.tokens, given.step_tokens, given.rounds))
     result["command"] = "python -m benchmarks.kv.meanwhile"
     given.out.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvolt.core.errors import EngineFailed, KvoltError
-from kvolt.core.ids import BlockKey, RequestId
+from kvolt.core.ids import BlockKey
 from kvolt.core.request import Request
-from kvolt.engines.tiering import Onboarded, Tiering
+from kvolt.engines.tiering import Tiering
 from kvolt.engines.worker_metrics import FAILED
 from kvolt.engines.worker_open import OpenRequests
+from kvolt.runtime.tasks import Scope
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,11 @@ async def bring_back(
         onboarded = await tiering.onboard(request, keys)
         is_begun = then is not None
         if then is not None:
-            tiering.submitted(request_id)
             try:
-                await then
+                async with Scope("meanwhile") as scope:
+                    scope.start(tiering.bring_ahead(request_id), "bring ahead")
+                    await then
+                    scope.cancel()
             except asyncio.CancelledError:
                 if not request.prefill_only:  # of that the blocks may be others' by now
                     tiering.let_go(request_id)
@@ -48,7 +51,9 @@ async def bring_back(
             entry.stages = onboarded.stages
         requests.enter(entry)
         submit(request)
-        tiering.submitted(request_id, lambda came: _tell_stages(requests, request_id, came))
+        came = await tiering.bring_ahead(request_id)
+        if came.num_blocks:
+            entry.stages = came.stages
     except Exception as error:  # one request's, whatever it was
         failure = (
             error if isinstance(error, KvoltError) else EngineFailed(f"it failed ({type(error).__name__})")
@@ -62,9 +67,3 @@ async def bring_back(
     finally:
         if then is not None and not is_begun:
             then.close()
-
-
-def _tell_stages(requests: OpenRequests, request_id: RequestId, came: Onboarded) -> None:
-    entry = requests.get(request_id)
-    if entry is not None:
-        entry.stages = came.stages

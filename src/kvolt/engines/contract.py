@@ -241,7 +241,8 @@ class KvTaken(msgspec.Struct, frozen=True):
     num_taken: int = 0
     """Blocks that it need not compute."""
     num_reached: int = 0
-    """Blocks of its prompt, from the first on, that it has or computes now: others for these are of no use."""
+    """Blocks of its prompt, from the first on, that it has or computes now: others for these are of no use. All of the
+    room's where it has no use for any, as where it waits for blocks that only the room has."""
 
 
 class SealedKv(msgspec.Struct, frozen=True):

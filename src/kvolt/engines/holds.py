@@ -24,6 +24,8 @@ class _Chain:
     names: Names
     num_present: int = 0
     """Of those adopted, how many were in the pool already."""
+    is_forgotten: bool = False
+    """Whether all was to be forgotten since: what comes for it is not to be found."""
 
 
 class Holds:
@@ -97,6 +99,11 @@ class Holds:
         self._adopted[fresh[0]] = _Chain(present + fresh, names, len(present))
         return list(enumerate(fresh, len(present)))
 
+    def clear(self) -> None:
+        """What comes for an `adopt` that is under way was computed before everything was to be forgotten."""
+        for held in self._adopted.values():
+            held.is_forgotten = True
+
     def take_last(
         self, adopted: Sequence[tuple[int, BlockId]], start: int, keys: Sequence[BlockKey]
     ) -> tuple[int, list[BlockId]]:
@@ -105,7 +112,8 @@ class Holds:
         of the adoption stays: it goes by that."""
         held = self._adopted[adopted[0][1]]
         start, end = max(start, held.num_present + 1), len(held.blocks)
-        if start >= end or end > len(keys) or held.names.keys[end - 1] != keys[end - 1]:
+        is_other = end > len(keys) or held.names.keys[end - 1] != keys[end - 1]
+        if start >= end or is_other or held.is_forgotten:
             return end, []
         taken = held.blocks[start:]
         del held.blocks[start:]
@@ -123,6 +131,8 @@ class Holds:
         end = len(held.blocks)  # fewer than there were, where some were taken
         if num_filled is not None:
             end = min(end, held.num_present + num_filled)
+        if held.is_forgotten:
+            end = held.num_present
         self._pool.register_run(held.blocks, held.names, held.num_present, end)
         self._pool.release(reversed(held.blocks))
         return held.names.keys[:end]

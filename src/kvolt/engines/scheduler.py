@@ -277,6 +277,7 @@ class Scheduler:
         """Forget what is cached, or kept for who waits; running sequences keep their blocks. How many names were
         forgotten."""
         self._arrivals.clear()
+        self._holds.clear()
         return self.pool.clear()
 
     def take_changes(self) -> tuple[Change, ...]:
@@ -360,20 +361,22 @@ class Scheduler:
         self, adopted: Items[tuple[int, BlockId]], num_last: int, request_id: RequestId
     ) -> tuple[int, int] | None:
         """The last `num_last` of an `adopt` are filled; a request that computes its prompt takes those that it has not
-        reached. How many it took, and how many blocks it has reached, the step under way included; None where it is not
-        here, or has no use for any."""
+        reached. How many it took, and how many blocks it has reached, the step under way included, or all where it has
+        no use for any; None where it is not here."""
         group = self._groups.get(request_id)
-        first = None if group is None else group.first
-        if first is None or first.phase is Phase.DONE or first.needs_prompt_logits:
+        if group is None:
             return None
+        first, end = group.first, adopted[-1][0] + 1
         if first.phase is Phase.WAITING:
-            return 0, 0
-        if first.num_computed >= first.num_to_prefill:
-            return None
+            # It is not to wait for blocks that are kept for itself, and all others behind it.
+            return 0, end if self._planner.is_starved(first) else 0
+        is_computed = first.phase is Phase.DONE or first.num_computed >= first.num_to_prefill
+        if is_computed or first.needs_prompt_logits:
+            return 0, end
         num_reached = -(-self._end_under_way(first) // self.limits.block_size)
         end, taken = self._holds.take_last(
             adopted,
-            max(adopted[-1][0] + 1 - num_last, num_reached),
+            max(end - num_last, num_reached),
             self._planner.reusable_keys(first),
         )
         if taken:

@@ -92,6 +92,14 @@ class StepPlanner:
         sequence.naming.reach(sequence.tokens, num_blocks)
         return sequence.naming.names.keys[:num_blocks]
 
+    def is_starved(self, sequence: Sequence) -> bool:
+        """Whether it is the first that waits, and for nothing but blocks."""
+        if self.waiting[0] is not sequence or len(self.running) >= self._limits.max_num_seqs:
+            return False
+        num_blocks = -(-len(sequence.tokens) // self._limits.block_size)
+        num_found = self._pool.match(self.reusable_keys(sequence))
+        return num_blocks + len(self.running) - num_found > self._pool.num_free
+
     def _plan_mixed(self) -> StepPlan:
         decodes, prefilling, context_tokens = self._plan_decodes()
         budget = self._limits.max_batch_tokens - len(decodes)

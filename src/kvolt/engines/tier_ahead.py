@@ -24,6 +24,8 @@ _PARTS = 8
 """That a prompt's blocks come in, about: what is told late is computed, and each part costs a message."""
 _UNDER_WAY = 2
 """Parts at a time: far tiers answer late, and not slower for being asked twice."""
+_LOOK_S = 0.25
+"""While a part does not come, how often the request is asked whether it is still of use."""
 
 
 class AheadBringing:
@@ -38,18 +40,25 @@ class AheadBringing:
         """Blocks at the end of the room that hold what they should."""
         self._num_reached = 0
         self._was_here = False
-        self.num_taken = 0
-        """Blocks that the request need not compute."""
-        self.came: Counter[Tier] = Counter()
+        self._num_taken = 0
+        self._came: Counter[Tier] = Counter()
 
     @property
     def num_filled(self) -> int:
-        """Blocks of the room that can be found, now that nobody fills them: all or none, unless some were taken."""
-        return self._num_last if self._num_last == len(self._room.blocks) and not self.num_taken else 0
+        """Blocks of the room that can be found, now that nobody fills them: all or none. None where some were taken, or
+        the prompt is being computed all the same."""
+        is_whole = self._num_last == len(self._room.blocks)
+        return self._num_last if is_whole and not self._num_taken and not self._num_reached else 0
 
     @property
     def fetched(self) -> Fetched:
-        return Fetched(self.num_taken or self.num_filled, tuple(sorted(self.came.items())))
+        """What need not be computed."""
+        left = count = self._num_taken or self.num_filled
+        used: list[tuple[Tier, int]] = []
+        for tier, came in sorted(self._came.items()):
+            used.append((tier, min(came, left)))
+            left -= used[-1][1]
+        return Fetched(count, tuple(each for each in used if each[1]))
 
     async def bring(self, blocks: Sequence[TierBlock], timeout_s: float) -> None:
         """`blocks`: those that the room is for. Nothing is under way after this, however it ends."""
@@ -58,30 +67,33 @@ class AheadBringing:
         under_way: deque[tuple[int, asyncio.Task[Fetched]]] = deque()
         try:
             async with asyncio.timeout(timeout_s), Scope("ahead") as scope:
-                while ends or under_way:
-                    if ends and len(under_way) < _UNDER_WAY:
+                while (ends or under_way) and await self._is_of_use():
+                    while ends and len(under_way) < _UNDER_WAY:
                         end = ends.popleft()
-                        if self._room.num_present + end <= self._num_reached:
-                            break  # they have met
                         part = slice(max(end - size, 0), end)
                         fetching = self._cache.fetch(blocks[part], self._room.blocks[part])
                         under_way.append((end - part.start, scope.start(fetching, "fetch")))
+                    num_blocks, task = under_way[0]
+                    await asyncio.wait([task], timeout=_LOOK_S)
+                    if not task.done():
                         continue
-                    num_blocks, task = under_way.popleft()
+                    under_way.popleft()
                     fetched = await task
-                    if fetched.num_blocks < num_blocks or not await self._give(fetched):
+                    if fetched.num_blocks < num_blocks:
                         break  # what lies before it is of no use without it
+                    self._num_last += num_blocks
+                    self._came.update(dict(fetched.by_tier))
+                    await self._is_of_use()  # which gives it, also if it was the last
                 scope.cancel()
         except TimeoutError:
             log.warning("of %d blocks %d came within %g s", len(blocks), self._num_last, timeout_s)
 
-    async def _give(self, fetched: Fetched) -> bool:
-        """Whether the request can use more."""
-        self._num_last += fetched.num_blocks
-        self.came.update(dict(fetched.by_tier))
+    async def _is_of_use(self) -> bool:
+        """Give the request what is here; whether it could use more."""
         taken = await self._engine.take_kv(self._room, self._num_last, self._request_id)
-        self.num_taken += taken.num_taken
-        self._num_reached = taken.num_reached
+        self._num_taken += taken.num_taken
+        self._num_reached = max(self._num_reached, taken.num_reached)
         is_gone = self._was_here and not taken.is_here
         self._was_here = taken.is_here
-        return not is_gone
+        num_left = self._room.num_present + len(self._room.blocks) - self._num_last
+        return not is_gone and num_left > self._num_reached

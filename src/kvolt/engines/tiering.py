@@ -243,8 +243,8 @@ class Tiering:
 
     async def onboard(self, request: Request, keys: tuple[BlockKey, ...]) -> Onboarded:
         """Bring what is here of a request's prompt, if that is sooner than to compute it. `keys`: as `names_below` told
-        them. It is to be submitted at once, and `submitted` told, or `let_go`. Never an error but a cancellation, which
-        leaves nothing."""
+        them. It is to be submitted at once, with `bring_ahead` after that, or `let_go`. Never an error but a
+        cancellation, which leaves nothing."""
         if self._num_onboarding >= _MOST_AT_ONCE:  # they would wait for each other, and hold blocks meanwhile
             return _NOTHING
         began_at = self._now()
@@ -310,37 +310,39 @@ class Tiering:
         else:
             self._count(request, num_keys, Fetched())
 
-    def submitted(self, request_id: RequestId, done: Callable[[Onboarded], None] | None = None) -> None:
-        """The engine has a request, or will at once: what is to come while its prompt is computed comes now, and is
-        told when it is here."""
+    async def bring_ahead(self, request_id: RequestId) -> Onboarded:
+        """What is to come while the prompt is computed of a request that the engine has, or will at once: nothing for
+        most. To be cancelled when the request is over; never another error."""
         ahead = self._ahead.pop(request_id, None)
-        if ahead is not None:
-            self._crew.start(self._bring_ahead(ahead, done), f"ahead {request_id}")
-
-    async def _bring_ahead(self, ahead: _Ahead, done: Callable[[Onboarded], None] | None) -> None:
-        bringing = AheadBringing(self._engine, self.cache, ahead.request.request_id, ahead.room)
+        if ahead is None:
+            return _NOTHING
+        bringing = AheadBringing(self._engine, self.cache, request_id, ahead.room)
         began_at = self._now()
         self._num_onboarding += 1
         try:
             await bringing.bring(ahead.blocks, _MOST_S)
         except Exception as error:  # whatever it was, the prompt is computed
-            log.warning("blocks of %s were not brought back: %r", ahead.request.request_id, error)
+            log.warning("blocks of %s were not brought back: %r", request_id, error)
         finally:
             self._num_onboarding -= 1
-            await self._settling.settle(ahead.room, bringing.num_filled, None)
-        found = bringing.fetched
-        self.brought.update(dict(found.by_tier))
-        self._count(ahead.request, ahead.num_keys, found)
+            found = bringing.fetched
+            self.brought.update(dict(found.by_tier))
+            self._count(ahead.request, ahead.num_keys, found)
+            with contextlib.suppress(KvoltError):  # of an engine that is gone
+                await self._settling.settle(ahead.room, bringing.num_filled, None)
         self.tell_changes()
-        if done is not None and found.num_blocks:
-            done(Onboarded(found.num_blocks, found.by_tier, self._now() - began_at))
+        return Onboarded(found.num_blocks, found.by_tier, self._now() - began_at)
 
     def let_go(self, request_id: RequestId) -> None:
         """A request that blocks were brought for is not submitted after all."""
         self._settling.let_go(request_id)
         ahead = self._ahead.pop(request_id, None)
         if ahead is not None and not self._crew.closed:
-            self._crew.start(self._engine.settle_kv(ahead.room, 0), "settle")
+            self._crew.start(self._give_back(ahead.room), "settle")
+
+    async def _give_back(self, room: KvRoom) -> None:
+        with contextlib.suppress(KvoltError):
+            await self._engine.settle_kv(room, 0)
 
     async def _release(self, request_id: RequestId) -> None:
         with contextlib.suppress(KvoltError):

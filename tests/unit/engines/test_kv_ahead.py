@@ -148,10 +148,45 @@ def test_who_wants_logprobs_of_its_prompt_computes_it() -> None:
     room = Room(lab, one, 10)
     lab.scheduler.add(one)
     lab.step()
-    assert room.bring(9) is None
+    assert room.bring(9) == (0, 10)
     room.settle()
     lab.run()
     lab.check_answer(one)
+
+
+def test_who_waits_for_blocks_does_not_wait_for_those_that_come_for_itself() -> None:
+    lab = lab_of(num_blocks=16)
+    room = Room(lab, LONG, 10)
+    lab.scheduler.add(LONG)
+    assert lab.begin() is None, "there are six left"
+    assert room.bring() == (0, 10)
+    room.settle()
+    lab.run()
+    lab.check_answer(LONG)
+
+
+def test_who_waits_behind_others_may_take_them_later() -> None:
+    lab = lab_of(num_blocks=16)
+    lab.scheduler.add(request("b", (1, 2, 3), max_tokens=3))
+    room = Room(lab, LONG, 10)
+    lab.scheduler.add(LONG)
+    assert room.bring() == (0, 0)
+    room.settle()
+    lab.run()
+
+
+def test_what_is_cleared_does_not_come_back() -> None:
+    lab = lab_of()
+    room = Room(lab, LONG, 10)
+    lab.scheduler.add(LONG)
+    lab.begin()
+    lab.scheduler.clear()
+    assert room.bring(10) == (0, 2)
+    lab.finish()
+    room.settle(10)
+    assert lab.scheduler.pool.num_registered == 2, "what it computed itself"
+    lab.run()
+    lab.check_answer(LONG)
 
 
 def test_blocks_of_another_prompt_are_not_taken() -> None:

@@ -55,11 +55,17 @@ class Tiered:
             onboarded = await self.tiering.onboard(request, keys)
         said = self.said[request.request_id] = []
         self.engine.submit(request)
-        self.tiering.submitted(request.request_id, self.came.append)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(20), Scope("ahead") as scope:
+            bringing = scope.start(self.bring_ahead(request), "bring ahead")
             while not (said and said[-1].finish):
                 await asyncio.sleep(0.001)
+            bringing.cancel()
         return [token for delta in said for token in delta.token_ids], onboarded
+
+    async def bring_ahead(self, request: Request) -> None:
+        came = await self.tiering.bring_ahead(request.request_id)
+        if came.num_blocks:
+            self.came.append(came)
 
     def cached(self, name: str) -> int | None:
         return self.said[RequestId(name)][0].cached_tokens
@@ -419,9 +425,11 @@ async def test_whoever_goes_meanwhile_leaves_nothing() -> None:
                 at.tiering.let_go(RequestId("gone"))
             else:
                 at.engine.submit(gone)
-                at.tiering.submitted(RequestId("gone"))
+                bringing = asyncio.ensure_future(at.tiering.bring_ahead(gone.request_id))
                 await asyncio.sleep(delay_s)
-                at.engine.abort(RequestId("gone"))
+                at.engine.abort(gone.request_id)
+                bringing.cancel()
+                await asyncio.wait([bringing])
             await at_rest(at)
             await at.engine.clear_kv()
         tokens, _ = await at.answer(request("again", 10, LONG_PROMPT))
@@ -431,7 +439,7 @@ async def test_whoever_goes_meanwhile_leaves_nothing() -> None:
 async def test_what_came_for_one_that_waits_is_found_when_its_turn_comes() -> None:
     async with computing() as at:
         for number in range(8):
-            at.engine.submit(request(f"busy {number}", 2000 + 100 * number, BLOCK, max_tokens=20))
+            at.engine.submit(request(f"busy {number}", 2000 + 100 * number, BLOCK, max_tokens=110))
         tokens, _ = await at.answer(request("again", 10, LONG_PROMPT))
         assert tokens == at.expected
         assert at.cached("again") == 32 * BLOCK, "all was here before it was its turn"
@@ -454,3 +462,38 @@ async def test_many_at_once_have_right_answers(tmp_path: Path) -> None:
             await asyncio.gather(*(ask(start + number) for number in range(3)))
             await at.engine.clear_kv()
         await at_rest(at)
+
+
+async def test_what_comes_too_late_is_no_hit() -> None:
+    """The prompt was computed before its first part was there: that is all that is asked for."""
+    async with computing(block_s=0.05) as at:
+        at.cache.host.stats[Tier.HOST].block_s = 0.0015  # as it was believed to be
+        tokens, _ = await at.answer(request("again", 10, LONG_PROMPT, max_tokens=60))
+        assert tokens == at.expected[: len(tokens)] or tokens[: len(at.expected)] == at.expected
+        assert at.cached("again") == 0
+        assert at.came == []
+        assert at.tiering.brought.total() == 0
+        await at_rest(at)
+
+
+async def test_a_pool_that_cannot_hold_a_prompt_twice_computes_it_at_once() -> None:
+    async with computing(block_s=10.0) as at:
+        at.cache.host.stats[Tier.HOST].block_s = 0.0015
+        for number in range(2):  # 96 blocks, of which these take 50
+            at.engine.submit(request(f"busy {number}", 2000 + 500 * number, 24 * BLOCK, max_tokens=40))
+        await asyncio.sleep(0.05)
+        tokens, _ = await at.answer(request("again", 10, LONG_PROMPT))
+        assert tokens == at.expected
+        await at_rest(at)
+
+
+async def test_it_closes_while_blocks_come(caplog: pytest.LogCaptureFixture) -> None:
+    async with computing() as at:
+        asked = request("again", 10, LONG_PROMPT)
+        await at.tiering.onboard(asked, at.engine.kv_keys(asked))
+        at.engine.submit(asked)
+        bringing = asyncio.ensure_future(at.tiering.bring_ahead(asked.request_id))
+        await asyncio.sleep(0.02)
+        bringing.cancel()  # as a worker does before it closes its tiers
+        await asyncio.wait([bringing])
+    assert not caplog.records, caplog.text

@@ -490,6 +490,30 @@ async def test_blocks_that_came_for_a_request_go_when_it_is_refused(process: str
         assert reader.load.kv_used_blocks == 0
 
 
+@MODES
+async def test_room_that_comes_as_its_caller_goes_is_given_back(
+    process: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(process=process) as (engine, reader):
+        keys = engine.kv_keys(request("r", prompt=20))
+        asking = asyncio.ensure_future(
+            engine.make_room(keys, [SequenceHash(each) for each in range(len(keys))])
+        )
+        take_reply = engine._link._take_reply
+
+        def and_cancel(answer: messages.Reply) -> None:
+            take_reply(answer)
+            asking.cancel()
+
+        monkeypatch.setattr(engine._link, "_take_reply", and_cancel)
+        await asyncio.wait([asking])
+        monkeypatch.undo()
+        assert asking.cancelled()
+        engine.submit(request("other", prompt=4, tokens=1))
+        await reader.finish("other")
+        assert reader.load.kv_used_blocks == 0
+
+
 # --- blocks of a device
 
 

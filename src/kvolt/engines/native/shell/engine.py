@@ -395,16 +395,23 @@ class NativeEngine:
         return await self._link.call(messages.COMPUTED_KV, request_id, after)
 
     async def make_room(self, keys: Sequence[BlockKey], hashes: Sequence[SequenceHash]) -> KvRoom:
-        is_wanted = True
+        is_wanted, came = True, KvRoom(0, ())
 
         def settle(room: KvRoom) -> None:
-            if not is_wanted and room.blocks:  # whoever asked has gone: nobody else would give it back
-                self._link.post(messages.SETTLE_KV, room, 0, None)
+            nonlocal came
+            came = room
+            if not is_wanted:
+                give_back()
+
+        def give_back() -> None:
+            if came.blocks:  # whoever asked has gone: nobody else would
+                self._link.post(messages.SETTLE_KV, came, 0, None)
 
         try:
             return await self._link.call(messages.MAKE_ROOM, list(keys), list(hashes), on_value=settle)
         except BaseException:
             is_wanted = False
+            give_back()  # where it came in the very turn in which its caller went
             raise
 
     async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
