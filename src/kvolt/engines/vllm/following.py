@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,12 +50,25 @@ class VllmFollower:
 
     async def run(self) -> None:
         """Until it is cancelled. EngineFailed when vLLM's processes here end by themselves."""
-        with socket_folder() as folder:
-            try:
-                await asyncio.to_thread(self._run, Path(folder))
-            finally:
-                await asyncio.to_thread(self._stop)
+        over: Future[None] = Future()
+        over.set_running_or_notify_cancel()
+        # Not one of the loop's threads, whose ends are waited for: one that waits for its leader cannot be stopped.
+        threading.Thread(target=self._live, args=(over,), name="kvolt-vllm-part", daemon=True).start()
+        try:
+            await asyncio.wrap_future(over)
+        finally:
+            await asyncio.to_thread(self._stop)
         raise EngineFailed("vLLM's processes of this node have ended: is its leader gone?", engine="vllm")
+
+    def _live(self, over: Future[None]) -> None:
+        """The thread, which has the folder for as long as it needs it."""
+        try:
+            with socket_folder() as folder:
+                self._run(Path(folder))
+        except BaseException as error:  # the end of a thread: it goes on in the caller's
+            over.set_exception(error)
+        else:
+            over.set_result(None)
 
     def _run(self, folder: Path) -> None:
         part = self._start(self._spec, self._arguments, folder)

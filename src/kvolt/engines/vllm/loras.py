@@ -12,6 +12,7 @@ from kvolt.core.errors import InvalidRequest, NotFound
 from kvolt.core.ids import RequestId
 
 _LOOK_S = 0.02
+_STEPS = {"0": "/.", "1": "//."}
 
 
 class Adapters:
@@ -27,6 +28,8 @@ class Adapters:
         self._times: Counter[tuple[str, str]] = Counter()
         """How often each was loaded, by its name and path."""
         self._number = 0
+        self._left: set[int] = set()
+        """Numbers that nobody can ask for, and that vLLM may still have."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,18 +74,38 @@ class Adapters:
 
     def _own_path(self, name: str, path: str) -> str:
         """Blocks of an adapter are found again by its name and path: one that comes again by the same, perhaps with
-        other weights, is given a longer way to the same folder. What is fetched from a hub does not change."""
-        is_folder = Path(path).expanduser().is_dir()
-        return path + "/." * self._times[name, path] if is_folder else path
+        other weights, is given another way to the same folder: how often it came, in binary, by steps that lead
+        nowhere. What is fetched from a hub does not change."""
+        times = self._times[name, path]
+        if not times or not Path(path).expanduser().is_dir():
+            return path
+        return path + "".join(_STEPS[digit] for digit in f"{times:b}")
 
     async def unload(self, core: Any, name: str) -> None:
+        """Cancelled while requests use it, it is as before, unless another has come by its name; else what is left is
+        done with the next one."""
         adapter = self._known.pop(name, None)  # no more requests for it
         if adapter is None:
             raise NotFound(f"no adapter {name!r} is loaded", kind="lora", name=name)
         # Those that run end with it: vLLM would read its files again for them, which may be gone, and die of that.
-        while self._is_used(adapter.lora_int_id):  # noqa: ASYNC110 - a request's end rings no bell here
-            await asyncio.sleep(_LOOK_S)
-        await core.remove_lora_async(adapter.lora_int_id)
+        try:
+            while self._is_used(adapter.lora_int_id):  # noqa: ASYNC110 - a request's end rings no bell here
+                await asyncio.sleep(_LOOK_S)
+        except asyncio.CancelledError:
+            if name in self._known or name in self._coming:
+                self._left.add(adapter.lora_int_id)  # its name is another's by now
+            else:
+                self._known[name] = adapter
+            raise
+        self._left.add(adapter.lora_int_id)
+        await self._remove_left(core)
+
+    async def _remove_left(self, core: Any) -> None:
+        """Also those whose removal nobody has heard out: to be told twice does no harm."""
+        for number in sorted(self._left, reverse=True):
+            if not self._is_used(number):
+                await core.remove_lora_async(number)
+                self._left.discard(number)
 
     def _is_used(self, number: int) -> bool:
         return any(used == number and self._is_open(each) for each, used in self._users.items())

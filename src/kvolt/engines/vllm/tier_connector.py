@@ -145,9 +145,9 @@ class KvoltTierConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """Once, before any request: what a disk has kept."""
         assert self._scheduler is not None
-        for found in metadata.values():
-            if isinstance(found, Found) and found.told is not None:
-                self._scheduler.told(found.told)
+        self._scheduler.found(
+            found.told for found in metadata.values() if isinstance(found, Found) and found.told is not None
+        )
 
     def take_events(self) -> Iterable[Any]:
         if self._events is None:

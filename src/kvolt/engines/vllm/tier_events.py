@@ -89,7 +89,9 @@ class TierEvents:
         if self._names is None:
             return
         on_disk = self._there.get(Tier.DISK, set())
-        if self._names.is_long(len(on_disk)):
+        # A worker tells all that its disk had at once, and what all have told of is there: until one block is, another
+        # worker has yet to tell, and all that is recalled may be found.
+        if on_disk and self._names.is_long(len(on_disk)):
             self._recalled.clear()
             self._names.rewrite(self._described[number] for number in on_disk if number in self._described)
         self._names.flush()

@@ -7,8 +7,9 @@ may be a moment old: a block that has gone meanwhile is a load that fails, and v
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import count
 from typing import Any
 
@@ -255,6 +256,10 @@ class TierScheduler:
     def clear(self) -> None:
         """The workers forget all; what is believed here goes with what they tell."""
         self._orders.clear = True
+
+    def found(self, by_worker: Iterable[Told]) -> None:
+        """What each worker's tiers had when it began: as if they had told it with one step."""
+        self.told(reduce(Told.aggregate, by_worker, Told()))
 
     def told(self, told: Told) -> None:
         copies = list(dict.fromkeys([*told.stored, *told.removed]))

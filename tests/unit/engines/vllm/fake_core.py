@@ -340,6 +340,9 @@ class Core:
     async def sleep_async(self, level: int = 1, mode: str = "abort") -> None:
         self.slept.append(level)
 
+    async def is_sleeping_async(self) -> bool:
+        return bool(self.slept) and self.slept[-1] is not None
+
     async def wake_up_async(self, tags: list[str] | None = None) -> bool:
         self.slept.append(tags)
         return True

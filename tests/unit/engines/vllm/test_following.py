@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -94,3 +97,51 @@ async def test_what_cannot_start_says_why() -> None:
 
     with pytest.raises(ConfigError):
         await VllmFollower(SPEC, SECOND, refused).run()
+
+
+def test_the_process_ends_while_one_waits_for_its_leader() -> None:
+    """Nothing waits for that thread: neither the loop's end nor the interpreter's."""
+    code = """
+        import asyncio, threading
+        from kvolt.core.request import Role
+        from kvolt.engines.registry import EngineSpec
+        from kvolt.engines.vllm.arguments import VllmArguments
+        from kvolt.engines.vllm.following import VllmFollower
+
+        started = threading.Event()
+
+        def start(spec, arguments, folder):
+            started.set()
+            threading.Event().wait()
+
+        async def main():
+            follower = VllmFollower(EngineSpec(model="m", role=Role.AGGREGATED), VllmArguments(), start)
+            running = asyncio.ensure_future(follower.run())
+            await asyncio.to_thread(started.wait)
+            running.cancel()
+            await asyncio.wait([running])
+            assert running.cancelled()
+
+        asyncio.run(main())
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=20)
+
+
+async def test_its_folder_stays_for_as_long_as_it_starts() -> None:
+    processes, folders = Processes(), []
+    processes.may_start.clear()
+
+    def start(spec: EngineSpec, arguments: VllmArguments, folder: Path) -> Part:
+        folders.append(folder)
+        return processes.start(spec, arguments, folder)
+
+    running = asyncio.ensure_future(VllmFollower(SPEC, SECOND, start).run())
+    await asyncio.to_thread(processes.started.wait, 20)
+    running.cancel()
+    await asyncio.wait([running])
+    assert folders[0].is_dir()
+    processes.may_start.set()
+    await asyncio.to_thread(processes.over.wait, 20)
+    async with asyncio.timeout(20):
+        while folders[0].exists():
+            await asyncio.sleep(0.01)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +211,79 @@ async def test_a_request_id_is_no_adapter(model: str, path: str) -> None:
         assert engine._adapters.name_of(1) == "poet"
         assert engine._adapters.name_of(7) is None
         assert RequestId("poet") not in engine._answers
+
+
+async def test_one_may_come_again_however_often(model: str, path: str) -> None:
+    """A path has 4,095 bytes."""
+    async with running(Harness(model, LORAS)) as (run, core):
+        engine: Any = run.engine
+        paths = set()
+        for _ in range(4100):
+            await engine.load_lora("poet", path)
+            (adapter,) = core.loras.values()
+            paths.add(adapter.lora_path)
+            await engine.unload_lora("poet")
+        assert len(paths) == 4100
+        assert max(len(each) for each in paths) < len(path) + 40
+        assert all(Path(each).samefile(path) for each in paths)
+
+
+@asynccontextmanager
+async def unloading_is_given_up(run: Run, core: Any, path: str) -> AsyncIterator[None]:
+    """While a request uses the adapter. It ends thereafter. Within: before that is given up."""
+    engine: Any = run.engine
+    await engine.load_lora("poet", path)
+    answer = run.submit(replace(asked(run, "r", "poet"), stop=StopConditions(max_tokens=60)))
+    await run.until(lambda: bool(answer.tokens))
+    core.pause()
+    unloading = asyncio.ensure_future(engine.unload_lora("poet"))
+    await asyncio.sleep(0.05)
+    yield
+    unloading.cancel()
+    await asyncio.wait([unloading])
+    assert list(core.loras)[:1] == [1]
+    core.go_on()
+    await run.finish(answer)
+
+
+async def test_one_whose_unloading_is_given_up_is_as_before(model: str, path: str) -> None:
+    async with running(Harness(model, LORAS)) as (run, core):
+        engine: Any = run.engine
+        async with unloading_is_given_up(run, core, path):
+            pass
+        assert engine.loras() == ("poet",)
+        assert (await run.answer(asked(run, "again", "poet"))).done
+        await engine.unload_lora("poet")
+        assert core.loras == {}
+
+
+async def test_one_whose_name_is_anothers_by_then_goes_with_that(model: str, path: str) -> None:
+    async with running(Harness(model, LORAS)) as (run, core):
+        engine: Any = run.engine
+        async with unloading_is_given_up(run, core, path):
+            loading = asyncio.ensure_future(engine.load_lora("poet", path))
+            await asyncio.sleep(0)
+        await loading
+        assert list(core.loras) == [1, 2]
+        await engine.unload_lora("poet")
+        assert core.loras == {}
+
+
+async def test_a_removal_that_fails_is_made_with_the_next(
+    model: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(Harness(model, LORAS)) as (run, core):
+        engine: Any = run.engine
+
+        async def failing(number: int) -> bool:
+            raise RuntimeError("no")
+
+        await engine.load_lora("poet", path)
+        await engine.load_lora("clerk", path)
+        with monkeypatch.context() as patched:
+            patched.setattr(core, "remove_lora_async", failing)
+            with pytest.raises(RuntimeError):
+                await engine.unload_lora("poet")
+        assert engine.loras() == ("clerk",)
+        await engine.unload_lora("clerk")
+        assert core.loras == {}

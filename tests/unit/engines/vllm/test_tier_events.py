@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +21,7 @@ from kvolt.core.ids import RequestId, SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.core.request import Request, StopConditions
 from kvolt.engines.kv_formats import SALT_TAG, Engine, Translator
-from kvolt.engines.vllm import tier_events
+from kvolt.engines.vllm import tier_events, tier_names
 from kvolt.engines.vllm.tier_events import Came, TierEvents, Went
 from kvolt.engines.vllm.tier_names import Described, NamesFile, packed_tokens
 from kvolt.engines.vllm.tier_worth import TierWorth
@@ -251,3 +253,61 @@ def test_a_cache_that_is_cleared_is_not_told_of_again() -> None:
     seen.replica.apply(Cleared())
     seen.told(removed={(HOST, number): 1 for number in numbers})
     assert len(seen.changes) == 1
+
+
+# --- what was kept, and several workers
+
+
+NUM_KEPT = 12
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tier_names, "_SPARE_RECORDS", 4)
+    names = NamesFile(tmp_path)
+    for number in range(NUM_KEPT):
+        names.keep(described(number))
+    names.flush()
+    names.close()
+    return tmp_path
+
+
+def listed(num_blocks: int = NUM_KEPT) -> Any:
+    return tier_messages.Told(stored=Counter((DISK, SequenceHash(number)) for number in range(num_blocks)))
+
+
+def num_told(seen: Seen) -> int:
+    return sum(len(change.blocks) for change in seen.events.take() if isinstance(change, Came))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_disk_is_told_once_every_worker_has_told(kept: Path, num_workers: int) -> None:
+    """Perhaps some of them steps later; and before it what else they have."""
+    seen = Seen(num_workers, NamesFile(kept))
+    seen.scheduler.told(tier_messages.Told(stored=Counter({(HOST, SequenceHash(77)): num_workers})))
+    for _ in range(num_workers):
+        assert not num_told(seen)
+        seen.scheduler.told(listed())
+    assert num_told(seen) == NUM_KEPT
+    seen.events.close()
+    assert len(NamesFile(kept).read()) == NUM_KEPT
+
+
+def test_what_workers_find_at_first_is_told_at_once(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Seen(2, NamesFile(kept))
+    settled: list[int] = []
+    monkeypatch.setattr(seen.events, "settle", lambda: settled.append(seen.scheduler.num_there[DISK]))
+    seen.scheduler.found([listed(), listed()])
+    assert settled == [NUM_KEPT]
+    assert num_told(seen) == NUM_KEPT
+    seen.scheduler.found([])
+    seen.events.close()
+
+
+def test_what_is_not_found_by_then_is_forgotten(kept: Path) -> None:
+    """Or the file would grow with every restart."""
+    seen = Seen(2, NamesFile(kept))
+    seen.scheduler.found([listed(), listed(3)])
+    assert num_told(seen) == 3
+    seen.events.close()
+    assert set(NamesFile(kept).read()) == {0, 1, 2}
