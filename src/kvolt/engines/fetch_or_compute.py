@@ -90,17 +90,17 @@ class FetchOrCompute:
 
     def _both_s(self, model: StepModel, num_present: int, fetch_s: Sequence[float]) -> float:
         """Until all blocks are there: the engine computes them from the first on, a step at a time, and they come from
-        the last on. A step that is begun is ended."""
+        the last on. What comes is given between steps, so that one more has begun by then."""
         start, computed_s = num_present * self._block_size, 0.0
         end = start + (len(fetch_s) - 1) * self._block_size
-        while start + self._step_tokens < end:
+        have_met = False
+        while start + self._step_tokens < end and not have_met:
+            have_met = fetch_s[-1] - fetch_s[start // self._block_size - num_present] <= computed_s
             start += self._step_tokens
             computed_s += model.step_s(
                 StepStats(prefill_tokens=self._step_tokens, prefill_context=self._step_tokens * start)
             )
-            if fetch_s[-1] - fetch_s[start // self._block_size - num_present] <= computed_s:
-                return computed_s
-        return inf
+        return computed_s if have_met else inf
 
     def _rest_s(self, model: StepModel, num_tokens: int, num_blocks: int) -> float:
         """To compute what follows so many blocks."""

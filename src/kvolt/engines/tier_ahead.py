@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from asyncio import FIRST_COMPLETED
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -42,6 +43,7 @@ class AheadBringing:
         self._was_here = False
         self._num_taken = 0
         self._came: Counter[Tier] = Counter()
+        self._more = asyncio.Event()
 
     @property
     def num_filled(self) -> int:
@@ -62,38 +64,52 @@ class AheadBringing:
 
     async def bring(self, blocks: Sequence[TierBlock], timeout_s: float) -> None:
         """`blocks`: those that the room is for. Nothing is under way after this, however it ends."""
-        size = max(min(self._cache.host.at_once, -(-len(blocks) // _PARTS)), 1)
-        ends = deque(range(len(blocks), 0, -size))
-        under_way: deque[tuple[int, asyncio.Task[Fetched]]] = deque()
         try:
             async with asyncio.timeout(timeout_s), Scope("ahead") as scope:
-                while (ends or under_way) and await self._is_of_use():
-                    while ends and len(under_way) < _UNDER_WAY:
-                        end = ends.popleft()
-                        part = slice(max(end - size, 0), end)
-                        fetching = self._cache.fetch(blocks[part], self._room.blocks[part])
-                        under_way.append((end - part.start, scope.start(fetching, "fetch")))
-                    num_blocks, task = under_way[0]
-                    await asyncio.wait([task], timeout=_LOOK_S)
-                    if not task.done():
-                        continue
-                    under_way.popleft()
-                    fetched = await task
-                    if fetched.num_blocks < num_blocks:
-                        break  # what lies before it is of no use without it
-                    self._num_last += num_blocks
-                    self._came.update(dict(fetched.by_tier))
-                    await self._is_of_use()  # which gives it, also if it was the last
+                fetching = scope.start(self._fetch(blocks), "fetch")
+                num_given = -1
+                # An engine answers between its steps: parts go on coming meanwhile, and are given together.
+                while not (fetching.done() and num_given == self._num_last):
+                    num_given = self._num_last
+                    if not await self._is_of_use():
+                        break
+                    if num_given == self._num_last:
+                        self._more.clear()
+                        changed = scope.start(self._more.wait(), "more")
+                        await asyncio.wait([fetching, changed], timeout=_LOOK_S, return_when=FIRST_COMPLETED)
+                        changed.cancel()
                 scope.cancel()
         except TimeoutError:
             log.warning("of %d blocks %d came within %g s", len(blocks), self._num_last, timeout_s)
 
+    async def _fetch(self, blocks: Sequence[TierBlock]) -> None:
+        """From the last on, up to a part that does not come whole: what lies before it is of no use without it."""
+        size = max(min(self._cache.host.at_once, -(-len(blocks) // _PARTS)), 1)
+        ends = deque(range(len(blocks), 0, -size))
+        under_way: deque[tuple[int, asyncio.Task[Fetched]]] = deque()
+        async with Scope("parts") as scope:
+            while ends or under_way:
+                while ends and len(under_way) < _UNDER_WAY:
+                    end = ends.popleft()
+                    part = slice(max(end - size, 0), end)
+                    fetching = self._cache.fetch(blocks[part], self._room.blocks[part])
+                    under_way.append((end - part.start, scope.start(fetching, "fetch")))
+                num_blocks, task = under_way.popleft()
+                fetched = await task
+                if fetched.num_blocks < num_blocks:
+                    break
+                self._num_last += num_blocks
+                self._came.update(dict(fetched.by_tier))
+                self._more.set()
+            scope.cancel()
+
     async def _is_of_use(self) -> bool:
         """Give the request what is here; whether it could use more."""
-        taken = await self._engine.take_kv(self._room, self._num_last, self._request_id)
+        num_given = self._num_last  # more may come while the engine answers
+        taken = await self._engine.take_kv(self._room, num_given, self._request_id)
         self._num_taken += taken.num_taken
         self._num_reached = max(self._num_reached, taken.num_reached)
         is_gone = self._was_here and not taken.is_here
         self._was_here = taken.is_here
-        num_left = self._room.num_present + len(self._room.blocks) - self._num_last
+        num_left = self._room.num_present + len(self._room.blocks) - num_given
         return not is_gone and num_left > self._num_reached

@@ -349,8 +349,8 @@ STEPS = LatencyModel(base_s=0.001, prefill_token_s=0.009 / 64)
 
 
 @asynccontextmanager
-async def computing(folder: Path | None = None, block_s: float = 0.0015) -> AsyncIterator[Tiered]:
-    """An engine that takes 80 ms for a prompt which takes 48 to bring."""
+async def computing(folder: Path | None = None, block_s: float = 0.0025) -> AsyncIterator[Tiered]:
+    """An engine that takes 80 ms for a prompt which takes as long to bring."""
     arguments = replace(SLOW, latency=STEPS)
     async with tiered(folder=folder, model=STEPS, arguments=arguments, num_host=128) as at:
         fetch = at.cache.fetch
@@ -447,7 +447,7 @@ async def test_what_came_for_one_that_waits_is_found_when_its_turn_comes() -> No
 
 
 async def test_many_at_once_have_right_answers(tmp_path: Path) -> None:
-    async with computing(tmp_path, block_s=0.0008) as at:
+    async with computing(tmp_path) as at:
         others = {}
         for first in (1000, 3000):
             others[first] = (await at.answer(request(f"other {first}", first, LONG_PROMPT)))[0]
@@ -467,7 +467,7 @@ async def test_many_at_once_have_right_answers(tmp_path: Path) -> None:
 async def test_what_comes_too_late_is_no_hit() -> None:
     """The prompt was computed before its first part was there: that is all that is asked for."""
     async with computing(block_s=0.05) as at:
-        at.cache.host.stats[Tier.HOST].block_s = 0.0015  # as it was believed to be
+        at.cache.host.stats[Tier.HOST].block_s = 0.0025  # as it was believed to be
         tokens, _ = await at.answer(request("again", 10, LONG_PROMPT, max_tokens=60))
         assert tokens == at.expected[: len(tokens)] or tokens[: len(at.expected)] == at.expected
         assert at.cached("again") == 0
@@ -478,7 +478,7 @@ async def test_what_comes_too_late_is_no_hit() -> None:
 
 async def test_a_pool_that_cannot_hold_a_prompt_twice_computes_it_at_once() -> None:
     async with computing(block_s=10.0) as at:
-        at.cache.host.stats[Tier.HOST].block_s = 0.0015
+        at.cache.host.stats[Tier.HOST].block_s = 0.0025
         for number in range(2):  # 96 blocks, of which these take 50
             at.engine.submit(request(f"busy {number}", 2000 + 500 * number, 24 * BLOCK, max_tokens=40))
         await asyncio.sleep(0.05)
