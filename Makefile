@@ -8,7 +8,7 @@ ARGS ?=
 TORCH_INDEX ?=
 
 # An install compiles the C files (docs/adr/0009), so a change of one is a reason to install again.
-INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard src/kvolt/*/*_native.c)
+INSTALLED_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard src/kvolt/*/*_native.c src/kvolt/*/*/*_native.c)
 
 .DEFAULT_GOAL := help
 ROLES ?= --prefill 1 --decode 1

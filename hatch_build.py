@@ -19,7 +19,12 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = Path("src")
-MODULES = ("kvolt/router/_index_native", "kvolt/router/_prices_native", "kvolt/transfer/_bytes_native")
+MODULES = (
+    "kvolt/router/_index_native",
+    "kvolt/router/_prices_native",
+    "kvolt/kv/tiers/_eight_bits_native",
+    "kvolt/transfer/_bytes_native",
+)
 FLAGS = ("-std=c11", "-O3", "-g0", "-fPIC", "-fvisibility=hidden")
 SECONDS = 300
 

@@ -7,11 +7,14 @@
 
 `returning`: more conversations than the device holds, each with a long beginning of its own, asked one after the other
 and again and again in that order, so that a device alone has always forgotten the next. With `host` the memory of the
-host holds all of them, with `disk` (on the CPU only) a small one passes on what a disk holds. Greedy; every answer must
-be that of the run without tiers. TTFT is what the client sees, of all rounds but the first.
+host holds all of them, with `disk` a small one passes on what a disk holds, with `straight` (`--disk`, on a device)
+blocks come from it by NIXL and GPUDirect Storage. Greedy; every answer must be that of the run without tiers. TTFT is
+what the client sees, of all rounds but the first.
 `fresh`: prompts that nobody has asked before, so that tiers have nothing to give: what they take from tokens per
 second, of servers that stand side by side and have their rounds in turn. `copies` (a device only): the tier's own
-copies of blocks, checksums included, beside one plain copy of as many bytes. Ratios are of one run.
+copies of blocks, checksums included, beside one plain copy of as many bytes. `disk`: blocks from a disk by way of the
+host's memory, and straight by NIXL (GPUDirect Storage on a device), beside plain reads of a file on the same disk into
+the host's memory, each past the kernel's cache. Ratios are of one run.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import argparse
 import asyncio
 import hashlib
 import json
+import mmap
+import os
 import random
 import statistics
 import sys
@@ -36,8 +41,13 @@ import msgspec
 from benchmarks.twin.accuracy_runs import System, served
 
 from kvolt.core.ids import BlockKey, SequenceHash
+from kvolt.core.kv_events import Tier
 from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.cache import TieredCache
+from kvolt.kv.tiers.direct_reads import DirectReads
+from kvolt.kv.tiers.disk import DiskFiles
+from kvolt.kv.tiers.disk_tier import DiskTier
+from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.testing.tiny_models import tiny_checkpoint
 from kvolt.transfer.memory import Slab
 
@@ -46,6 +56,7 @@ _ASK_S = 300.0
 FRESH_ROUNDS = 9
 """The first is not counted; of the others the median."""
 COPIED_BYTES, NUM_COPIED = 2 << 20, 1024
+NUM_READ = 512
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -71,6 +82,7 @@ class Plan(msgspec.Struct, frozen=True):
     """Prompts of the second part, at once."""
     fresh_tokens: int
     fresh_answer: int
+    is_straight: bool = False
 
 
 CPU = Plan(8, 1000, 16, 3, 200, "40blocks", "1000blocks", "1000blocks", 4, 128, 128)
@@ -216,6 +228,75 @@ def copies(device: str) -> dict[str, float]:
     return found
 
 
+def disk_reads(device: str, folder: Path) -> dict[str, float]:
+    """GB/s of blocks from a disk into an engine's memory, checksums included, by both ways in turn."""
+    import torch
+
+    from kvolt.transfer.cuda_memory import CudaMemory
+
+    memory = torch.randint(0, 255, (NUM_READ * COPIED_BYTES,), dtype=torch.uint8, device=device)
+    before = memory.clone()
+    slab = Slab.on_device(CudaMemory(memory), COPIED_BYTES)
+    blocks, numbers = [_block(0, index) for index in range(NUM_READ)], range(NUM_READ)
+
+    async def read(is_direct: bool, where: Path) -> list[float]:
+        disk = DiskTier(DiskFiles(where, BlockShape.of([slab]), 2 * NUM_READ))
+        assert disk.files.is_direct, "the disk is read by way of the kernel's cache"
+        direct = DirectReads(disk, [slab]) if is_direct else None
+        took: list[float] = []
+        for number in range(4):
+            # Of a host that has none of them, each time.
+            cache = TieredCache.over([slab], NUM_READ, [(disk, 1)], direct=direct)
+            await cache.start()
+            if not len(disk):
+                await _written(cache, disk, blocks)
+            else:
+                memory.zero_()
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                assert (await cache.fetch(blocks, numbers)).by_tier == ((Tier.DISK, NUM_READ),)
+                took.append(time.perf_counter() - began)
+                assert torch.equal(memory, before)
+            await cache.close()
+            if number < 3:
+                disk = DiskTier(DiskFiles(where, BlockShape.of([slab]), 2 * NUM_READ))
+                direct = DirectReads(disk, [slab]) if is_direct else None
+        return took
+
+    num_bytes = memory.nbytes / 1e9
+    found: dict[str, float] = {"plain file": num_bytes / min(_plain_reads(folder / "plain", memory.nbytes))}
+    for name, is_direct in (("by the host", False), ("straight", True)):
+        found[name] = num_bytes / min(asyncio.run(read(is_direct, folder / name.replace(" ", "-"))))
+        found[f"{name} / plain file"] = found[name] / found["plain file"]
+    print("disk", json.dumps(found), flush=True)
+    return found
+
+
+async def _written(cache: TieredCache, disk: DiskTier, blocks: Sequence[TierBlock]) -> None:
+    are_all = asyncio.Event()
+    cache.host.on_change(lambda: are_all.set() if len(disk) == len(blocks) else None)
+    assert await cache.offload(blocks, range(len(blocks))) == len(blocks)
+    await are_all.wait()
+
+
+def _plain_reads(path: Path, num_bytes: int) -> list[float]:
+    part = mmap.mmap(-1, 64 << 20)
+    path.parent.mkdir(parents=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    took: list[float] = []
+    try:
+        for start in range(0, num_bytes, len(part)):
+            os.pwritev(descriptor, [part], start)
+        for _ in range(3):
+            began = time.perf_counter()
+            for start in range(0, num_bytes, len(part)):
+                assert os.preadv(descriptor, [part], start) == len(part)
+            took.append(time.perf_counter() - began)
+    finally:
+        os.close(descriptor)
+    return took
+
+
 def _block(sequence: int, index: int) -> TierBlock:
     key = BlockKey(hashlib.blake2b(f"{sequence}/{index}".encode(), digest_size=16).digest())
     return TierBlock(key, SequenceHash(int.from_bytes(key[:8], "little")), None, None, 0)
@@ -227,6 +308,9 @@ def systems(plan: Plan, folder: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     if plan.disk:
         where = ("--kv-disk-dir", str(folder / "kv"))
         yield "disk", ("--kv-host", plan.small_host, "--kv-disk", plan.disk, *where)
+    if plan.is_straight:
+        where = ("--kv-disk-dir", str(folder / "straight"), "--kv-disk-direct")
+        yield "straight", ("--kv-host", plan.small_host, "--kv-disk", plan.disk, *where)
 
 
 def returned(plan: Plan, system: System, folder: Path) -> dict[str, Any]:
@@ -258,11 +342,18 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", choices=["copies", "returning", "fresh"])
+    parser.add_argument("--only", choices=["copies", "disk", "returning", "fresh"])
+    parser.add_argument(
+        "--disk",
+        action="store_true",
+        help="on a device: with a disk as well, by both ways (48 GiB in $TMPDIR)",
+    )
     parser.add_argument("--out", type=Path, help="default: results/returning_cpu.json")
     options = parser.parse_args()
     is_gpu = options.device != "cpu"
     plan = GPU if is_gpu else CPU
+    if is_gpu and options.disk:
+        plan = msgspec.structs.replace(plan, small_host="4GiB", disk="48GiB", is_straight=True)
     with tempfile.TemporaryDirectory(prefix="returning-") as name:
         folder = Path(name)
         arguments: dict[str, str | int] = {
@@ -280,6 +371,8 @@ def main() -> int:
         results: dict[str, Any] = {}
         if is_gpu and options.only in (None, "copies"):
             results["copies"] = copies(options.device)
+        if is_gpu and options.only in (None, "disk"):
+            results["disk"] = disk_reads(options.device, folder / "disk")
         if options.only in (None, "returning"):
             results["returning"] = returned(plan, system, folder)
         if options.only in (None, "fresh"):

@@ -23,9 +23,8 @@ if importlib.util.find_spec("sglang") is None:
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kept import SMALL, KeptHost, SglangHarness, spec_of
+from tests.ending import prompt_that_ends
 
-from kvolt.core.ids import RequestId
-from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.messages import Start
 from kvolt.testing.engine_harness import engine_run
@@ -67,21 +66,8 @@ async def host(tiny: Path, arguments: SglangArguments) -> AsyncIterator[KeptHost
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def ending(host: KeptHost, tiny: Path, arguments: SglangArguments) -> tuple[int, ...]:
-    """Looked for, since what a random model says is not the same on every machine."""
     async with engine_run(SglangHarness(host, spec_of(tiny), arguments)) as run:
-        for start in range(3, 200):
-            asked = Request(
-                request_id=RequestId(f"r{start}"),
-                model=run.info.model,
-                token_ids=tuple(range(start, start + 6)),
-                stop=StopConditions(max_tokens=60),
-                sampling=Sampling(seed=1, num_choices=2),
-            )
-            answer = await run.answer(asked)
-            lengths = sorted(map(len, answer.tokens.values()))
-            if 3 <= lengths[0] < lengths[1] < 30:
-                return asked.token_ids
-    raise AssertionError("no prompt ends shortly")
+        return await prompt_that_ends(run)
 
 
 @pytest_asyncio.fixture(loop_scope="session")

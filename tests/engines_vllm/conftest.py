@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvolt.core.ids import RequestId
-from kvolt.core.request import Request, Role, Sampling, StopConditions
+from kvolt.core.request import Role
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.testing.engine_harness import engine_run
 from kvolt.testing.tiny_models import tiny_checkpoint
@@ -17,6 +16,7 @@ from kvolt.testing.tiny_models import tiny_checkpoint
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kept import SMALL, Kept, VllmHarness
+from tests.ending import prompt_that_ends
 
 
 @pytest.fixture(scope="session")
@@ -36,21 +36,8 @@ async def kept(tiny: Path) -> AsyncIterator[Kept]:
 
 @pytest.fixture(scope="session")
 async def ending(kept: Kept) -> tuple[int, ...]:
-    """Looked for, since what a random model says is not the same on every machine."""
     async with engine_run(VllmHarness(kept)) as run:
-        for start in range(3, 200):
-            asked = Request(
-                request_id=RequestId(f"r{start}"),
-                model=run.info.model,
-                token_ids=tuple(range(start, start + 6)),
-                stop=StopConditions(max_tokens=60),
-                sampling=Sampling(seed=1, num_choices=2),
-            )
-            answer = await run.answer(asked)
-            lengths = sorted(map(len, answer.tokens.values()))
-            if 3 <= lengths[0] < lengths[1] < 30:
-                return asked.token_ids
-    raise AssertionError("no prompt ends shortly")
+        return await prompt_that_ends(run)
 
 
 @pytest.fixture

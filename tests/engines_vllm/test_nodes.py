@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
-from tests.engines_vllm.test_serving import ENGINE_ARGS, Served, text_of
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+from tests.engines_vllm.test_serving import ENGINE_ARGS
+from tests.served import Served, free_port, text_of
 
 
 def over_two_nodes(port: int, rank: int) -> dict[str, object]:
@@ -32,7 +25,7 @@ def over_two_nodes(port: int, rank: int) -> dict[str, object]:
 
 
 def test_the_leader_answers_for_both(tiny: Path, tmp_path: Path) -> None:
-    alone = Served(tmp_path, tiny)
+    alone = Served(tmp_path, tiny, "vllm", ENGINE_ARGS)
     try:
         alone.ready(1)
         expected = text_of(alone.ask(list(range(50, 90)), 12))
@@ -45,7 +38,7 @@ def test_the_leader_answers_for_both(tiny: Path, tmp_path: Path) -> None:
     log = folder / "follower.log"
     command = [sys.executable, "-m", "kvolt", "worker", str(tiny), "--engine", "vllm", "--name", "second"]
     command += ["--arg", f"engine_args={json.dumps(over_two_nodes(port, 1))}"]
-    leader = Served(folder, tiny, "--arg", f"engine_args={json.dumps(over_two_nodes(port, 0))}")
+    leader = Served(folder, tiny, "vllm", over_two_nodes(port, 0))
     with log.open("wb") as written:
         follower = subprocess.Popen(command, stdout=written, stderr=written, env=environ, cwd=folder)
     try:

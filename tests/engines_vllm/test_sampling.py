@@ -13,6 +13,7 @@ from forced_token import ARGUMENT
 from kept import SMALL, Kept, VllmHarness
 from msgspec.structs import replace
 from own_answers import own_answers
+from vectors import as_vectors
 
 from kvolt.core.delta import FinishReason
 from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
@@ -184,17 +185,6 @@ async def test_a_logits_processor_that_is_not_there_is_refused(run: Run) -> None
 # --- prompts as vectors
 
 
-def as_vectors(model: Path, tokens: tuple[int, ...]) -> str:
-    """As a client of vLLM sends them."""
-    import torch
-    from safetensors.torch import load_file
-
-    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
-    written = io.BytesIO()
-    torch.save(table[list(tokens)], written)
-    return base64.b64encode(written.getvalue()).decode()
-
-
 async def test_a_prompt_may_come_as_vectors(run: Run, tiny: Path) -> None:
     told = await run.answer(asked("tokens", DRAWN))
     await run.settle()
@@ -227,10 +217,15 @@ async def test_vectors_that_do_not_fit_are_refused(run: Run, tiny: Path) -> None
         (narrow, "hidden_size"),
         ("AAAA", "deserialized"),
         ("no base64", "refuses"),
-        (7, "base64"),
     ):
-        with pytest.raises(InvalidRequest, match=words):
-            run.engine.submit(asked("refused", GREEDY, extra={"prompt_embeds": given}))
+        extra = {"prompt_embeds": given}
+        answer = run.submit(asked(f"refused by {words}", GREEDY, extra=extra), may_fail=True)
+        await run.until(lambda answer=answer: answer.done)
+        assert answer.error is not None
+        assert answer.error.code == "invalid_request"
+        assert words in answer.error.message
+    with pytest.raises(InvalidRequest, match="base64"):
+        run.engine.submit(asked("refused", GREEDY, extra={"prompt_embeds": 7}))
     with pytest.raises(Unsupported, match="logprobs"):
         given = {"prompt_embeds": as_vectors(tiny, PROMPT)}
         run.engine.submit(asked("refused", {"prompt_logprobs": 1}, extra=given))

@@ -48,8 +48,10 @@ async def fill(run: Run, what: str) -> None:
     """More than vLLM holds, so that what was there before has gone. So few that it does not know how long prompts take:
     what can be brought is."""
     for number in range(5):
-        await ask(run, f"{what}{number}", 20 + 5 * number + hash(what) % 5)
-    await asyncio.sleep(0.5)  # the last blocks are copied beside the steps
+        last = await ask(run, f"{what}{number}", 20 + 5 * number + ord(what) % 5)
+    await eventually(
+        lambda: blocks_of(last) <= told(run, Tier.HOST), "the last blocks are copied beside the steps"
+    )
 
 
 def told(run: Run, tier: Tier) -> set[SequenceHash]:

@@ -78,11 +78,11 @@ def figure(metrics: str, name: str, tier: str) -> float:
 
 
 class Serving:
-    def __init__(self, bench: Bench, worker: Kvolt, url: str) -> None:
-        self.bench, self.worker, self.url = bench, worker, url
+    def __init__(self, bench: Bench, worker: Kvolt, url: str, *others: str) -> None:
+        self.bench, self.worker, self.url, self.others = bench, worker, url, others
 
     async def metrics(self) -> str:
-        views = await self.bench.until_seen("frontend", self.worker.name)
+        views = await self.bench.until_seen("frontend", self.worker.name, *self.others)
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             return (await client.get(f"http://{views[self.worker.name].admin}/metrics")).text
 
@@ -153,11 +153,50 @@ async def test_text_is_the_same_with_tiers_and_after_a_kill(bench: Bench) -> Non
         done = bench.run("cache", "verify", "--dir", str(bench.folder / "kv"))
         assert done.returncode == 1, done.stdout
         assert "corrupt: " in done.stdout
-        third = bench.worker("third", *tiers)
+        third = bench.worker("third", *tiers, "--kv-disk-direct")
         await bench.until_seen("frontend", "third", timeout_s=START_S)
         await until_ready(at.url, START_S)
         assert await texts(client, PROMPTS) == expected, "spoiled blocks are computed again"
         await until(lambda: "is not what was written there" in third.err, what="a word about it")
+        assert "by NIXL's POSIX" in third.err
+        third.kill()
+
+        bench.worker("fourth", *tiers, "--kv-disk-direct")
+        await bench.until_seen("frontend", "fourth", timeout_s=START_S)
+        await until_ready(at.url, START_S)
+        text, cached = await ask(client, PROMPTS[-1])
+        assert text == expected[-1]
+        assert cached >= 5 * BLOCK_SIZE, "what was computed again came straight from the disk"
+
+
+async def test_a_disk_in_eight_bits_holds_more_and_is_found_again(bench: Bench) -> None:
+    folder = str(bench.folder / "kv")
+    tiers = ("--kv-host", "30blocks", "--kv-disk", "500blocks", "--kv-disk-dir", folder)
+    tiers = (*tiers, "--kv-disk-compression", "fp8")
+    at = await serving(bench, *tiers)
+    async with httpx.AsyncClient(base_url=at.url, timeout=PATIENCE_S) as client:
+        await texts(client, PROMPTS)
+        await at.until_stored("disk", 40)
+        await texts(client, PROMPTS)
+        assert (await ask(client, PROMPTS[0]))[1] >= 5 * BLOCK_SIZE, "it came back"
+        metrics = await at.metrics()
+        assert figure(metrics, "kvolt_tier_loaded_blocks_total", "disk") > 0
+        assert "corrupt" not in metrics
+        assert "kvolt_tier_dropped_blocks_total" in metrics
+        host, disk = (
+            figure(metrics, "kvolt_tier_bytes", tier) / figure(metrics, "kvolt_tier_blocks", tier)
+            for tier in ("host", "disk")
+        )
+        assert disk == host * (1 + 1 / 64) / 4, "float32 in eight bits, and one more for each 64"
+        done = bench.run("cache", "verify", "--dir", folder)
+        assert done.returncode == 0, done.stdout
+        assert "float32 in eight bits" in bench.run("cache", "stat", "--dir", folder).stdout
+
+        at.worker.kill()
+        bench.worker("again", *tiers)
+        await bench.until_seen("frontend", "again", timeout_s=START_S)
+        await until_ready(at.url, START_S)
+        assert (await ask(client, PROMPTS[1]))[1] >= 5 * BLOCK_SIZE, "the disk was found again"
 
 
 async def test_one_worker_uses_what_another_has_written_to_a_store(bench: Bench) -> None:
@@ -204,14 +243,14 @@ async def test_workers_that_share_a_pool(bench: Bench) -> None:
         pool = bench.start("cache", "serve", "--socket", str(path), "--host", "300blocks", name="pool")
         await pool.says("a pool of KV")
         one = bench.worker("one", "--kv-pool", str(path))
-        await bench.until_seen("frontend", "one", timeout_s=START_S)
+        await bench.until_seen("frontend", "kv-pool", "one", timeout_s=START_S)
         await until_ready(plain.url, START_S)
         assert await texts(client, PROMPTS) == expected
-        await Serving(bench, one, plain.url).until_stored("peer", 40)
+        await Serving(bench, one, plain.url, "kv-pool").until_stored("peer", 40)
         one.kill()
 
         two = bench.worker("two", "--kv-pool", str(path))
-        await bench.until_seen("frontend", "two", timeout_s=START_S)
+        await bench.until_seen("frontend", "kv-pool", "two", timeout_s=START_S)
         await until_ready(plain.url, START_S)
         text, cached = await ask(client, PROMPTS[0])
         assert text == expected[0]
@@ -221,12 +260,14 @@ async def test_workers_that_share_a_pool(bench: Bench) -> None:
         again = bench.start("cache", "serve", "--socket", str(path), "--host", "300blocks", name="pool-2")
         await again.says("a pool of KV")
         before = figure(
-            await Serving(bench, two, plain.url).metrics(), "kvolt_tier_stored_blocks_total", "peer"
+            await Serving(bench, two, plain.url, "kv-pool").metrics(),
+            "kvolt_tier_stored_blocks_total",
+            "peer",
         )
         await asyncio.sleep(3.0)  # it is looked for again after a while
         for prompt in ("zeta " * 45, "kappa " * 45):
             await ask(client, prompt)
-        await Serving(bench, two, plain.url).until_stored("peer", int(before) + 10)
+        await Serving(bench, two, plain.url, "kv-pool").until_stored("peer", int(before) + 10)
 
 
 async def test_workers_take_from_each_other(bench: Bench) -> None:

@@ -20,8 +20,9 @@ from kvolt.cli.cache_pool import configure_serve, serve_pool, stat_pool
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
 from kvolt.engines.models.fetch_progress import size_text
-from kvolt.kv.tiers.disk_view import Part, evict, parts_in, read_blocks, verify
+from kvolt.kv.tiers.disk_view import Part, engines_bytes, evict, parts_in, read_blocks, verify
 from kvolt.runtime.cache_directory import cache_directory
+from kvolt.runtime.config import LoadedConfig
 
 HELP = """
 KV blocks that workers keep on a disk (`kvolt serve --kv-host 4GiB --kv-disk 50GiB`), each in a part of the folder, or
@@ -42,6 +43,8 @@ All of these take --object URL. A store is shared, and grows: remove what is old
 One pool for the workers of a host, which keep a prefix once then; `kvolt serve --kv-shared` starts one by itself:
 
   kvolt cache serve --host 64GiB          and workers with --kv-pool SOCKET
+                                          (and --join, --namespace or --config as these have: routers are told what
+                                          it has)
   kvolt cache stat --pool                 how much it has
 """
 
@@ -91,11 +94,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "a pool of KV that the workers of this host share, in a process of its own"
     verb = verbs.add_parser("serve", help=text, description=text)
     configure_serve(verb)
-    verb.set_defaults(without_config=serve_pool)
 
 
-def run(_args: argparse.Namespace, _loaded: object) -> int:
-    raise AssertionError("every sub-verb does without the config")
+def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
+    """The one sub-verb that needs the config."""
+    return serve_pool(args, loaded)
 
 
 def _run(of_disk: Verb, of_store: Verb, args: argparse.Namespace) -> int:
@@ -119,6 +122,7 @@ def _stat(args: argparse.Namespace) -> int:
                 "capacity_blocks": part.num_slots,
                 "block_bytes": part.shape.block_bytes,
                 "ranks": part.shape.num_ranks,
+                "form": "" if part.form is None else part.form.name,
                 "owned": part.is_owned,
             }
             for part in parts
@@ -130,7 +134,8 @@ def _stat(args: argparse.Namespace) -> int:
         print(f"{part.folder}: {owner}")
         print(f"  {len(part.blocks):,} of {part.num_slots:,} blocks, {size_text(part.num_bytes)}")
         ranks = "" if part.shape.num_ranks == 1 else f" of {part.shape.num_ranks} ranks"
-        print(f"  {size_text(part.shape.block_bytes)} each{ranks}")
+        form = "" if part.form is None else f", {part.form.dtype} in eight bits (lossy)"
+        print(f"  {size_text(part.shape.block_bytes)} each{ranks}{form}")
     return 0
 
 
@@ -216,6 +221,8 @@ def _export(args: argparse.Namespace) -> int:
             key="key",
             remedy="`kvolt cache evict --corrupt`",
         )
+    data = engines_bytes(part, data)
     Path(args.file).write_bytes(data)
-    print(f"{len(data):,} bytes")
+    form = "" if part.form is None else f" of {part.form.dtype}, from eight bits each"
+    print(f"{len(data):,} bytes{form}")
     return 0

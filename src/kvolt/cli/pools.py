@@ -20,9 +20,12 @@ _LAST = -1
 
 
 @contextmanager
-def pools_of(settings: Settings, folder: Path) -> Iterator[tuple[Settings, list[ChildSpec]]]:
+def pools_of(
+    settings: Settings, folder: Path, config: Path | None = None
+) -> Iterator[tuple[Settings, list[ChildSpec]]]:
     """The same settings, with workers of shared tiers at a pool each; the processes of these. Groups of one model and
-    the same tiers have one pool, so that what prefill workers keep decode workers find."""
+    the same tiers have one pool, so that what prefill workers keep decode workers find. `config`: the file that workers
+    will read; pools are found by their routers as they are."""
     sockets: dict[tuple[str, bytes, TierSettings], Path] = {}
     specs: list[ChildSpec] = []
     groups: list[WorkerSettings] = []
@@ -37,7 +40,7 @@ def pools_of(settings: Settings, folder: Path) -> Iterator[tuple[Settings, list[
         if key not in sockets:
             name = f"kv-pool-{len(sockets)}"
             sockets[key] = short_socket(folder, f"{name}.sock")
-            specs.append(ChildSpec(name, serve_command(sockets[key], tiers), stage=_LAST))
+            specs.append(ChildSpec(name, serve_command(sockets[key], tiers, name, config), stage=_LAST))
         at_pool = TierSettings(pool=str(sockets[key]), eviction=tiers.eviction)
         groups.append(msgspec.structs.replace(group, tiers=at_pool))
     try:

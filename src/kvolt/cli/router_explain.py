@@ -34,7 +34,8 @@ and why others could not. Nothing is sent and nothing is booked: ask as often as
   kvolt router explain "..." --json                  all of it, for programs
 
 What the columns mean (docs/router.md says how they are worked out):
-  overlap    blocks of the prompt, from its first on, that the worker has; (+n) are on their way there
+  overlap    blocks of the prompt, from its first on, that the worker has; (+n) are not on its device yet: on their
+             way there, in a tier below it, or in the pool that it reaches
   queue      until it has computed the prompts that it was sent before
   prefill    what this prompt takes there, less what it has
   slowdown   by how much longer the steps of those get that decode there

@@ -63,6 +63,8 @@ Examples:
 
 ROLES = (Role.PREFILL.value, Role.DECODE.value, Role.AGGREGATED.value)
 ANSWERING = frozenset((Role.DECODE.value, Role.AGGREGATED.value))
+_FOR_WORKERS = "workers.toml"
+"""The config of workers and their pools, in the supervisor's folder."""
 _POLL_S = 0.1
 _CORES_PER_EDGE = 4
 """On machines with fewer, a core kept free for the frontend would idle while the workers lack it."""
@@ -135,10 +137,10 @@ def serve(given: Settings, quiet: bool = False, interactive: bool = False) -> in
         assert base is not None, "the config loader sets it"
         with (
             own_folder(Path(base)) as folder,
-            pools_of(settings, folder) as (settings, pools),
+            pools_of(settings, folder, folder / _FOR_WORKERS) as (settings, pools),
             # The children read their config again at every restart.
             private_file(folder / "frontend.toml", to_toml(settings)) as for_frontend,
-            private_file(folder / "workers.toml", to_toml(worker_settings(settings))) as for_workers,
+            private_file(folder / _FOR_WORKERS, to_toml(worker_settings(settings))) as for_workers,
             edge_group(settings, folder) as group,
         ):
             await _tell_of_others(settings)

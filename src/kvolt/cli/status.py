@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from rich.console import Console, Group
@@ -92,7 +94,7 @@ def _cells(view: ProcessView) -> tuple[str, ...]:
     return (
         view.name,
         str(engine.get("model", "")),
-        str(engine.get("role", "router" if "router" in view.status.details else "frontend")),
+        str(engine.get("role", _kind(view.status.details))),
         str(engine.get("engine", "")),
         ", ".join(states),
         str(streams if engine else view.status.calls_open),
@@ -102,6 +104,11 @@ def _cells(view: ProcessView) -> tuple[str, ...]:
         _duration(view.status.uptime_s),
         view.address,
     )
+
+
+def _kind(details: Mapping[str, Any]) -> str:
+    """Of a process without an engine."""
+    return next((kind for kind in ("router", "pool") if kind in details), "frontend")
 
 
 def _duration(seconds: float) -> str:

@@ -15,10 +15,13 @@ from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
 from kvolt.core.kv_events import KvChange, Tier
 from kvolt.engines.contract import Engine
 from kvolt.engines.tiering import NewTiering, TieredEngine, Tiering
+from kvolt.kv.tiers import eight_bits
 from kvolt.kv.tiers.admission import Admission
 from kvolt.kv.tiers.cache import TieredCache
+from kvolt.kv.tiers.direct_reads import DirectReads
 from kvolt.kv.tiers.disk import DiskFiles
-from kvolt.kv.tiers.disk_tier import DiskTier
+from kvolt.kv.tiers.disk_tier import DiskTier, Watermarks
+from kvolt.kv.tiers.eight_bits import EightBits
 from kvolt.kv.tiers.lower import LowerTier
 from kvolt.kv.tiers.object_blocks import ObjectBlocks
 from kvolt.kv.tiers.object_tier import ObjectTier
@@ -31,6 +34,7 @@ from kvolt.runtime.cache_directory import cache_directory
 from kvolt.runtime.memory import free_bytes
 from kvolt.runtime.settings import WorkerSettings
 from kvolt.runtime.settings_tiers import TierSettings
+from kvolt.transfer import nixl_library
 from kvolt.transfer.agent import TransferAgent
 
 log = logging.getLogger(__name__)
@@ -49,6 +53,16 @@ def add_tier_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv-disk", metavar="SIZE", help="and below that on a disk, which survives restarts")
     parser.add_argument("--kv-disk-dir", metavar="DIR", help="where (default: the user's cache folder)")
+    parser.add_argument(
+        "--kv-disk-compression",
+        choices=("none", "fp8"),
+        help="fp8: eight bits for each value there, lossy, for two to four times as many blocks (default: none)",
+    )
+    parser.add_argument(
+        "--kv-disk-direct",
+        action="store_true",
+        help="bring it back from there past the host's memory, by NIXL and GPUDirect Storage",
+    )
     parser.add_argument(
         "--kv-object",
         metavar="URL",
@@ -72,6 +86,8 @@ def with_tiers(group: WorkerSettings, args: argparse.Namespace) -> WorkerSetting
         "host": args.kv_host,
         "disk": args.kv_disk,
         "disk_dir": args.kv_disk_dir,
+        "disk_compression": getattr(args, "kv_disk_compression", None),
+        "disk_direct": args.kv_disk_direct or None,
         "object": args.kv_object,
         "pool": args.kv_pool,
         "peers": args.kv_peers or None,
@@ -88,6 +104,15 @@ def check_sizes(tiers: TierSettings) -> None:
     sizes = {
         key: parse_capacity(text, f"tiers.{key}") for key in ("host", "disk") if (text := getattr(tiers, key))
     }
+    _watermarks(tiers)
+    if not 0.0 <= tiers.host_high_water <= 0.5:
+        raise ConfigError(
+            f"a share of {tiers.host_high_water:g} of the host for blocks that wait is none",
+            key="tiers.host_high_water",
+            remedy="half of it at most: the rest is for blocks that are asked for",
+        )
+    if tiers.disk_direct:
+        _check_direct(tiers)
     if tiers.peers and not tiers.host:
         raise ConfigError(
             "workers give each other what is in the host's memory",
@@ -115,6 +140,27 @@ def check_sizes(tiers: TierSettings) -> None:
             "tiers are in a pool that this starts, or in one that there is",
             key="tiers.pool",
             remedy="give --kv-shared or --kv-pool",
+        )
+
+
+def _check_direct(tiers: TierSettings) -> None:
+    if not tiers.disk or tiers.pool or tiers.shared:
+        raise ConfigError(
+            "blocks come straight from a worker's own disk, and there is none",
+            key="tiers.disk_direct",
+            remedy="give --kv-disk 200GiB and no pool, or leave out --kv-disk-direct",
+        )
+    if tiers.disk_compression != "none":
+        raise ConfigError(
+            "what lies on a disk in eight bits is not what goes straight into the engine's memory",
+            key="tiers.disk_direct",
+            remedy="leave out --kv-disk-direct or --kv-disk-compression",
+        )
+    if nixl_library.find() is None:
+        raise ConfigError(
+            "blocks come straight from a disk by NIXL, which is not installed",
+            key="tiers.disk_direct",
+            remedy=nixl_library.REMEDY,
         )
 
 
@@ -151,7 +197,11 @@ def tiering_of(tiers: TierSettings, new_agent: Callable[[], TransferAgent]) -> N
             # Before a store, which is farther for everybody; a disk of one's own is nearer.
             is_far = [tier.tier is Tier.OBJECT for tier, _ in lower]
             lower.insert(is_far.index(True) if any(is_far) else len(lower), (others, 1))
-        cache = TieredCache.over(slabs, num_host, lower, tiers.eviction)
+        direct = None
+        if tiers.disk_direct:
+            direct = next(DirectReads(tier, slabs) for tier, _ in lower if isinstance(tier, DiskTier))
+        cache = TieredCache.over(slabs, num_host, lower, tiers.eviction, direct)
+        cache.host.keep_for_below(tiers.host_high_water)
         peers = None if agent is None or others is None else (others, PeerGiving(cache.host, agent))
         admission = Admission(tiers.depth or None, tiers.min_priority, tiers.tenants)
         step_tokens = info.capacity.max_batch_tokens
@@ -172,17 +222,28 @@ def lower_tiers(
         store = ObjectBlocks(tiers.object, shape, is_packed=tiers.object_compression == "zstd")
     files = None
     if tiers.disk:
-        num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(shape.slot_bytes, num_device)
-        _check_size(num_slots, shape, "disk")
-        files = DiskFiles(_folder(tiers.disk_dir), shape, num_slots)
+        form = EightBits.of(shape) if tiers.disk_compression == "fp8" else None
+        if form is not None and not eight_bits.IS_NATIVE:
+            log.warning(
+                "numpy turns blocks into eight bits, at a tenth of the speed: `pip install` kvolt where a C compiler is"
+            )
+        at_rest = shape if form is None else form.packed(shape)
+        num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(at_rest.slot_bytes, num_device)
+        _check_size(num_slots, at_rest, "disk")
+        files = DiskFiles(_folder(tiers.disk_dir), shape, num_slots, form)
     lower: list[tuple[LowerTier, int]] = []
     if tiers.pool:
         lower.append((PoolTier(Path(tiers.pool).expanduser().absolute(), shape, now), 1))
     if files is not None:
-        lower.append((DiskTier(files, tiers.eviction), tiers.disk_touches))
+        lower.append((DiskTier(files, tiers.eviction, _watermarks(tiers)), tiers.disk_touches))
     if store is not None:
         lower.append((ObjectTier(store, now), tiers.object_touches))
     return lower
+
+
+def _watermarks(tiers: TierSettings) -> Watermarks:
+    """ConfigError for such as cannot be."""
+    return Watermarks(tiers.disk_low_water, tiers.disk_high_water)
 
 
 def host_blocks(tiers: TierSettings, shape: BlockShape, num_device: int) -> int:
@@ -243,8 +304,9 @@ async def resize_tiers(tiering: Tiering | None, body: bytes) -> dict[str, dict[s
             continue
         try:
             num_device = tiering.cache.num_device_blocks
-            num_blocks = parse_capacity(text, tier).blocks(host.shape.slot_bytes, num_device)
-            _check_size(num_blocks, host.shape, tier)
+            shape = host.shape_in(tier)
+            num_blocks = parse_capacity(text, tier).blocks(shape.slot_bytes, num_device)
+            _check_size(num_blocks, shape, tier)
             if tier is Tier.HOST:
                 _check_memory(num_blocks - host.memory.num_reached, host.shape)
         except ConfigError as error:

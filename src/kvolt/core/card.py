@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from kvolt.core.ids import CardHash
+from kvolt.core.ids import CardHash, InstanceId
 from kvolt.core.kv_block import KvLayout
 from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel
 from kvolt.core.request import Role
@@ -83,12 +83,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     taints: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     """Capability protocols the engine implements, by name."""
+    extras: tuple[str, ...] = ()
+    """What it takes of `Request.extra` that others would refuse: prompt_embeds, vllm_xargs."""
     kv_events: bool = True
     """Whether an engine that can tell of its blocks does; where it does not, routers go by their own decisions."""
     has_tiers: bool = False
     """Whether it keeps KV below its device, and may bring more of a prompt than it tells of."""
     shares_kv: bool = False
     """Whether it gives blocks of its tiers to others of its kind, and takes theirs where a request names them."""
+    kv_pool: InstanceId | None = None
+    """The pool that it reaches now, where that tells of its blocks. The instance registers anew when it changes."""
     loras: tuple[str, ...] = ()
     """Adapters that requests may choose here now. The instance registers anew when they change."""
 

@@ -24,24 +24,14 @@ async def bring_back(
     keys: tuple[BlockKey, ...],
     requests: OpenRequests,
     submit: Callable[[Request], None],
-    then: Coroutine[Any, Any, None] | None,
+    then: Callable[[], Coroutine[Any, Any, None]] | None,
 ) -> None:
     """Bring what tiers have of a prompt, then give the request to the engine, or go on with `then`."""
     request_id = request.request_id
-    is_begun = False
     try:
         onboarded = await tiering.onboard(request, keys)
-        is_begun = then is not None
         if then is not None:
-            try:
-                async with Scope("meanwhile") as scope:
-                    scope.start(tiering.bring_ahead(request_id), "bring ahead")
-                    await then
-                    scope.cancel()
-            except asyncio.CancelledError:
-                if not request.prefill_only:  # of that the blocks may be others' by now
-                    tiering.let_go(request_id)
-                raise
+            await _meanwhile(tiering, request, then())
             return
         entry = requests.get(request_id)
         if entry is None:  # its caller has gone meanwhile
@@ -64,6 +54,19 @@ async def bring_back(
         entry = requests.close(request_id, FAILED)
         if entry is not None:
             entry.stream.end(failure)
-    finally:
-        if then is not None and not is_begun:
-            then.close()
+
+
+async def _meanwhile(tiering: Tiering, request: Request, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work, while what is to come ahead of the prompt's computation comes: of most requests nothing is."""
+    try:
+        if not tiering.is_coming(request.request_id):
+            await work
+            return
+        async with Scope("meanwhile") as scope:
+            scope.start(tiering.bring_ahead(request.request_id), "bring ahead")
+            await work
+            scope.cancel()
+    except asyncio.CancelledError:
+        if not request.prefill_only:  # of that the blocks may be others' by now
+            tiering.let_go(request.request_id)
+        raise

@@ -60,6 +60,8 @@ class ChildProcess:
         self._output = output
         self._pipe = pipe
         self._leads_group = leads_group
+        self._is_swept = False
+        """Whether all of its group was ended after its own end."""
 
     @classmethod
     async def of_module(
@@ -120,7 +122,13 @@ class ChildProcess:
             return f"was killed by signal {-code}"
 
     def kill(self) -> None:
-        """End it now, and all of its group where it leads one. Again and after its end: no error."""
+        """End it now, and all of its group where it leads one. Again and after its end: no error.
+
+        Its number is kept for its group while that has anybody left, and may be another's after that: so the group is
+        told once after the end, and not again."""
+        if self._is_swept:
+            return
+        self._is_swept = self.exit_code is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self._leads_group:
                 os.killpg(self._process.pid, signal.SIGKILL)

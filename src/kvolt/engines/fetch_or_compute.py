@@ -19,7 +19,8 @@ _SPARE = 0.9
 _SPENT_LOOKING = 0.25
 """Of the time to compute the rest of a prompt, what a far tier may take to say whether it has it."""
 _PROBE_EVERY = 16
-"""Of the prompts for which it would be sooner to compute, the one for which blocks are brought all the same."""
+"""Of the prompts for which it would be sooner to compute, the one for which blocks are brought all the same. Where they
+can come meanwhile, which costs little if they come late, the very first is such a one, too."""
 _FEWEST_BOTH = 8
 """Blocks: fewer are brought or computed, and not both."""
 
@@ -83,24 +84,30 @@ class FetchOrCompute:
                 return Verdict(len(tiers), is_meanwhile=True)
         if best < len(tiers):
             self._num_refusals += 1
+            # A tier that was slow once, or is believed to be, would be held to be so for ever.
             if self._num_refusals % _PROBE_EVERY == 0:
-                return Verdict(len(tiers))  # a tier that was slow once would be held to be so for ever
+                return Verdict(len(tiers))
+            if self._num_refusals == 1 and self._can_share and not best and len(tiers) >= _FEWEST_BOTH:
+                return Verdict(len(tiers), is_meanwhile=True)
         self.num_declined += len(tiers) - best
         return Verdict(best)
 
     def _both_s(self, model: StepModel, num_present: int, fetch_s: Sequence[float]) -> float:
         """Until all blocks are there: the engine computes them from the first on, a step at a time, and they come from
-        the last on. What comes is given between steps, so that one more has begun by then."""
-        start, computed_s = num_present * self._block_size, 0.0
+        the last on. A step is planned when the one before it has just begun: what came until then is not computed."""
+        start = num_present * self._block_size
         end = start + (len(fetch_s) - 1) * self._block_size
-        have_met = False
-        while start + self._step_tokens < end and not have_met:
-            have_met = fetch_s[-1] - fetch_s[start // self._block_size - num_present] <= computed_s
-            start += self._step_tokens
+        planned_s = computed_s = 0.0
+        while start < end:
+            if fetch_s[-1] - fetch_s[start // self._block_size - num_present] <= planned_s:
+                return computed_s
+            num_tokens = min(self._step_tokens, end - start)
+            start += num_tokens
+            planned_s = computed_s
             computed_s += model.step_s(
-                StepStats(prefill_tokens=self._step_tokens, prefill_context=self._step_tokens * start)
+                StepStats(prefill_tokens=num_tokens, prefill_context=num_tokens * start)
             )
-        return computed_s if have_met else inf
+        return inf
 
     def _rest_s(self, model: StepModel, num_tokens: int, num_blocks: int) -> float:
         """To compute what follows so many blocks."""

@@ -216,7 +216,8 @@ class Scheduler:
             if sequence.phase is not _RUNNING:
                 continue
             sequence.num_computed = work.start + work.num_tokens
-            sequence.pass_over(block_size)
+            if sequence.ahead[1]:
+                sequence.pass_over(block_size)
             if sequence.num_computed // block_size > sequence.num_sealed:
                 self._seal(sequence)
             if sampled_token is not None:

@@ -47,7 +47,7 @@ class TierMetrics(Collector):
             blocks.add_metric((tier,), sum(count for count, _ in sizes))
             if all(most is not None for _, most in sizes):
                 slots.add_metric((tier,), sum(most or 0 for _, most in sizes))
-            num_bytes = (each.size(tier)[0] * each.shape.block_bytes for each in hosts)
+            num_bytes = (each.size(tier)[0] * each.shape_in(tier).block_bytes for each in hosts)
             used.add_metric((tier,), sum(num_bytes))
             rates.add_metric((tier,), _hit_rate(every, tier))
         yield from (blocks, slots, used, rates)
@@ -87,6 +87,11 @@ class TierMetrics(Collector):
         )
         declined.add_metric((), sum(each.num_declined for each in every))
         yield declined
+        dropped = CounterMetricFamily(
+            "kvolt_tier_dropped_blocks", "KV blocks that left the host before they were written below"
+        )
+        dropped.add_metric((), sum(each.cache.host.num_dropped for each in every))
+        yield dropped
 
     def _dynamo(self, every: Sequence[Tiering]) -> Iterator[Metric]:
         """Its h2d is host to disk where it offloads, and host to device where it onboards."""

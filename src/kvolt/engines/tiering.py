@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple, Protocol
 
@@ -21,7 +21,7 @@ from kvolt.core.card import EngineInfo
 from kvolt.core.delta import StageTimes
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
-from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
+from kvolt.core.kv_events import KvChange, Stored, Tier
 from kvolt.core.latency import StepModel
 from kvolt.core.request import Request
 from kvolt.engines.contract import (
@@ -38,6 +38,7 @@ from kvolt.engines.fetch_or_compute import FetchOrCompute
 from kvolt.engines.kv_settling import KvSettling
 from kvolt.engines.tier_ahead import AheadBringing
 from kvolt.engines.tier_hits import HitWindow
+from kvolt.engines.tier_telling import in_parts
 from kvolt.kv.tiers.admission import Admission
 from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.cache import Fetched, TieredCache
@@ -61,8 +62,6 @@ _MOST_AT_ONCE = 16
 """Requests that blocks are brought for."""
 _MOST_S = 10.0
 """For the blocks of a request to come."""
-_TOLD_AT_ONCE = 1 << 15
-"""Blocks in one event."""
 
 
 class TieredEngine(KvVisible, KvMovable, KvPlaced, KvTierable, Prefill, Protocol):
@@ -310,6 +309,10 @@ class Tiering:
         else:
             self._count(request, num_keys, Fetched())
 
+    def is_coming(self, request_id: RequestId) -> bool:
+        """Whether `bring_ahead` has something to bring."""
+        return request_id in self._ahead
+
     async def bring_ahead(self, request_id: RequestId) -> Onboarded:
         """What is to come while the prompt is computed of a request that the engine has, or will at once: nothing for
         most. To be cancelled when the request is over; never another error."""
@@ -351,7 +354,7 @@ class Tiering:
     def tell_changes(self) -> None:
         """Of blocks in tiers, to who routes."""
         for change in self.cache.host.take_changes():
-            for part in _in_parts(change):
+            for part in in_parts(change):
                 self._tell((part,))
 
 
@@ -364,23 +367,6 @@ NewTiering = Callable[
 def _is_handed_over(request: Request) -> bool:
     """Whether the rest of its prompt comes from who computed it, and is not computed here."""
     return request.handoff is not None and not request.prefill_only
-
-
-def _in_parts(change: KvChange) -> Iterator[KvChange]:
-    """Events have a size: what is too much for one is several."""
-    if isinstance(change, Cleared) or change.num_blocks <= _TOLD_AT_ONCE:
-        yield change
-        return
-    hashes, position = change.sequence_hashes, 0
-    parent = change.parent if isinstance(change, Stored) else None
-    for start in range(0, len(hashes), _TOLD_AT_ONCE):
-        part = hashes[start : start + _TOLD_AT_ONCE]
-        if isinstance(change, Removed):
-            yield Removed.of(part, change.tier)
-        else:
-            position = (change.start_position or 0) + start
-            yield Stored.of(part, parent, position, change.tier)
-            parent = part[-1]
 
 
 def _blocks(run: SealedKv) -> list[TierBlock]:

@@ -42,6 +42,7 @@ from kvolt.engines.kv_moving import KvMover
 from kvolt.engines.kv_neighbours import Neighbours
 from kvolt.engines.kv_peers import check_peers, with_slabs
 from kvolt.engines.own_handoffs import OwnHandoffs
+from kvolt.engines.pool_telling import tell_pool
 from kvolt.engines.tiering import NewTiering, Tiering
 from kvolt.engines.worker_control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
 from kvolt.engines.worker_handover import as_expanded, hand_over, new_handoffs, without_moved
@@ -173,6 +174,7 @@ class Worker:
         self._measure(info, component, began_at)
         if self.tiering is not None:
             self.tiering.tell_changes()
+            self._crew.start(tell_pool(self.tiering.cache.host, self.tell_anew), "pool")
         if self._neighbours is not None:
             self._neighbours.begin(instance.id)
         log.info("serving %s as %s with the %s engine", card.name, info.role, info.engine)
@@ -309,14 +311,14 @@ class Worker:
     def _before(self, request: Request) -> Coroutine[Any, Any, None] | None:
         """What is done before the engine has a request, or in its place: KV that comes from others or from a tier, or
         goes to others. None for most."""
-        work: Coroutine[Any, Any, None] | None = None
+        work: Callable[[], Coroutine[Any, Any, None]] | None = None
         is_handed_over = request.handoff is not None or request.rendezvous is not None
         if self.handoffs is not None and (request.prefill_only or is_handed_over):
-            work = hand_over(self.handoffs, request, self._open, self._submit, self._instance)
+            work = partial(hand_over, self.handoffs, request, self._open, self._submit, self._instance)
         comes_in_parts = request.rendezvous is not None and not request.prefill_only
         if self.tiering is not None and not comes_in_parts and (keys := self.tiering.names_below(request)):
             return bring_back(self.tiering, request, keys, self._open, self._submit, work)
-        return work
+        return None if work is None else work()
 
     def _submit(self, request: Request) -> None:
         """An engine's bug with one request is that request's failure."""
@@ -486,18 +488,18 @@ class Worker:
 
     async def tell_links(self, links: dict[str, Link]) -> None:
         """Register anew with the speeds at which KV comes here."""
-        async with self._telling:
-            if self.info is not None and self._generate is not None and links != self.info.links:
-                info = msgspec.structs.replace(self.info, links=links)
-                await self._runtime.update_info(self._generate, info)
-                self.info = info
+        await self.tell_anew(links=links)
 
     async def _tell_loras(self) -> None:
-        """Register anew if adapters have come or gone. One at a time: the last word must be the newest."""
+        await self.tell_anew(loras=loras_of(self._engine, self.features))
+
+    async def tell_anew(self, **changed: Any) -> None:
+        """Register anew if that is other than before. One at a time: the last word must be the newest."""
         async with self._telling:
-            loras = loras_of(self._engine, self.features)
-            if self.info is not None and self._generate is not None and loras != self.info.loras:
-                info = msgspec.structs.replace(self.info, loras=loras)
+            if self.info is None or self._generate is None:
+                return
+            info = msgspec.structs.replace(self.info, **changed)
+            if info != self.info:
                 await self._runtime.update_info(self._generate, info)
                 self.info = info
 

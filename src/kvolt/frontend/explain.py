@@ -96,6 +96,8 @@ class RouteExplainer:
 
 
 async def _completion_prompts(model: Model, asked: CompletionRequest) -> list[tuple[int, ...]]:
+    if asked.prompt_embeds is not None:
+        raise InvalidRequest("where a prompt of vectors goes is not explained", param="prompt_embeds")
     prompts = prompts_of(asked)
     if isinstance(prompts[0], str):
         texts = [str(prompt) for prompt in prompts]

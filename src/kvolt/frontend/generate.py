@@ -19,6 +19,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling
 from kvolt.frontend.admission import Admission
 from kvolt.frontend.answer import Answer, Plan
+from kvolt.frontend.embedded import embedded_prompts, stand_ins
 from kvolt.frontend.live import LiveAnswer, TokenFan
 from kvolt.frontend.metrics import FrontendMetrics
 from kvolt.frontend.models import Model, Models
@@ -32,6 +33,7 @@ from kvolt.frontend.openai_api.generation import (
     prompts_of,
 )
 from kvolt.frontend.openai_api.headers import RequestHints, check_json, hints
+from kvolt.frontend.openai_api.prompt_embeds import PromptEmbeds
 from kvolt.frontend.openai_api.requests import (
     ChatRequest,
     CompletionRequest,
@@ -47,9 +49,16 @@ from kvolt.frontend.preprocess import AskedChat, Reading
 from kvolt.frontend.query import check_one, query_body
 from kvolt.frontend.record import RequestRecord
 from kvolt.frontend.roles import with_roles
+from kvolt.frontend.takers import to_takers
 from kvolt.frontend.trace_recorder import TraceRecorder
 from kvolt.frontend.whole import WholeAnswer
-from kvolt.frontend.worker_request import build_request, check_prompt_logprobs, too_long
+from kvolt.frontend.worker_request import (
+    PROMPT_EMBEDS,
+    VLLM_XARGS,
+    build_request,
+    check_prompt_logprobs,
+    too_long,
+)
 from kvolt.journey.journey import Journey, Receiver
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.clock import Clock, new_id
@@ -97,11 +106,15 @@ class _Asked:
     """The rendered prompt of a chat."""
     texts: list[str] | None = None
     """The prompts of a completion, where they came as text."""
+    embeds: list[PromptEmbeds] | None = None
+    """The same, where they came as vectors."""
 
     @property
     def param(self) -> str:
         """What the client calls the prompt."""
-        return "messages" if isinstance(self.body, ChatRequest) else "prompt"
+        if isinstance(self.body, ChatRequest):
+            return "messages"
+        return "prompt" if self.embeds is None else PROMPT_EMBEDS
 
     def warn(self, text: str) -> None:
         known = self.headers.get("x-kvolt-warning")
@@ -126,6 +139,7 @@ class Generation:
         self._options = options
         self._recorder = recorder
         self._clock: Clock = runtime.ports.clock
+        self._blocking = runtime.ports.blocking
         self._rng = runtime.ports.rng
         self._loop = asyncio.get_running_loop()
         self._fan = TokenFan(self._clock.monotonic, metrics.stages["detokenize"].observe)
@@ -184,6 +198,8 @@ class Generation:
         self._admission.check(model.card.name, model.candidates(), model.capacity.max_batch_tokens)
         check_vocabulary(body, model.processor.vocabulary.size)
         options = options_of(body, model.defaults)
+        if options.vllm_xargs:
+            said = to_takers(model, said, VLLM_XARGS)
         record.stage("parse")
         # A client may use its own id for several requests at once; ours must tell them apart.
         request_id = http.id if said.request_id is None else new_id(self._rng)
@@ -206,9 +222,14 @@ class Generation:
         asked.record.stage("tokenize")
 
     async def _prepare_completion(self, asked: _Asked, body: CompletionRequest) -> None:
+        card, most = asked.model.card, asked.options.max_tokens or 1
+        if body.prompt_embeds is not None:
+            asked.hints = to_takers(asked.model, asked.hints, PROMPT_EMBEDS)
+            asked.embeds = await embedded_prompts(body.prompt_embeds, card, most, self._blocking)
+            asked.prompts = [stand_ins(each) for each in asked.embeds]
+            return
         given = asked.hints.token_data
         prompts = prompts_of(body) if given is None else [given]
-        card = asked.model.card
         if isinstance(prompts[0], str):
             asked.texts = [str(prompt) for prompt in prompts]
             special = body.add_special_tokens is not False
@@ -217,7 +238,7 @@ class Generation:
             asked.prompts = [tuple(map(int, prompt)) for prompt in prompts]
         for prompt in asked.prompts:
             if len(prompt) >= card.context_length:
-                raise too_long(card, len(prompt), asked.options.max_tokens or 1, "prompt")
+                raise too_long(card, len(prompt), most, "prompt")
 
     def _requests(self, asked: _Asked) -> list[Request]:
         several = len(asked.prompts) > 1
@@ -236,6 +257,7 @@ class Generation:
                     asked.param,
                     asked.model.most_tokens - len(prompt) if is_chat else _COMPLETION_TOKENS,
                     asked.model.lora,
+                    None if asked.embeds is None else asked.embeds[number],
                 )
             )
         return requests

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from kvolt.core.card import ModelCard
@@ -11,7 +13,11 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, StopConditions
 from kvolt.frontend.openai_api.generation import GenerationOptions
 from kvolt.frontend.openai_api.headers import RequestHints
+from kvolt.frontend.openai_api.prompt_embeds import PromptEmbeds
 
+VLLM_XARGS = "vllm_xargs"
+PROMPT_EMBEDS = "prompt_embeds"
+"""Parts of `Request.extra`, which not every worker takes (`EngineInfo.extras`)."""
 _MAX_PROMPT_LOGPROBS = 131_072
 
 
@@ -46,10 +52,12 @@ def build_request(
     param: str = "prompt",
     most_unasked: int | None = None,
     lora: str | None = None,
+    embeds: PromptEmbeds | None = None,
 ) -> Request:
     """What the worker gets, checked against the model's context. `param` is what the client calls the prompt.
 
-    A request that names no limit may take what the context has room for, or `most_unasked` of it.
+    A request that names no limit may take what the context has room for, or `most_unasked` of it. `embeds`: the prompt,
+    where it came as vectors; `prompt` then is as many tokens, which say nothing.
     """
     if not prompt:
         raise InvalidRequest("the prompt is empty", param=param)
@@ -59,7 +67,8 @@ def build_request(
         wanted = max(room if most_unasked is None else min(most_unasked, room), 1)
     if wanted > room:
         raise too_long(card, len(prompt), wanted, "max_tokens" if room > 0 else param)
-    hasher = SequenceHasher(card.block_size, request_seed(lora, said.salt))
+    salt = said.salt if embeds is None else f"{said.salt or ''}/{embeds.digest}"
+    hasher = SequenceHasher(card.block_size, request_seed(lora, salt))
     hasher.extend(prompt)
     return Request(
         request_id=request_id,
@@ -75,10 +84,17 @@ def build_request(
         ),
         sampling=options.sampling,
         grammar=options.grammar,
-        salt=said.salt,
+        salt=salt,
         lora=lora,
         routing=said.routing,
-        extra={"logits_processors": msgspec.to_builtins(options.logits_processors)}
-        if options.logits_processors
-        else {},
+        extra=_extra(options, embeds),
     )
+
+
+def _extra(options: GenerationOptions, embeds: PromptEmbeds | None) -> dict[str, Any]:
+    given = {
+        "logits_processors": msgspec.to_builtins(options.logits_processors),
+        VLLM_XARGS: options.vllm_xargs,
+        PROMPT_EMBEDS: None if embeds is None else embeds.text,
+    }
+    return {name: value for name, value in given.items() if value}

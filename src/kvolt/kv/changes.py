@@ -21,7 +21,6 @@ class ChangeLog:
 
     __slots__ = (
         "_changes",
-        "_limit",
         "_num_blocks",
         "_parent",
         "_position",
@@ -29,10 +28,11 @@ class ChangeLog:
         "_stored",
         "_tier",
         "is_lost",
+        "limit",
     )
 
     def __init__(self, limit: int, tier: Tier = Tier.DEVICE) -> None:
-        self._limit = limit
+        self.limit = limit
         self._tier = tier
         self._parent: SequenceHash | None = None
         self._position = 0
@@ -75,7 +75,7 @@ class ChangeLog:
 
     def _is_full(self, num_more: int) -> bool:
         self._num_blocks += num_more
-        if self._num_blocks > self._limit and not self.is_lost:
+        if self._num_blocks > self.limit and not self.is_lost:
             self._reset()
             self.is_lost = True
         return self.is_lost

@@ -2,7 +2,8 @@
 
 Drives a Feed for each worker: reads the event plane, asks workers for what was lost, and performs on the index what
 the feed says. A worker that registers is asked for all that it holds; one that is gone takes its places along.
-Events that the plane lost with none after them show when a worker that was not heard of for a while is asked.
+Events that the plane lost with none after them show when a worker that was not heard of for a while is asked. Pools
+that workers name are followed just as these (`ingest_pools`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvEventBatch
 from kvolt.router.index import BlockIndex
 from kvolt.router.ingest_asking import ask_worker
+from kvolt.router.ingest_pools import POOL_RANKS, NamedPools, PoolShares, is_pool
 from kvolt.router.ingest_slots import InstanceSlots
 from kvolt.router.ingest_state import (
     BUFFER_BYTES,
@@ -80,7 +82,7 @@ class IngestOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Followed:
-    """One worker whose events are taken."""
+    """One worker, or pool, whose events are taken."""
 
     instance: Instance
     feed: Feed
@@ -112,6 +114,8 @@ class KvIngest:
         self._at_once = asyncio.Semaphore(self._options.max_asked)
         self._crew = Crew(f"kv ingest {client.endpoint}")
         self._stream: EventStream | None = None
+        self._pools = NamedPools(runtime, client.endpoint.namespace, self._on_instances)
+        self._shares = PoolShares()
         self.slots_version = 0
         """Another one whenever a worker has got or lost its places in the index."""
         self.stats = IngestStats()
@@ -127,6 +131,7 @@ class KvIngest:
     async def close(self) -> None:
         """Gives the places in the index back. Safe to repeat."""
         await self._crew.close()
+        await self._pools.close()
         if self._stream is not None:
             await self._stream.aclose()
         while self._followed:
@@ -140,8 +145,12 @@ class KvIngest:
         return self._index.find(hashes)
 
     def find_below(self, hashes: tuple[int, ...]) -> npt.NDArray[np.int32] | None:
-        """By tier; None where nobody tells of one below its device."""
-        return self._index.find_own(hashes) if self.stats.tells_below else None
+        """By tier, with what a worker's pool has; None where nobody tells of one below its device."""
+        if not self.stats.tells_below:
+            return None
+        below = self._index.find_own(hashes)
+        self._shares.count(below)
+        return below
 
     def slot_of(self, instance_id: InstanceId, dp_rank: int = 0) -> int | None:
         """None where nothing is known of it."""
@@ -167,18 +176,25 @@ class KvIngest:
         """Events that were heard of and are not in the index yet."""
         return sum(followed.feed.num_behind for followed in self._followed.values())
 
+    @property
+    def num_pools(self) -> int:
+        """That are followed for these workers."""
+        return sum(is_pool(followed.instance) for followed in self._followed.values())
+
     def num_in(self, state: FeedState) -> int:
         """Registered workers in a state."""
         if state is FeedState.NO_EVENTS:
             return len(self._refused)
-        return sum(followed.feed.state is state for followed in self._followed.values())
+        workers = [each for each in self._followed.values() if not is_pool(each.instance)]
+        return sum(followed.feed.state is state for followed in workers)
 
     # --- workers
 
     def _on_instances(self) -> None:
         if self._crew.closed:
             return
-        there = {instance.id: instance for instance in self._client.instances()}
+        workers = self._client.instances()
+        there = {instance.id: instance for instance in (*workers, *self._pools.named_by(workers))}
         for instance_id in [each for each in self._followed if each not in there]:
             self._leave(self._followed.pop(instance_id))
         for instance_id in [each for each in self._refused if each not in there]:
@@ -189,11 +205,21 @@ class KvIngest:
                 followed.instance = instance
             elif instance_id not in self._refused:
                 self._meet(instance)
+        self._share_pools()
+
+    def _share_pools(self) -> None:
+        pairs: list[tuple[int, int]] = []
+        for instance_id, followed in self._followed.items():
+            name = self._pools.of(instance_id)
+            pool = None if name is None else self._followed.get(name)
+            if pool is not None:
+                pairs += ((slot, pool.slots.all[0]) for slot in followed.slots.all)
+        self._shares = PoolShares(pairs)
 
     def _meet(self, instance: Instance) -> None:
         try:
-            info = self._checked_info(instance)
-            slots = InstanceSlots(self._index, info.dp_ranks, self.stats)
+            ranks = POOL_RANKS if is_pool(instance) else self._checked_info(instance).dp_ranks
+            slots = InstanceSlots(self._index, ranks, self.stats)
         except ValueError as error:
             self._refused[instance.id] = str(error)
             log.warning("the KV events of %s (%s) are not used: %s", instance.process, instance.id, error)

@@ -30,6 +30,10 @@ class InstanceSlots:
     def of(self, dp_rank: int) -> int | None:
         return self._by_rank.get(dp_rank)
 
+    @property
+    def all(self) -> tuple[int, ...]:
+        return tuple(self._by_rank.values())
+
     def close(self) -> None:
         while self._by_rank:
             self._index.remove_worker(self._by_rank.popitem()[1])

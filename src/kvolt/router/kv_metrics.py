@@ -102,6 +102,7 @@ _GAUGES: tuple[_Value, ...] = (
     (f"{_OURS}_index_bytes", "Memory of the index of held blocks", lambda it: it.index.num_bytes),
     (f"{_OURS}_index_blocks", "Different blocks in the index", lambda it: it.index.num_blocks),
     (f"{_OURS}_index_pairs", "Blocks at workers in the index", lambda it: it.index.num_pairs),
+    (f"{_OURS}_pools", "Shared pools of KV whose events are used", lambda it: it.ingest.num_pools),
     (f"{_OURS}_events_behind", "KV events heard of and not indexed yet", lambda it: it.ingest.num_behind),
     (
         f"{_OURS}_approximate_workers",

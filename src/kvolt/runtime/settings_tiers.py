@@ -17,6 +17,14 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="Memory of the host: 4GiB, 1000blocks, or 2x what the device holds. Empty for no tiers."
         ),
     ] = ""
+    host_high_water: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=0.5,
+            description="Share of it for blocks that wait for a tier below: the next ones stay until they are there.",
+        ),
+    ] = 0.25
     disk: Annotated[
         str, Meta(description="Room on a disk below that, which survives restarts. Empty for none.")
     ] = ""
@@ -30,6 +38,31 @@ class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(ge=1, le=15, description="How often a block is to be seen before it is written to the disk."),
     ] = 1
+    disk_compression: Annotated[
+        Literal["none", "fp8"],
+        Meta(
+            description="fp8: eight bits for each value there, lossy, for two to four times as many blocks."
+        ),
+    ] = "none"
+    disk_low_water: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=0.5,
+            description="Share of the disk's slots: with fewer free, room is made ahead of what is written next.",
+        ),
+    ] = 0.01
+    disk_high_water: Annotated[
+        float,
+        Meta(ge=0, le=0.5, description="And as many are free then as this share. 0: none ahead of need."),
+    ] = 0.02
+    disk_direct: Annotated[
+        bool,
+        Meta(
+            description="Bring blocks from the disk straight into the engine's memory by NIXL, which takes GPUDirect "
+            "Storage where the system has it."
+        ),
+    ] = False
     object: Annotated[
         str,
         Meta(

@@ -22,7 +22,7 @@ from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.testing.discovery_observer import expect
 from kvolt.transfer.memory import Numbers
 
-SHAPE = BlockShape(3000, 2)
+SHAPE = BlockShape(3000, 2, "float16")
 """No whole number of pages, of two ranks."""
 NUM_SLOTS = 32
 
@@ -36,6 +36,10 @@ class Harness(Protocol):
 
     def spoil(self, key: BlockKey) -> None:
         """Change a bit of a block that is there, behind the tier's back."""
+        ...
+
+    def kept(self, data: bytes) -> bytes:
+        """What comes back of a block with these bytes: the same, but of a tier that is lossy."""
         ...
 
     async def close(self) -> None:
@@ -61,8 +65,9 @@ def chain(name: str, num_blocks: int) -> list[TierBlock]:
 class _Bench:
     """A tier, and a memory that its blocks come from and go to."""
 
-    def __init__(self, tier: LowerTier) -> None:
+    def __init__(self, tier: LowerTier, kept: Callable[[bytes], bytes]) -> None:
         self.tier = tier
+        self.kept = kept
         self.memory = SlotMemory(SHAPE, NUM_SLOTS)
 
     def fill(self, blocks: Sequence[TierBlock]) -> list[int]:
@@ -79,7 +84,7 @@ class _Bench:
 
     def holds(self, slot: int, block: TierBlock) -> bool:
         with self.memory.block(slot) as view:
-            return view == _contents(block)
+            return view == self.kept(_contents(block))
 
     async def write(self, blocks: Sequence[TierBlock]) -> None:
         await self.tier.write(blocks, self.fill(blocks), self.memory, _slots(len(blocks)))
@@ -99,7 +104,9 @@ class _Bench:
 
 
 def _contents(block: TierBlock) -> bytes:
-    return np.random.default_rng(int.from_bytes(block.key[:4], "little")).bytes(SHAPE.block_bytes)
+    """Numbers of its dtype, such as KV is."""
+    draw = np.random.default_rng(int.from_bytes(block.key[:4], "little"))
+    return draw.standard_normal(SHAPE.block_bytes // 2).astype(np.float16).tobytes()
 
 
 def _slots(count: int) -> Numbers:
@@ -114,7 +121,7 @@ def _keys(blocks: Sequence[TierBlock]) -> list[BlockKey]:
 async def _bench(harness: Harness) -> AsyncIterator[_Bench]:
     tier = await harness.open()
     await tier.start()
-    bench = _Bench(tier)
+    bench = _Bench(tier, harness.kept)
     try:
         yield bench
         tier.check_integrity()
@@ -223,7 +230,7 @@ async def reading_while_it_writes_is_right(harness: Harness) -> None:
     old, new = chain("old", 12), chain("new", 12)
     async with _bench(harness) as bench:
         await bench.write(old)
-        other = _Bench(bench.tier)
+        other = _Bench(bench.tier, bench.kept)
         sums = other.fill(new)
         try:
             _, came = await asyncio.gather(

@@ -74,6 +74,14 @@ class CudaMemory:
         return self.tensor.nbytes
 
     @property
+    def address(self) -> int:
+        return self.tensor.data_ptr()
+
+    @property
+    def ordinal(self) -> int | None:
+        return self._device.index if self._device.type == "cuda" else None
+
+    @property
     def numa_node(self) -> int | None:
         if self._device.type != "cuda":
             return None

@@ -49,6 +49,16 @@ class DeviceMemory(Protocol):
     def num_bytes(self) -> int: ...
 
     @property
+    def address(self) -> int:
+        """Where it begins, as this process knows it."""
+        ...
+
+    @property
+    def ordinal(self) -> int | None:
+        """The number of the device in this process; None where it is the host's memory in truth, as tests have it."""
+        ...
+
+    @property
     def numa_node(self) -> int | None:
         """The part of the host's memory that is nearest to it; None where there are no parts, or it is not known."""
         ...

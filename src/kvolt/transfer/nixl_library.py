@@ -15,7 +15,7 @@ from kvolt.core.errors import ConfigError, Unsupported
 
 _NAMES = ("nixl", "nixl_cu13", "nixl_cu12")
 """The first chooses between the others."""
-_BACKEND = "UCX"
+_BETWEEN_PROCESSES = "UCX"
 REMEDY = (
     "pip install --no-deps nixl-cu12==1.5.1 (its own dependencies would choose a torch), or leave NIXL off"
 )
@@ -32,20 +32,18 @@ def require() -> None:
         raise ConfigError("NIXL is asked for and not installed", key="transfer.nixl", remedy=REMEDY)
 
 
-def new_agent(name: str) -> Any:
+def new_agent(name: str, backend: str = _BETWEEN_PROCESSES) -> Any:
     """Takes half a second the first time. For one thread at a time. Unsupported where it does not work here."""
     try:
         library = _load()
         agent = library.nixl_agent(
-            name, library.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
+            name, library.nixl_agent_config(enable_prog_thread=False, backends=[backend])
         )
     except Exception as error:  # NIXL's errors have no base of their own
-        raise Unsupported(
-            f"NIXL does not work here: {error!r}. Where UCX_TLS is set, it must have tcp in it",
-            feature="nixl",
-        ) from None
-    if _BACKEND not in agent.backends:
-        raise Unsupported(f"NIXL has no {_BACKEND} here", feature="nixl")
+        hint = ". Where UCX_TLS is set, it must have tcp in it" if backend == _BETWEEN_PROCESSES else ""
+        raise Unsupported(f"NIXL's {backend} does not work here: {error!r}{hint}", feature="nixl") from None
+    if backend not in agent.backends:
+        raise Unsupported(f"NIXL has no {backend} here", feature="nixl")
     return agent
 
 

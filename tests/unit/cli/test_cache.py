@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit.kv.tiers.tier_lab import BLOCK_BYTES, contents, sequence
+from tests.unit.kv.tiers.tier_lab import BLOCK_BYTES, contents, in_eight_bits, sequence
 
 from kvolt.cli.main import main
 from kvolt.kv.tiers.books import Slot
 from kvolt.kv.tiers.disk import DiskFiles
+from kvolt.kv.tiers.disk_blocks import DiskBlocks
+from kvolt.kv.tiers.eight_bits import EightBits
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 
 SHAPE = BlockShape(BLOCK_BYTES)
@@ -115,6 +117,41 @@ def test_the_bytes_of_a_block(folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert "is not what was written" in capsys.readouterr().err
     assert main(["cache", "export", "ffffffffff", str(out), "--dir", str(folder)]) == 2
     assert "no block" in capsys.readouterr().err
+
+
+def test_a_folder_in_eight_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = BlockShape(5000, 2, "bfloat16")
+    files, memory = DiskFiles(tmp_path, shape, 20, EightBits.of(shape)), SlotMemory(shape, 5)
+    places, there = np.arange(5, dtype=np.int64), DiskBlocks(files)
+    for index, block in enumerate(BLOCKS):
+        with memory.block(index) as view:
+            view[:] = contents(block, num_bytes=10_000)
+    sums = memory.checksums(places, [block.key for block in BLOCKS]).tolist()
+    there.write(BLOCKS, sums, [Slot(each) for each in range(5)], memory, places)
+    for each in (there, files, memory):
+        each.close()
+    where = ("--dir", str(tmp_path))
+    assert main(["cache", "stat", *where]) == 0
+    assert "bfloat16 in eight bits (lossy)" in capsys.readouterr().out
+    assert main(["cache", "stat", "--json", *where]) == 0
+    [row] = json.loads(capsys.readouterr().out)
+    assert (row["form"], row["bytes"]) == ("fp8x64-bfloat16", 5 * 2 * (2500 + 40))
+    assert main(["cache", "ls", *where]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    out = tmp_path / "block.bin"
+    assert main(["cache", "export", BLOCKS[3].key.hex(), str(out), *where]) == 0
+    assert out.read_bytes() == in_eight_bits(contents(BLOCKS[3], num_bytes=10_000), shape)
+    assert main(["cache", "verify", *where]) == 0
+    [path] = tmp_path.rglob("blocks-0000")
+    data = bytearray(path.read_bytes())
+    data[files.shape.slot_bytes + 5070] ^= 1  # the last byte that says how large a group is
+    path.write_bytes(data)
+    assert main(["cache", "verify", *where]) == 1
+    assert f"corrupt: {BLOCKS[1].key.hex()}" in capsys.readouterr().out
+    [about] = tmp_path.rglob("about.json")
+    about.write_text(about.read_text().replace("fp8x64", "fp6x32"))
+    assert main(["cache", "stat", *where]) == 2
+    assert "another version" in capsys.readouterr().err
 
 
 def test_a_folder_without_any_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

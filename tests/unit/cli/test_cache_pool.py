@@ -17,6 +17,7 @@ from kvolt.cli.pools import pools_of
 from kvolt.cli.tiers import with_tiers
 from kvolt.core.errors import ConfigError
 from kvolt.core.kv_events import Tier
+from kvolt.kv.tiers import eight_bits
 from kvolt.kv.tiers.pool_server import PoolServer
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.settings import Settings, WorkerSettings
@@ -35,7 +36,8 @@ def groups(*tiers: TierSettings, model: str = "m") -> Settings:
 def test_groups_of_equal_tiers_have_one_pool(tmp_path: Path) -> None:
     other = msgspec.structs.replace(SHARED, host="9MiB")
     plain = TierSettings(host="4MiB")
-    with pools_of(groups(SHARED, SHARED, other, plain), tmp_path) as (settings, specs):
+    config = tmp_path / "workers.toml"
+    with pools_of(groups(SHARED, SHARED, other, plain), tmp_path, config) as (settings, specs):
         assert [spec.name for spec in specs] == ["kv-pool-0", "kv-pool-1"]
         assert {spec.stage for spec in specs} == {-1}, "they end after the workers"
         pools = [group.tiers.pool for group in settings.workers]
@@ -46,6 +48,8 @@ def test_groups_of_equal_tiers_have_one_pool(tmp_path: Path) -> None:
         command = specs[0].argv
         assert command[command.index("--host") + 1] == "8MiB"
         assert command[command.index("--disk") + 1] == "16MiB"
+        assert command[command.index("--config") + 1] == str(config), "it is found where workers are"
+        assert command[command.index("--name") + 1] == "kv-pool-0"
 
 
 def test_nothing_is_shared_unless_it_is_asked_for(tmp_path: Path) -> None:
@@ -63,9 +67,15 @@ def test_a_socket_has_a_short_path(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_the_settings_say() -> None:
-    command = serve_command(Path("/s"), TierSettings(host="1GiB", object="s3://b/kv", eviction="s3fifo"))
+    tiers = TierSettings(
+        host="1GiB", disk_compression="fp8", disk_low_water=0.0, object="s3://b/kv", eviction="s3fifo"
+    )
+    command = serve_command(Path("/s"), tiers, "pool-7", Path("/w.toml"))
     assert command[3:] == (
-        *("cache", "serve", "--socket", "/s", "--host", "1GiB", "--disk-touches", "1"),
+        *("cache", "serve", "--name", "pool-7", "--socket", "/s", "--config", "/w.toml"),
+        *("--host", "1GiB", "--host-high-water", "0.25"),
+        *("--disk-touches", "1", "--disk-compression", "fp8"),
+        *("--disk-low-water", "0.0", "--disk-high-water", "0.02"),
         *("--object", "s3://b/kv", "--object-touches", "2"),
         *("--object-compression", "none", "--eviction", "s3fifo"),
     )
@@ -85,8 +95,24 @@ async def test_the_tiers_of_a_pool(tmp_path: Path) -> None:
     await host.close()
 
 
+async def test_a_pool_knows_what_values_its_workers_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(eight_bits, "IS_NATIVE", False)
+    tiers = TierSettings(host="100blocks", disk="10MiB", disk_dir=str(tmp_path), disk_compression="fp8")
+    new = new_host(tiers, lambda: 0.0)
+    host = new(BlockShape(1 << 20, 1, "bfloat16"))
+    await host.start()
+    assert host.size(Tier.DISK)[1] == 19, "of a mebibyte each without"
+    assert host.shape_in(Tier.DISK).block_bytes == (1 << 19) + (1 << 13)
+    await host.close()
+    assert "a tenth of the speed" in caplog.text
+    with pytest.raises(ConfigError, match="does not say of what values"):
+        new(BlockShape(1 << 20))
+
+
 def flags(**more: object) -> argparse.Namespace:
-    names = ("kv_host", "kv_disk", "kv_disk_dir", "kv_object", "kv_pool", "kv_peers")
+    names = ("kv_host", "kv_disk", "kv_disk_dir", "kv_disk_direct", "kv_object", "kv_pool", "kv_peers")
     return argparse.Namespace(**{**dict.fromkeys(names), **more})
 
 

@@ -28,3 +28,13 @@ def test_brackets_and_problems_are_shown_as_they_are() -> None:
     assert lines[3].rstrip() == (
         "gone[red] at [fd00::3]:1 does not answer: cannot connect to [fd00::3]:1: refused"
     )
+
+
+def test_what_a_process_without_an_engine_is() -> None:
+    for details, kind in (({"pool": {"host": 3}}, "pool"), ({"router": {}}, "router"), ({}, "frontend")):
+        status = ProcessStatus(
+            name="a", address="", uptime_s=1.0, connections=0, calls_open=0, endpoints=(), details=details
+        )
+        out = io.StringIO()
+        Console(file=out, width=160).print(picture([ProcessView("p", "host:1", None, status)]))
+        assert out.getvalue().splitlines()[1].split()[:2] == ["p", kind]

@@ -21,11 +21,12 @@ from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.runtime.settings import WorkerSettings
 from kvolt.runtime.settings_tiers import TierSettings
+from kvolt.transfer import nixl_library
 from kvolt.transfer.agent import TransferAgent
 
 
 def flags(**given: str | bool) -> argparse.Namespace:
-    names = ("kv_host", "kv_disk", "kv_disk_dir", "kv_object", "kv_pool", "kv_peers")
+    names = ("kv_host", "kv_disk", "kv_disk_dir", "kv_disk_direct", "kv_object", "kv_pool", "kv_peers")
     return argparse.Namespace(**{**dict.fromkeys(names), **given})
 
 
@@ -38,6 +39,21 @@ def test_flags_come_before_the_config() -> None:
 def test_a_size_that_is_none_is_told_before_anything_is_started() -> None:
     with pytest.raises(ConfigError, match="'plenty' is no size"):
         with_tiers(WorkerSettings(), flags(kv_disk="plenty"))
+
+
+def test_marks_and_forms_that_cannot_be_are_told_before_anything_is_started() -> None:
+    with pytest.raises(ConfigError, match="that wait is none"):
+        with_tiers(WorkerSettings(tiers=TierSettings(host_high_water=0.9)), flags())
+    with pytest.raises(ConfigError, match="watermarks"):
+        with_tiers(WorkerSettings(tiers=TierSettings(disk_low_water=0.1)), flags(kv_disk="1GiB"))
+    packed = TierSettings(disk="1GiB", disk_compression="fp8", disk_direct=True)
+    with pytest.raises(ConfigError, match="eight bits"):
+        with_tiers(WorkerSettings(tiers=packed), flags())
+
+
+def test_flags_say_how_blocks_lie_on_a_disk() -> None:
+    said = with_tiers(WorkerSettings(), flags(kv_disk="1GiB", kv_disk_compression="fp8"))
+    assert said.tiers.disk_compression == "fp8"
 
 
 def test_without_sizes_there_are_none() -> None:
@@ -54,6 +70,15 @@ def test_workers_that_share_need_something_to_share() -> None:
     with pytest.raises(ConfigError, match="not from both"):
         with_tiers(WorkerSettings(), flags(kv_host="1GiB", kv_peers=True, kv_pool="/s"))
     assert with_tiers(WorkerSettings(), flags(kv_host="1GiB", kv_peers=True)).tiers.peers
+
+
+def test_what_comes_straight_from_a_disk_needs_one_and_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="there is none"):
+        with_tiers(WorkerSettings(), flags(kv_host="1GiB", kv_disk_direct=True))
+    assert with_tiers(WorkerSettings(), flags(kv_disk="1GiB", kv_disk_direct=True)).tiers.disk_direct
+    monkeypatch.setattr(nixl_library, "_NAMES", ("nixl_of_nobody",))
+    with pytest.raises(ConfigError, match="not installed"):
+        with_tiers(WorkerSettings(), flags(kv_disk="1GiB", kv_disk_direct=True))
 
 
 async def test_other_workers_come_before_a_store_and_after_a_disk(tmp_path: Path) -> None:
@@ -95,6 +120,9 @@ async def test_what_cannot_be_is_told_with_a_remedy(tmp_path: Path) -> None:
     assert "would hold" in (await refusal(TierSettings(host="1B"))).message
     assert "GiB left" in (await refusal(TierSettings(host="4000TiB"))).message
     where = str(tmp_path / "kv")
+    packed = await refusal(TierSettings(disk="1GiB", disk_dir=where, disk_compression="fp8"))
+    assert "its values are sim; known: float32" in packed.message
+    assert "leave out disk_compression" in packed.fields["remedy"]
     assert "would hold 0 blocks" in (await refusal(TierSettings(disk="1B", disk_dir=where))).message
     (tmp_path / "file").touch()
     told = await refusal(TierSettings(disk="1GiB", disk_dir=str(tmp_path / "file")))

@@ -32,6 +32,7 @@ from kvolt.frontend.edge import edge_server
 from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.models import ModelOptions, Models
 from kvolt.frontend.trace_recorder import TraceRecorder
+from kvolt.router.policies import find_router
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.call import Deadlines, ResponseStream
 from kvolt.runtime.client import EndpointClient
@@ -197,10 +198,11 @@ class Lab:
         model_options: ModelOptions | None = None,
         max_requests: int = 1000,
         limits: HttpLimits | None = None,
+        router: str = "round-robin",
     ) -> Frontend:
         """Wired as `kvolt frontend` does it."""
         runtime = await self.runtime(name)
-        models = Models(runtime, NAMESPACE, model_options)
+        models = Models(runtime, NAMESPACE, model_options, find_router(router))
         models.start()
         self._closing.append(models.close)
         loads = WorkerLoads()

@@ -96,6 +96,19 @@ async def _group_ends(module: Path, by_us: bool) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_after_its_end_its_number_is_left_alone(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another's by then."""
+    module.write_text("print('here')")
+    child = await _started(leads_group=True)
+    told: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda pid, _: told.append(pid))
+    await child.ended()
+    assert told == [child.pid], "what it has left behind, once"
+    child.kill()
+    assert await child.ended() == "exited with code 0"
+    assert told == [child.pid]
+
+
 def test_a_group_ends_on_uvloop_as_well(module: Path) -> None:
     """Which is what workers run on, and does not know all that asyncio's own loop does."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

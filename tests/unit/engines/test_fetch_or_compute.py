@@ -22,7 +22,10 @@ def choice(
 
 
 def judged(block_s: float, num_blocks: int = 64, **more: int) -> Verdict:
-    return choice({Tier.HOST: block_s}, **more).judge(num_blocks * BLOCK + 1, 0, [Tier.HOST] * num_blocks)
+    """Once the tier was tried."""
+    made, prompt = choice({Tier.HOST: block_s}, **more), (num_blocks * BLOCK + 1, 0, [Tier.HOST] * num_blocks)
+    made.judge(*prompt)
+    return made.judge(*prompt)
 
 
 def test_what_is_quick_is_waited_for() -> None:
@@ -35,13 +38,20 @@ def test_what_is_about_as_fast_as_to_compute_comes_meanwhile() -> None:
 
 def test_what_is_far_slower_is_not_brought() -> None:
     slow = choice({Tier.HOST: 10.0})
-    assert slow.judge(64 * BLOCK + 1, 0, [Tier.HOST] * 64) == Verdict(0)
-    assert slow.num_declined == 64
+    told = [slow.judge(64 * BLOCK + 1, 0, [Tier.HOST] * 64) for _ in range(3)]
+    assert told == [Verdict(64, is_meanwhile=True), Verdict(0), Verdict(0)], "it is tried, beside the engine"
+    assert slow.num_declined == 128
 
 
 def test_an_engine_that_computes_it_all_in_a_step_does_not_share_the_work() -> None:
     assert judged(0.008, step_blocks=64) == Verdict(64)
     assert judged(0.03, step_blocks=64) == Verdict(0)
+
+
+def test_three_large_steps_are_two_where_the_last_blocks_come_meanwhile() -> None:
+    """Its third step is planned when the second begins; what that would compute has come by then."""
+    assert judged(0.016, step_blocks=26) == Verdict(64, is_meanwhile=True)
+    assert judged(0.016, step_blocks=32) == Verdict(0), "two would be two all the same"
 
 
 def test_a_few_blocks_are_brought_or_computed() -> None:
@@ -68,8 +78,15 @@ def test_without_a_model_all_is_brought() -> None:
 
 def test_what_was_refused_is_tried_now_and_then() -> None:
     slow = choice({Tier.HOST: 10.0})
-    told = [slow.judge(64 * BLOCK + 1, 0, [Tier.HOST] * 64).num_blocks for _ in range(32)]
-    assert told.count(64) == 2
+    told = [slow.judge(64 * BLOCK + 1, 0, [Tier.HOST] * 64) for _ in range(32)]
+    assert [told.count(Verdict(64, is_meanwhile)) for is_meanwhile in (True, False)] == [1, 2]
+
+
+def test_what_would_be_waited_for_is_tried_more_seldom() -> None:
+    """Blocks of a quick tier lie before those of the slow one: they are not to come late for that."""
+    both = choice({Tier.HOST: 0.0001, Tier.DISK: 1.0})
+    told = [both.judge(64 * BLOCK + 1, 0, [Tier.HOST] * 60 + [Tier.DISK] * 4) for _ in range(16)]
+    assert told == [Verdict(60)] * 15 + [Verdict(64)]
 
 
 def test_looking_is_worth_a_part_of_what_it_may_save() -> None:

@@ -74,6 +74,7 @@ def test_the_hashes_are_those_of_a_request() -> None:
         (encoded(prompt=["a", "b"]), InvalidRequest, "one prompt"),
         (encoded(prompt=""), InvalidRequest, "prompt"),
         (encoded(messages=3), InvalidRequest, "messages"),
+        (encoded(prompt_embeds="AAAA"), InvalidRequest, "vectors"),
     ],
 )
 def test_what_cannot_be_explained_is_refused(body: bytes, error: type[KvoltError], words: str) -> None:

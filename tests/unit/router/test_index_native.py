@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvolt.kv.tiers import eight_bits
 from kvolt.router import index, prices
 from kvolt.transfer import block_bytes
 
@@ -62,6 +63,7 @@ def test_a_machine_with_a_compiler_has_it(hook: ModuleType) -> None:
     assert index.IS_NATIVE, "`pip install -e .` builds it"
     assert prices.native_look is not None
     assert block_bytes.IS_NATIVE
+    assert eight_bits.IS_NATIVE
 
 
 def test_without_a_compiler_a_wheel_is_plain_and_says_so(

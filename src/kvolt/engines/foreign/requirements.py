@@ -1,4 +1,4 @@
-"""Whether an engine's package is one that its adapter was made for: told at the start, by name, not in the middle."""
+"""Whether a package of others is one that our code was made for: told at the start, by name, not in the middle."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ log = logging.getLogger(__name__)
 
 
 class Requirement(msgspec.Struct, frozen=True, kw_only=True):
-    """What an adapter uses of a package."""
+    """What some code of ours uses of a package."""
 
-    engine: str
+    user: str
+    """That code, as people know it: `the vllm engine`."""
+    key: str = "engine"
+    """The setting by which they chose it."""
     distributions: Sequence[str]
     """Under which its version may be known: the first that is installed counts."""
     tested: Sequence[str]
@@ -43,20 +46,22 @@ def check_requirement(wanted: Requirement) -> str:
     found = installed_version(wanted.distributions)
     if found is None:
         raise ConfigError(
-            f"the {wanted.engine} engine needs {wanted.distributions[0]}, which is not installed",
-            key="engine",
+            f"{wanted.user} needs {wanted.distributions[0]}, which is not installed",
+            key=wanted.key,
             remedy=wanted.remedy,
         )
     tested = ", ".join(f"{each}*" if each.endswith(".") else each for each in wanted.tested)
     missing = [symbol for symbol in wanted.symbols if _lacks(symbol)]
     if missing:
         raise ConfigError(
-            f"{wanted.distributions[0]} {found} has no {', '.join(missing)}, which kvolt's adapter uses",
-            key="engine",
+            f"{wanted.distributions[0]} {found} has no {', '.join(missing)}, which {wanted.user} uses",
+            key=wanted.key,
             remedy=f"tested with {tested}: {wanted.remedy}",
         )
     if not any(_is_version(found, each) for each in wanted.tested):
-        log.warning("%s %s was not tested with this kvolt (tested: %s)", wanted.engine, found, tested)
+        log.warning(
+            "%s %s was not tested with this kvolt (tested: %s)", wanted.distributions[0], found, tested
+        )
     return found
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from kvolt.core.errors import Unsupported
-from kvolt.core.request import Request
+from kvolt.core.request import Request, Sampling
 from kvolt.engines.foreign.answers import Choice
+
+OUTPUT_PENALTIES = ("presence_penalty", "frequency_penalty")
+"""Of what was said, and not of the prompt."""
+PENALTIES = (*OUTPUT_PENALTIES, "repetition_penalty")
+_NONE = Sampling()
 
 
 def first_tokens(request: Request) -> tuple[int, ...] | None:
@@ -24,16 +31,15 @@ def given_tokens(request: Request, index: int) -> list[int]:
     return [*request.token_ids, *before]
 
 
-def check_resumable(request: Request, engine: str, penalties: str) -> None:
+def check_resumable(request: Request, engine: str, penalties: str, of: Collection[str] = PENALTIES) -> None:
     """Unsupported for one that would not go on as if nothing had happened.
 
-    `penalties`: why those of the engine would not be the same after what it takes for the prompt."""
-    sampling = request.sampling
+    `penalties`: why those of the engine would not be the same after what it takes for the prompt. `of`: which ones."""
     if request.grammar is not None:
         raise Unsupported(
             f"{engine} cannot go on in the middle of a grammar", feature="resume with a grammar"
         )
-    if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
+    if any(getattr(request.sampling, name) != getattr(_NONE, name) for name in of):
         raise Unsupported(penalties, feature="resume with penalties")
 
 

@@ -11,6 +11,8 @@ from typing import Protocol
 from kvolt.core.errors import ProtocolError, Unsupported
 from kvolt.core.request import Request
 from kvolt.engines.foreign.answers import News
+from kvolt.engines.foreign.extras import refuse_extra
+from kvolt.engines.foreign.resuming import OUTPUT_PENALTIES, check_resumable
 from kvolt.engines.kv_formats.schema import Engine
 
 
@@ -49,39 +51,29 @@ class Dialect(Protocol):
 
 def check_asked(request: Request) -> None:
     """Unsupported for what no server behind HTTP can do, or could not do right."""
+    refuse_extra(request, "an attached server")
     refused = {
         "media": bool(request.media),
         "lora": request.lora is not None,
         "handoff": request.prefill_only or request.handoff is not None or request.rendezvous is not None,
-        "logits_processors": bool(request.extra),
         "prompt_logprobs": request.sampling.prompt_logprobs is not None and not request.is_resumed,
     }
     for feature, is_wanted in refused.items():
         if is_wanted:
             raise Unsupported(f"an attached server is not asked for {feature}", feature=feature)
-    if not request.num_resumed_tokens:
-        return
-    sampling = request.sampling
-    if request.grammar is not None:
-        raise Unsupported(
-            "an attached server cannot go on in the middle of a grammar", feature="resume with a grammar"
-        )
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        raise Unsupported(
+    if request.num_resumed_tokens:
+        check_resumable(
+            request,
+            "an attached server",
             "an attached server cannot go on with presence or frequency penalties: it would count what is resumed "
             "as the prompt's",
-            feature="resume with penalties",
+            OUTPUT_PENALTIES,
         )
 
 
 def seed_of(request: Request, index: int) -> int | None:
     seed = request.sampling.seed
     return None if seed is None else seed + index
-
-
-def given_tokens(request: Request, index: int) -> list[int]:
-    """What the server gets as its prompt: the client's, and what the client has of the answer."""
-    return [*request.token_ids, *request.resumed(index)]
 
 
 def tokens_left(request: Request, index: int) -> tuple[int, int]:

@@ -19,8 +19,10 @@ from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineDied, InvalidRequest, ProtocolError, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request
 from kvolt.engines.foreign.answers import News
+from kvolt.engines.foreign.resuming import given_tokens
+from kvolt.engines.foreign.sampling import common_sampling
 from kvolt.engines.kv_formats.schema import Engine
-from kvolt.engines.remote.dialect import given_tokens, no_chunk, seed_of, tokens_left
+from kvolt.engines.remote.dialect import no_chunk, seed_of, tokens_left
 from kvolt.engines.remote.refusals import ENGINE, error_in_stream
 
 _encode = msgspec.json.Encoder().encode
@@ -74,14 +76,8 @@ class SglangDialect:
         asked: dict[str, Any] = {
             "max_new_tokens": max_tokens,
             "min_new_tokens": min_tokens,
-            "ignore_eos": stop.ignore_eos,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            **common_sampling(request),
             "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "repetition_penalty": sampling.repetition_penalty,
             "skip_special_tokens": False,
         }
         optional: dict[str, Any] = {

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from kvolt.core.errors import EngineFailed, InvalidRequest, Unsupported
 from kvolt.core.ids import RequestId
-from kvolt.engines.foreign.loras import LoadedLoras
+from kvolt.engines.foreign.loras import LoadedLoras, LoraUsers
 from kvolt.engines.sglang.messages import LoadLora, UnloadLora
-
-_LOOK_S = 0.02
 
 Ask = Callable[[Callable[[int], LoadLora | UnloadLora]], Awaitable[str | None]]
 """Sends a call of a number, and waits for why it was refused, if it was."""
@@ -21,11 +18,9 @@ class Adapters:
 
     def __init__(self, ask: Ask, is_open: Callable[[RequestId], bool]) -> None:
         self._ask = ask
-        self._is_open = is_open
         self._loaded = LoadedLoras[str]()
         """Each with its folder."""
-        self._users: dict[RequestId, str] = {}
-        """Some of them may be over."""
+        self._users = LoraUsers[str](is_open)
         self.is_enabled = False
 
     def begin(self, paths: Mapping[str, str], is_enabled: bool) -> None:
@@ -43,8 +38,7 @@ class Adapters:
 
     def use(self, request_id: RequestId, name: str | None) -> None:
         if name:
-            self._users = {each: used for each, used in self._users.items() if self._is_open(each)}
-            self._users[request_id] = name
+            self._users.add(request_id, name)
 
     async def load(self, name: str, path: str) -> None:
         self._check_enabled()
@@ -61,16 +55,11 @@ class Adapters:
     async def unload(self, name: str) -> None:
         self._check_enabled()
         path = self._loaded.take(name)  # no more requests for it
-        # Those that run end with it: SGLang would take it from them.
-        while self._is_used(name):  # noqa: ASYNC110 - a request's end rings no bell here
-            await asyncio.sleep(_LOOK_S)
+        await self._users.gone(name)  # those that run end with it: SGLang would take it from them
         error = await self._ask(lambda call: UnloadLora(call, name))
         if error is not None:
             self._loaded.add(name, path)
             raise EngineFailed(f"SGLang keeps the adapter: {error}", engine="sglang")
-
-    def _is_used(self, name: str) -> bool:
-        return any(used == name and self._is_open(each) for each, used in self._users.items())
 
     def _check_enabled(self) -> None:
         if not self.is_enabled:

@@ -12,7 +12,9 @@ from typing import Any
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request, Sampling
 from kvolt.engines.foreign.answers import Choice
+from kvolt.engines.foreign.extras import refuse_extra
 from kvolt.engines.foreign.resuming import asks_prompt_logprobs, check_resumable, given_tokens
+from kvolt.engines.foreign.sampling import common_sampling
 from kvolt.engines.sglang.messages import Facts, Generate
 from kvolt.engines.step_plan import check_vocabulary
 
@@ -31,8 +33,7 @@ def check_supported(request: Request, facts: Facts) -> None:
     sampling = request.sampling
     if request.media:
         raise Unsupported("media come to SGLang workers through an encode worker only", feature="media")
-    if request.extra:
-        raise Unsupported("kvolt gives SGLang no logits processors", feature=", ".join(sorted(request.extra)))
+    refuse_extra(request, "SGLang")
     if sampling.allowed_token_ids is not None:
         raise Unsupported("SGLang has no list of allowed tokens", feature="allowed_token_ids")
     if request.grammar is not None and not facts.has_grammars:
@@ -123,14 +124,8 @@ def sampling_params(choice: Choice, facts: Facts, fallback_seed: int) -> dict[st
         # It has no use for these where EOS is ignored: then it ignores stop tokens as well (see `outputs`).
         "min_new_tokens": 0 if stop.ignore_eos else max(stop.min_tokens - num_before, 0),
         "stop_token_ids": sorted(stop.stop_token_ids),
-        "ignore_eos": stop.ignore_eos,
-        "temperature": given.temperature,
-        "top_p": given.top_p,
+        **common_sampling(request),
         "top_k": -1 if given.top_k is None else given.top_k,
-        "min_p": given.min_p,
-        "presence_penalty": given.presence_penalty,
-        "frequency_penalty": given.frequency_penalty,
-        "repetition_penalty": given.repetition_penalty,
         "logit_bias": {str(token): bias for token, bias in given.logit_bias.items()} or None,
         "sampling_seed": seed,
         "skip_special_tokens": False,

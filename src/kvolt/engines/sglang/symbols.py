@@ -12,7 +12,7 @@ _PARAMS = "sglang.srt.sampling.sampling_params:SamplingParams"
 _PARTS = "sglang.srt.managers.scheduler_components"
 
 REQUIREMENT = Requirement(
-    engine="sglang",
+    user="the sglang engine",
     distributions=("sglang",),
     tested=("0.5.23",),
     symbols=(

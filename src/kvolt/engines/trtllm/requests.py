@@ -14,6 +14,7 @@ from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request
 from kvolt.engines.foreign import resuming
 from kvolt.engines.foreign.answers import Choice
+from kvolt.engines.foreign.extras import refuse_extra
 from kvolt.engines.trtllm.arguments import Seeds
 
 _MAX_SEED = (1 << 63) - 1
@@ -24,10 +25,7 @@ def check_supported(request: Request, *, has_grammars: bool, seeds: Seeds) -> No
     sampling = request.sampling
     if request.media:
         raise Unsupported("kvolt gives TensorRT-LLM no media", feature="media")
-    if request.extra:
-        raise Unsupported(
-            "kvolt gives TensorRT-LLM no logits processors", feature=", ".join(sorted(request.extra))
-        )
+    refuse_extra(request, "TensorRT-LLM")
     if sampling.prompt_logprobs is not None:
         raise Unsupported(
             "TensorRT-LLM tells the most likely tokens of a prompt, but not its own",

@@ -10,7 +10,7 @@ _PARAMS = f"{_API}:SamplingParams"
 _DISAGGREGATED = f"{_API}:DisaggregatedParams"
 
 REQUIREMENT = Requirement(
-    engine="trtllm",
+    user="the trtllm engine",
     distributions=("tensorrt-llm", "tensorrt_llm"),
     tested=("nothing yet",),  # see docs/trtllm.md
     symbols=(

@@ -2,7 +2,8 @@
 
 Owns vLLM's life as the worker sees it, and the way of a request to its engine core and of a step's outputs back: all
 of a step in one go, as the core sends them, without a task or a queue for each request and without text. What is said
-in whose words is in `requests` and `outputs`; how it is started, in `launch`.
+in whose words is in `requests` and `outputs`; how it is started, in `launch`; what it tells of its blocks, in
+`kv_telling`.
 """
 
 from __future__ import annotations
@@ -31,25 +32,21 @@ from kvolt.core.errors import (
     Unsupported,
 )
 from kvolt.core.ids import RequestId
-from kvolt.core.kv_events import Cleared, KvChange
-from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.foreign.answers import Answers, Choice
-from kvolt.engines.foreign.kv_feed import KvFeed
 from kvolt.engines.foreign.metrics import engine_metrics
-from kvolt.engines.kv_formats.schema import Engine as EventsOf
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.step_plan import check_request, check_vocabulary
 from kvolt.engines.unread_steps import UnreadSteps
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.extras import check_extra
 from kvolt.engines.vllm.figures import Figures
-from kvolt.engines.vllm.held_blocks import HeldBlocks
+from kvolt.engines.vllm.kv_telling import KvTelling
 from kvolt.engines.vllm.launch import Launched, launch, socket_folder
 from kvolt.engines.vllm.loras import Adapters
 from kvolt.engines.vllm.outputs import load_of, news_of
 from kvolt.engines.vllm.prefills import Prefills, transfer_params
-from kvolt.engines.vllm.prompt_embeds import check_embeds, refuse_handoff
+from kvolt.engines.vllm.prompt_embeds import EMBEDS, check_embeds, read_rows, refuse_handoff
 from kvolt.engines.vllm.refusals import refusals
 from kvolt.engines.vllm.requests import check_supported, prompt_input, sampling_params
 from kvolt.engines.vllm.rest import Rest, check_sleeps
@@ -85,11 +82,8 @@ class VllmEngine:
         self._adapters = Adapters(self._is_open)
         self._figures = Figures(None)
         self._tier_metrics = VllmTierMetrics()
-        self._feeds: list[KvFeed] = []
-        self._blocks = HeldBlocks()
-        self._loads: dict[int, WorkerLoad] = {}
-        """Of each rank the latest."""
         self._unread = UnreadSteps()
+        self._kv = KvTelling(self._unread, self._adapters.name_of)
         self._commands: asyncio.Queue[Callable[[], Awaitable[Any]]] = asyncio.Queue()
         """What is sent to the core, in order."""
         self._rest = Rest()
@@ -125,16 +119,7 @@ class VllmEngine:
         core = running.llm.engine_core
         self._figures = Figures(running.llm.logger_manager)
         running.tasks = tuple(await core.get_supported_tasks_async())
-        for rank, (endpoint, replay) in sorted(running.events.items()):
-            feed = KvFeed(
-                EventsOf.VLLM,
-                running.info.block_size,
-                endpoint,
-                replay,
-                lora_name=self._adapters.name_of,
-            )
-            self._feeds.append(feed)
-            self._crew.start(self._follow(feed, rank), "kv events")
+        self._kv.begin(running.info, running.events, self._crew, bool(self._arguments.tiers.disk))
         self._crew.start(self._read(), "outputs")
         self._crew.start(self._send(), "commands")
         for name, path in self._arguments.loras.items():
@@ -180,8 +165,7 @@ class VllmEngine:
             await asyncio.to_thread(self._running.llm.shutdown, _STOP_S)
             self._running.llm = None
             gc.collect()  # it is part of a cycle, and its __del__ fails when the interpreter ends
-        for feed in self._feeds:
-            feed.close()
+        self._kv.close()
         if self._sockets is not None:
             self._sockets.cleanup()
 
@@ -210,10 +194,8 @@ class VllmEngine:
             if stats is not None:
                 self._tier_metrics.take(rank, stats.kv_connector_stats, running.info.block_size)
                 load = load_of(stats, num_blocks, rank)
-                # While others fetch from it, it makes steps as fast as it can, in which nothing happens.
-                is_news = load != self._loads.get(rank)
-                self._loads[rank] = load
-                load = load if outputs.outputs or is_news else None
+                if not (self._kv.is_news(load) or outputs.outputs):
+                    load = None
             self._unread.put(self._answers.take(load))
             await self._unread.room()  # where nobody reads, vLLM's own queue fills
 
@@ -227,32 +209,6 @@ class VllmEngine:
             self._answers.tell(choice, news_of(output, choice))
         except EngineFailed as error:
             self._abort_in_core(self._answers.fail(choice.request.request_id, error))
-
-    async def _follow(self, feed: KvFeed, rank: int) -> None:
-        if self._arguments.tiers.disk:  # which tells what it has kept before anybody listens
-            for told in await feed.catch_up():
-                await self._hear(rank, told)
-        async for told in feed.changes():
-            await self._hear(rank, told)
-
-    async def _hear(self, rank: int, told: tuple[KvChange, ...]) -> None:
-        if changes := self._blocks.once(rank, told):
-            self._tell_changes(rank, changes)
-            await self._unread.room()
-
-    def _tell_changes(self, rank: int, changes: tuple[KvChange, ...]) -> None:
-        """A step is of the rank that its load names, and of the first where it has none."""
-        load = None
-        if rank:
-            nothing = WorkerLoad(kv_total_blocks=self._known.info.capacity.kv_total_blocks, dp_rank=rank)
-            load = self._loads.get(rank, nothing)
-        self._unread.put(StepOutput(load=load, kv_changes=changes))
-
-    def _tell_cleared(self) -> None:
-        """vLLM tells of it with the next step of each rank, whenever that comes; to be told twice does no harm."""
-        self._blocks.clear()
-        for rank in self._known.info.dp_ranks:
-            self._tell_changes(rank, (Cleared(),))
 
     async def _send(self) -> None:
         while True:
@@ -268,11 +224,32 @@ class VllmEngine:
             transfer = transfer_params(request.handoff)
         choices = self._answers.open(request)
         self._adapters.use(request.request_id, request.lora)
+        if EMBEDS in request.extra:
+            self._crew.start(self._submit_embedded(choices), "prompt embeds")
+            return
         try:
             made = [self._core_request(choice, transfer) for choice in choices]
         except BaseException:
             self._answers.close(request.request_id)
             raise
+        for each in made:
+            self._post(partial(self._core.add_request_async, each))
+
+    async def _submit_embedded(self, choices: list[Choice]) -> None:
+        """To read vectors takes its time, which other requests' tokens do not wait for."""
+        request = choices[0].request
+        try:
+            rows = await asyncio.to_thread(read_rows, request, self._known.llm.vllm_config.model_config)
+            if any(self._answers.find(each.engine_id) is not each for each in choices):
+                return  # nobody waits for it any more
+            made = [self._core_request(choice, None, rows=rows) for choice in choices]
+        except Exception as error:  # of one request, whatever it was: memory that is not there, perhaps
+            if not isinstance(error, KvoltError):
+                log.exception("vectors of %s could not be read", request.request_id)
+                error = EngineFailed(f"vLLM failed on it ({type(error).__name__})", engine="vllm")
+            self._answers.fail(request.request_id, error)
+            self._unread.put(self._answers.take())
+            return
         for each in made:
             self._post(partial(self._core.add_request_async, each))
 
@@ -293,7 +270,7 @@ class VllmEngine:
         check_supported(request)
         check_extra(request, running.processors)
         check_embeds(request, running.takes_embeds)
-        self._adapters.check(request.lora)
+        self._adapters.find(request.lora)
         max_waiting = self._arguments.max_waiting
         num_open = self._answers.num_choices + self._prefills.num_open
         num_ranks = len(running.info.dp_ranks)
@@ -304,15 +281,19 @@ class VllmEngine:
         return request_id in self._answers or self._prefills.is_computing(request_id)
 
     def _core_request(
-        self, choice: Choice, transfer: dict[str, Any] | None, only_prompt: bool = False
+        self,
+        choice: Choice,
+        transfer: dict[str, Any] | None,
+        only_prompt: bool = False,
+        rows: Any = None,
     ) -> Any:
-        """As vLLM's own server makes it. InvalidRequest for what vLLM refuses."""
+        """As vLLM's own server makes it. InvalidRequest for what vLLM refuses. `rows`: see `prompt_input`."""
         request, running = choice.request, self._known
         params = sampling_params(choice, kv_transfer=transfer, only_prompt=only_prompt)
         try:
             made = running.llm.input_processor.process_inputs(
                 choice.engine_id,
-                prompt_input(request, choice.index, running.llm.vllm_config.model_config),
+                prompt_input(request, choice.index, rows),
                 params,
                 supported_tasks=running.tasks,
                 lora_request=self._adapters.find(request.lora),
@@ -356,7 +337,7 @@ class VllmEngine:
 
     async def clear_kv(self) -> int:
         """Those that run are preempted, and computed again."""
-        num_blocks = self._blocks.num_on_device
+        num_blocks = self._kv.num_on_device
         try:
             is_cleared = await self._core.reset_prefix_cache_async(True, bool(self._arguments.tiers.host))
         except KvoltError:
@@ -367,7 +348,7 @@ class VllmEngine:
             raise Unavailable(f"vLLM cannot clear its cache now: {error}", reason="busy") from error
         if not is_cleared:
             raise Unavailable("vLLM cannot clear its cache now", reason="busy")
-        self._tell_cleared()
+        self._kv.clear()
         return num_blocks
 
     async def load_lora(self, name: str, path: str) -> None:
@@ -386,7 +367,7 @@ class VllmEngine:
         core = self._core
         check_sleeps(self._known.info.features)
         await self._rest.begin(core, level, self._answers.num_choices + self._prefills.num_open)
-        self._tell_cleared()
+        self._kv.clear()
 
     async def wake(self) -> None:
         core = self._core

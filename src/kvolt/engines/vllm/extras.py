@@ -2,7 +2,7 @@
 
 `vllm_xargs` go as they are, `prompt_embeds` in the prompt's place. `logits_processors` are vLLM's own, which are loaded
 at its start and act on a request by the arguments that it brings: so one that is asked for must be loaded, and must be
-told something. All else is refused: what is passed over in silence would be taken for done.
+told something. All else is refused.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from kvolt.core.errors import InvalidRequest, Unsupported
+from kvolt.core.errors import InvalidRequest
 from kvolt.core.request import Request
+from kvolt.engines.foreign.extras import refuse_extra
 from kvolt.engines.vllm.prompt_embeds import EMBEDS
 
 RESUMED = "kvolt_resumed"
@@ -45,9 +46,7 @@ def loaded_processors(given: Iterable[Any]) -> frozenset[str]:
 def check_extra(request: Request, processors: Collection[str]) -> None:
     """Unsupported for what vLLM has no use for, InvalidRequest for what it cannot be given. `processors`: those that
     are loaded."""
-    for name in request.extra:
-        if name not in (XARGS, PROCESSORS, EMBEDS):
-            raise Unsupported(f"vLLM is not told of {name!r}", feature=f"extra.{name}", param=name)
+    refuse_extra(request, "vLLM", (XARGS, PROCESSORS, EMBEDS))
     given = request.extra.get(XARGS)
     if given is not None and not (isinstance(given, dict) and all(isinstance(key, str) for key in given)):
         raise InvalidRequest("vllm_xargs must be names with their values", param=XARGS)

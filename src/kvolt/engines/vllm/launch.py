@@ -6,9 +6,7 @@ engine's outputs by itself.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import logging
 import math
 import socket
 import tempfile
@@ -21,23 +19,23 @@ import msgspec
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
+from kvolt.engines.foreign.arguments import blind, check_names, check_not_given
+from kvolt.engines.foreign.description import card_of, limits_of
 from kvolt.engines.foreign.requirements import check_requirement
-from kvolt.engines.models.config import token_ids
 from kvolt.engines.models.fetch_progress import ProgressLog
 from kvolt.engines.models.folder_export import folder_of
-from kvolt.engines.models.folder_texts import FolderTexts, decoded
 from kvolt.engines.models.resolve import resolve
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.step_plan import Limits
 from kvolt.engines.vllm.arguments import VllmArguments
-from kvolt.engines.vllm.extras import loaded_processors
+from kvolt.engines.vllm.extras import XARGS, loaded_processors
+from kvolt.engines.vllm.prompt_embeds import EMBEDS
 from kvolt.engines.vllm.refusals import refusals
-from kvolt.engines.vllm.symbols import REQUIREMENT
+from kvolt.engines.vllm.symbols import REQUIREMENT, tell_log_level
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.environment import set_default
 
-log = logging.getLogger(__name__)
-
+_KEY = "args.engine_args"
 EXTENSION = "kvolt.engines.vllm.worker_extension.KvoltWorkerExtension"
 NIXL = "KvoltNixlConnector"
 TIERS = "KvoltTierConnector"
@@ -49,12 +47,6 @@ _NIXL_MODULE = "kvolt.engines.vllm.nixl_connector"
 _NIXL_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 _MOST_LOGPROBS = 20
 """What the edge lets clients ask for."""
-
-
-class _HfEnds(msgspec.Struct):
-    eos_token_id: int | list[int] | None = None
-    bos_token_id: int | None = None
-    text_config: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -104,18 +96,18 @@ def configure(
     model = folder_of(resolve(spec.model, ProgressLog(clock)))
     try:
         given = engine_args(spec, arguments, model, folder)
-        _check_names(AsyncEngineArgs, given)
+        known = list(AsyncEngineArgs.__dataclass_fields__)
+        check_names("vLLM", given, known, _KEY, "see `vllm serve --help`, with underscores")
         return model, AsyncEngineArgs(**given).create_engine_config(headless=headless)
     except refusals() as error:  # pydantic's are ValueErrors
         raise ConfigError(
-            f"vLLM refuses its arguments: {error}", key="args.engine_args", remedy="correct the value"
+            f"vLLM refuses its arguments: {error}", key=_KEY, remedy="correct the value"
         ) from error
 
 
 def _tell_environment() -> None:
     """What vLLM is told in no other way, and before it is imported. What a user has set stays."""
-    level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
-    set_default("VLLM_LOGGING_LEVEL", level if level in ("DEBUG", "INFO", "WARNING", "ERROR") else "INFO")
+    tell_log_level()
     set_default("VLLM_NO_USAGE_STATS", "1")
     # Several workers of a host would all be bound to its first cores; kvolt gives each its own.
     set_default("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -124,10 +116,7 @@ def _tell_environment() -> None:
 def engine_args(spec: EngineSpec, arguments: VllmArguments, model: Path, folder: Path) -> dict[str, Any]:
     """A user's own, and what kvolt needs where the user has said nothing."""
     given = dict(arguments.engine_args)
-    if "model" in given:
-        raise ConfigError(
-            "engine_args names a model of its own", key="args.engine_args.model", remedy="name it as `model`"
-        )
+    check_not_given(given, {"model": "name it as `model`"}, _KEY)
     defaults: dict[str, Any] = {
         "model": str(model),
         "enable_prefix_caching": True,
@@ -247,49 +236,26 @@ def _events_config(given: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"enable_kv_cache_events": True, "publisher": "zmq", **where}
 
 
-def _check_names(kind: Any, given: dict[str, Any]) -> None:
-    known = list(kind.__dataclass_fields__)
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name.replace("-", "_"), known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "see `vllm serve --help`, with underscores"
-            raise ConfigError(f"vLLM has no argument {name!r}", key=f"args.engine_args.{name}", remedy=hint)
-
-
 def _check_events(config: Any) -> None:
     """ConfigError where a router would be blind: it would go by events that never come."""
-    remedy = "leave it out, or say kv_events=false: routers then go by what they have sent"
     if not config.cache_config.enable_prefix_caching:
-        raise ConfigError(
+        raise blind(
             "vLLM keeps no prefixes with these settings, so it has no KV events to tell",
-            key="args.engine_args.enable_prefix_caching",
-            remedy=remedy,
+            f"{_KEY}.enable_prefix_caching",
         )
     events = config.kv_events_config
     if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
-        raise ConfigError(
-            "vLLM tells nobody of its KV blocks with these settings",
-            key="args.engine_args.kv_events_config",
-            remedy=remedy,
-        )
+        raise blind("vLLM tells nobody of its KV blocks with these settings", f"{_KEY}.kv_events_config")
 
 
 def _launched(spec: EngineSpec, arguments: VllmArguments, model: Path, llm: Any) -> Launched:
     config = llm.vllm_config
     cache, scheduler, parallel = config.cache_config, config.scheduler_config, config.parallel_config
-    texts = FolderTexts(model)
-    own = decoded(model, "config.json", _HfEnds) or _HfEnds()
-    name = arguments.served_name or spec.model
-    context_length, block_size = config.model_config.max_model_len, cache.block_size
-    card = ModelCard(
-        name=name,
-        tokenizer_json=texts.tokenizer_json,
-        chat_template=texts.chat_template,
-        context_length=context_length,
-        block_size=block_size,
-        eos_token_ids=texts.ends(token_ids(own.eos_token_id)),
-        bos_token_id=texts.begin(own.bos_token_id),
-        defaults=dict(texts.sampling_defaults),
+    card = card_of(
+        model,
+        arguments.served_name or spec.model,
+        context_length=config.model_config.max_model_len,
+        block_size=cache.block_size,
     )
     # vLLM adds up what its ranks have, of which requests can use their own; one block of each stands for nothing.
     num_blocks = max((cache.num_gpu_blocks or 1) // _num_ranks(parallel) - 1, 1)
@@ -302,9 +268,9 @@ def _launched(spec: EngineSpec, arguments: VllmArguments, model: Path, llm: Any)
     info = EngineInfo(
         engine="vllm",
         role=spec.role,
-        model=name,
+        model=card.name,
         card=card_hash(card),
-        block_size=block_size,
+        block_size=card.block_size,
         capacity=Capacity(
             max_num_seqs=scheduler.max_num_seqs,
             max_batch_tokens=scheduler.max_num_batched_tokens,
@@ -313,25 +279,26 @@ def _launched(spec: EngineSpec, arguments: VllmArguments, model: Path, llm: Any)
         dp_ranks=tuple(range(parallel.data_parallel_size)),
         features=tuple(features),
         kv_events=arguments.kv_events,
+        extras=_extras(spec.role, config.model_config),
     )
     sources = llm.engine_core.get_kv_event_sources() if arguments.kv_events else {}
     return Launched(
         llm=llm,
         card=card,
         info=info,
-        limits=Limits(
-            max_num_seqs=scheduler.max_num_seqs,
-            max_batch_tokens=scheduler.max_num_batched_tokens,
-            max_waiting=arguments.max_waiting,
-            context_length=context_length,
-            block_size=block_size,
-        ),
+        limits=limits_of(info, card, arguments.max_waiting),
         vocab_size=config.model_config.get_vocab_size(),
         events={rank: (each.endpoint, each.replay_endpoint) for rank, each in sources.items()},
         moves_kv=moves_kv,
         processors=loaded_processors(config.model_config.logits_processors or ()),
         takes_embeds=config.model_config.enable_prompt_embeds,
     )
+
+
+def _extras(role: Role, config: Any) -> tuple[str, ...]:
+    """Vectors only where prompts are computed where they are answered (`prompt_embeds`)."""
+    takes_embeds = config.enable_prompt_embeds and role is Role.AGGREGATED
+    return (XARGS, EMBEDS) if takes_embeds else (XARGS,)
 
 
 def _num_ranks(parallel: Any) -> int:

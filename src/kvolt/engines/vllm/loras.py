@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvolt.core.errors import InvalidRequest, NotFound
+from kvolt.core.errors import InvalidRequest
 from kvolt.core.ids import RequestId
+from kvolt.engines.foreign.loras import LoadedLoras, LoraUsers
 
-_LOOK_S = 0.02
 _STEPS = {"0": "/.", "1": "//."}
 
 
@@ -20,11 +20,11 @@ class Adapters:
 
     def __init__(self, is_open: Callable[[RequestId], bool]) -> None:
         """`is_open`: whether a request may still be computed."""
-        self._is_open = is_open
-        self._known: dict[str, Any] = {}
+        self._loaded = LoadedLoras[Any]()
+        """Each as a LoRARequest of vLLM's."""
         self._coming: set[str] = set()
-        self._users: dict[RequestId, int] = {}
-        """By the adapter's number; some of them may be over."""
+        self._users = LoraUsers[int](is_open)
+        """By the adapters' numbers."""
         self._times: Counter[tuple[str, str]] = Counter()
         """How often each was loaded, by its name and path."""
         self._number = 0
@@ -33,28 +33,24 @@ class Adapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._known)
+        return self._loaded.names
 
     def find(self, name: str | None) -> Any:
-        return None if name is None else self._known[name]
+        """None for a request that names none. InvalidRequest for an adapter that is not here."""
+        return self._loaded.find(name)
 
     def name_of(self, number: int | str) -> str | None:
-        return next((name for name, each in self._known.items() if each.lora_int_id == number), None)
-
-    def check(self, name: str | None) -> None:
-        if name is not None and name not in self._known:
-            known = ", ".join(self._known) or "none"
-            raise InvalidRequest(f"no adapter {name!r} is loaded (there are: {known})", param="lora")
+        return self._loaded.name_of(lambda each: each.lora_int_id == number)
 
     def use(self, request_id: RequestId, name: str | None) -> None:
-        if name is not None:
-            self._users = {each: used for each, used in self._users.items() if self._is_open(each)}
-            self._users[request_id] = self._known[name].lora_int_id
+        adapter = self.find(name)
+        if adapter is not None:
+            self._users.add(request_id, adapter.lora_int_id)
 
     async def load(self, core: Any, name: str, path: str) -> None:
         from vllm.lora.request import LoRARequest
 
-        if name in self._known or name in self._coming:
+        if self._is_taken(name):
             raise InvalidRequest(f"an adapter {name!r} is loaded already", param="name")
         self._number += 1
         self._coming.add(name)
@@ -70,7 +66,10 @@ class Adapters:
         if not is_loaded:
             raise InvalidRequest("vLLM has not loaded the adapter", param="path")
         self._times[name, path] += 1
-        self._known[name] = adapter
+        self._loaded.add(name, adapter)
+
+    def _is_taken(self, name: str) -> bool:
+        return name in self._coming or self._loaded.get(name) is not None
 
     def _own_path(self, name: str, path: str) -> str:
         """Blocks of an adapter are found again by its name and path: one that comes again by the same, perhaps with
@@ -84,18 +83,15 @@ class Adapters:
     async def unload(self, core: Any, name: str) -> None:
         """Cancelled while requests use it, it is as before, unless another has come by its name; else what is left is
         done with the next one."""
-        adapter = self._known.pop(name, None)  # no more requests for it
-        if adapter is None:
-            raise NotFound(f"no adapter {name!r} is loaded", kind="lora", name=name)
+        adapter = self._loaded.take(name)  # no more requests for it
         # Those that run end with it: vLLM would read its files again for them, which may be gone, and die of that.
         try:
-            while self._is_used(adapter.lora_int_id):  # noqa: ASYNC110 - a request's end rings no bell here
-                await asyncio.sleep(_LOOK_S)
+            await self._users.gone(adapter.lora_int_id)
         except asyncio.CancelledError:
-            if name in self._known or name in self._coming:
+            if self._is_taken(name):
                 self._left.add(adapter.lora_int_id)  # its name is another's by now
             else:
-                self._known[name] = adapter
+                self._loaded.add(name, adapter)
             raise
         self._left.add(adapter.lora_int_id)
         await self._remove_left(core)
@@ -103,9 +99,6 @@ class Adapters:
     async def _remove_left(self, core: Any) -> None:
         """Also those whose removal nobody has heard out: to be told twice does no harm."""
         for number in sorted(self._left, reverse=True):
-            if not self._is_used(number):
+            if not self._users.has(number):
                 await core.remove_lora_async(number)
                 self._left.discard(number)
-
-    def _is_used(self, number: int) -> bool:
-        return any(used == number and self._is_open(each) for each, used in self._users.items())

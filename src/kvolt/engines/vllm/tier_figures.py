@@ -105,9 +105,8 @@ class _Rank:
         self._says = says
         self.num_declined = says.num_declined
         self.num_tokens = says.num_brought * block_size
-        self.cache = self.host = self.hits = self.shape = self
+        self.cache = self.host = self.hits = self
         self.num_asked = says.num_asked
-        self.block_bytes = next((each.block_bytes for each in says.tiers.values()), 0)
         self.stats = {
             tier: TierStats(
                 num_stored=each.num_stored,
@@ -121,6 +120,10 @@ class _Rank:
 
     def size(self, tier: Tier) -> tuple[int, int | None]:
         return self._says.tiers[tier].num_blocks, self._says.tiers[tier].num_slots
+
+    def shape_in(self, tier: Tier) -> _TierSays:
+        """Which says how many bytes a block there has."""
+        return self._says.tiers[tier]
 
     def num_hits(self, tier: Tier) -> int:
         return self._says.tiers[tier].num_hits if tier in self._says.tiers else 0

@@ -76,7 +76,9 @@ def check_completion(request: CompletionRequest) -> None:
         raise InvalidRequest(
             f"{num_prompts} prompts with n = {num_choices} are {num_prompts * num_choices} choices; at most "
             f"{MAX_CHOICES} can be asked for at once",
-            param="prompt" if num_prompts > 1 else "n",
+            param=("prompt" if request.prompt_embeds is None else "prompt_embeds")
+            if num_prompts > 1
+            else "n",
         )
     if request.suffix:
         raise Unsupported("suffix is not supported", feature="suffix", param="suffix")
@@ -107,13 +109,29 @@ def _check_min_tokens(least: int | None, most: int | None, name: str) -> None:
 
 def _check_prompt(request: CompletionRequest) -> int:
     """The number of prompts."""
-    prompt = request.prompt
+    prompt, embeds = request.prompt, request.prompt_embeds
+    if embeds is not None:
+        _check_embeds(request)
+        return 1 if isinstance(embeds, str) else len(embeds)
+    if prompt is None:
+        raise InvalidRequest("prompt is required", param="prompt")
     if isinstance(prompt, str):
         return 1
     kinds = set(map(type, prompt))
     if len(kinds) > 1:
         raise InvalidRequest("prompt mixes texts, token ids and lists of token ids", param="prompt")
     return 1 if kinds == {int} else len(prompt)
+
+
+def _check_embeds(request: CompletionRequest) -> None:
+    """Of a client that must send a prompt it is an empty text."""
+    if request.prompt not in (None, "", [""]):
+        raise InvalidRequest("give either prompt or prompt_embeds", param="prompt")
+    if request.nvext is not None and request.nvext.token_data is not None:
+        raise InvalidRequest("give either nvext.token_data or prompt_embeds", param="nvext.token_data")
+    for name in ("echo", "prompt_logprobs"):
+        if getattr(request, name) not in (None, False):
+            raise InvalidRequest(f"a prompt of vectors has no tokens: {name} cannot be told", param=name)
 
 
 def _check_best_of(best_of: int, num_choices: int, stream: bool) -> None:

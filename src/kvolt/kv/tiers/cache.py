@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from itertools import groupby
+from typing import NamedTuple, Protocol, Self
 
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
@@ -49,13 +50,41 @@ class Copies(Protocol):
     async def close(self) -> None: ...
 
 
+class Direct(Protocol):
+    """A way from a tier to an engine's blocks that does not pass through the host's memory."""
+
+    @property
+    def tier(self) -> Tier: ...
+
+    @property
+    def is_usable(self) -> bool: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def read(self, blocks: Sequence[TierBlock], numbers: Sequence[int]) -> int:
+        """Into these of the engine's blocks; how many came whole, from the first on. Never an error."""
+        ...
+
+
+class _Part(NamedTuple):
+    blocks: Sequence[TierBlock]
+    past_host: Direct | None
+
+
 class TieredCache:
     """See the module. `start`, then anything, then `close`."""
 
-    def __init__(self, host: HostTier, copies: Copies, num_device_blocks: int) -> None:
+    def __init__(
+        self, host: HostTier, copies: Copies, num_device_blocks: int, direct: Direct | None = None
+    ) -> None:
+        """`direct`: for blocks of its tier that the host has not."""
         self.host = host
         self._copies = copies
         self.num_device_blocks = num_device_blocks
+        self._direct = direct
+        host.passed_by = frozenset() if direct is None else frozenset((direct.tier,))
 
     @classmethod
     def over(
@@ -64,15 +93,20 @@ class TieredCache:
         num_host_blocks: int,
         lower: Sequence[tuple[LowerTier, int]] = (),
         eviction: str = "lru",
+        direct: Direct | None = None,
     ) -> Self:
         """`slabs`: the engine's memory, by ranks. `lower`, `eviction`: see `HostTier`."""
         host = HostTier(BlockShape.of(slabs), num_host_blocks, lower, eviction, slabs[0].device)
-        return cls(host, SlabCopies(slabs, host.memory), slabs[0].num_blocks)
+        return cls(host, SlabCopies(slabs, host.memory), slabs[0].num_blocks, direct)
 
     async def start(self) -> None:
         await self.host.start()
+        if self._direct is not None:
+            await self._direct.start()
 
     async def close(self) -> None:
+        if self._direct is not None:
+            await self._direct.close()
         await self._copies.close()
         await self.host.close()
 
@@ -117,8 +151,7 @@ class TieredCache:
     ) -> Fetched:
         """Bring blocks into these of the engine's memory; how many came, from the first on, within that time. The next
         part comes from below while one is copied."""
-        at_once = self.host.at_once
-        parts = deque(blocks[start : start + at_once] for start in range(0, len(blocks), at_once))
+        parts = deque(self._parts(blocks))
         held: deque[tuple[Brought, asyncio.Task[int]]] = deque()
         ahead: asyncio.Task[Brought] | None = None
         came: Counter[Tier] = Counter()
@@ -129,23 +162,27 @@ class TieredCache:
                 while is_whole and (parts or held):
                     if parts and len(held) < _UNDER_WAY:
                         part = parts.popleft()
-                        brought = await (ahead or self.host.bring(part))
-                        ahead = None
-                        if len(brought.keys) < len(part):
-                            parts.clear()  # what follows would be of no use
-                        if parts:
-                            ahead = scope.start(self.host.bring(parts[0]), "bring")
-                        end = num_brought + len(brought.keys)
-                        up = self._bring_up(brought.keys, numbers[num_brought:end])
+                        into = numbers[num_brought : num_brought + len(part.blocks)]
+                        if part.past_host is not None:
+                            brought = Brought((), [part.past_host.tier] * len(part.blocks))
+                            up = part.past_host.read(part.blocks, into)
+                        else:
+                            brought = await (ahead or self.host.bring(part.blocks))
+                            ahead = None
+                            up = self._bring_up(brought.keys, into[: len(brought.keys)])
                         held.append((brought, scope.start(up, "up")))
-                        num_brought = end
+                        num_brought += len(brought.tiers)
+                        if len(brought.tiers) < len(part.blocks):
+                            parts.clear()  # what follows would be of no use
+                        if parts and parts[0].past_host is None:
+                            ahead = scope.start(self.host.bring(parts[0].blocks), "bring")
                     else:
                         brought, copying = held[0]
                         num_good = await copying
                         held.popleft()
                         self.host.release(brought.keys)
                         came.update(brought.tiers[:num_good])
-                        is_whole = num_good == len(brought.keys)
+                        is_whole = num_good == len(brought.tiers)
                 if not is_whole:
                     scope.cancel()
         except TimeoutError:
@@ -156,6 +193,19 @@ class TieredCache:
             if ahead is not None and not ahead.cancelled() and ahead.exception() is None:
                 self.host.release(ahead.result().keys)
         return Fetched(came.total(), tuple(sorted(came.items())))
+
+    def _parts(self, blocks: Sequence[TierBlock]) -> Iterator[_Part]:
+        """Blocks that are moved together: apart from others those that need not pass through the host."""
+        direct = self._direct if self._direct is not None and self._direct.is_usable else None
+        lying: list[Tier] = [] if direct is None else self.host.tiers_of([block.key for block in blocks])
+        ways = [direct if direct is not None and tier is direct.tier else None for tier in lying]
+        ways += [None] * (len(blocks) - len(ways))
+        at_once, start = self.host.at_once, 0
+        for way, run in groupby(ways):
+            end = start + sum(1 for _ in run)
+            for first in range(start, end, at_once):
+                yield _Part(blocks[first : min(first + at_once, end)], way)
+            start = end
 
     async def _bring_up(self, keys: Sequence[BlockKey], numbers: Sequence[int]) -> int:
         """Blocks of the host, which are held meanwhile; how many came whole, from the first on."""

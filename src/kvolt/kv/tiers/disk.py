@@ -1,12 +1,12 @@
-"""DiskTier: blocks in files of a folder, found again after a restart.
+"""DiskFiles: blocks in files of a folder, found again after a restart.
 
-    about.json         the shape of blocks, by which another version or model is told apart
+    about.json         the shape and form of blocks, by which another version, model or setting is told apart
     journal            which slot holds which block (`journal`)
     blocks-0000 ...    slots side by side, in files of about a gigabyte
 
 Bytes first, then the record of them: whatever a crash leaves, a block that is found is whole; and what a disk spoils
 later is found out by its checksum, and is a miss. A folder has one owner at a time, by a lock that dies with it.
-Calls block: they are for a thread of the tier's own. The books are touched by the caller's thread only (see `cache`).
+Calls block: they are for a thread of the tier's own. What the bytes mean is not known here: `disk_blocks`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from kvolt.core.errors import ConfigError, KvoltError, TransferFailed
-from kvolt.core.ids import BlockKey
+from kvolt.core.errors import ConfigError, TransferFailed
 from kvolt.kv.tiers.books import Slot, TierBlock
+from kvolt.kv.tiers.eight_bits import EightBits
 from kvolt.kv.tiers.journal import FORMAT, Journal, Written
+from kvolt.kv.tiers.side_by_side import SideBySide
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.transfer.memory import Numbers
 
-log = logging.getLogger(__name__)
-
 _FILE_BYTES = 1 << 30
+_READ_BYTES = 4 << 20
+"""Of one read, of several at once."""
 _MOST_OWNERS = 64
 """Of one folder at a time: each has a part of it."""
 _LOCK_LOOKS, _LOCK_PAUSE_S = 3, 0.05
@@ -46,6 +47,12 @@ class About(msgspec.Struct, frozen=True):
     piece_bytes: int
     num_ranks: int
     num_slots: int
+    form: str = ""
+    """Of the bytes, where they are not as the engine had them."""
+
+    def is_like(self, other: About) -> bool:
+        """Whether blocks of one are what blocks of the other are."""
+        return msgspec.structs.replace(self, num_slots=other.num_slots) == other
 
 
 def slots_per_file(shape: BlockShape) -> int:
@@ -65,18 +72,30 @@ class DiskFiles:
         folder: Path,
         shape: BlockShape,
         num_slots: int,
+        form: EightBits | None = None,
         *,
         is_direct: bool = True,
     ) -> None:
-        """`is_direct`: past the kernel's cache, where the file system lets us."""
-        self.shape = shape
+        """`shape`: of blocks as the engine has them. `form`: in which they lie here, where it is another. `is_direct`:
+        past the kernel's cache, where the file system lets us."""
+        self.form = form
+        self.shape = shape if form is None else form.packed(shape)
         self.num_slots = num_slots
-        self._per_file = slots_per_file(shape)
+        self._per_file = slots_per_file(self.shape)
         self._descriptors: dict[int, int] = {}
+        self.threads = SideBySide()
+        """For whatever is done with what they read."""
+        self._unsynced: set[int] = set()
+        """Files that blocks were put in, whose bytes the disk may not have yet."""
         try:
-            self.folder, self._lock = _own(folder / f"v{FORMAT}-{shape.piece_bytes}x{shape.num_ranks}")
-            self._say_what_this_is()
-            self._journal = Journal(self.folder)
+            self.folder, self._lock = _own(folder / self._kind_of_folder())
+            try:
+                self._check_what_this_is()
+                self._say_what_this_is()
+                self._journal = Journal(self.folder)
+            except BaseException:
+                os.close(self._lock)
+                raise
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"blocks cannot be kept in {folder}: {error}",
@@ -86,16 +105,33 @@ class DiskFiles:
         self.is_direct = is_direct and _takes_direct(self.folder)
 
     def close(self) -> None:
+        self.threads.close()
         self._journal.close()
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
         os.close(self._lock)
 
+    def _kind_of_folder(self) -> str:
+        """Blocks of each shape and form have a folder of their own."""
+        kind = f"v{FORMAT}-{self.shape.piece_bytes}x{self.shape.num_ranks}"
+        return kind if self.form is None else f"{kind}-{self.form.name}"
+
+    @property
+    def _about(self) -> About:
+        form = "" if self.form is None else self.form.name
+        return About(FORMAT, self.shape.piece_bytes, self.shape.num_ranks, self.num_slots, form)
+
+    def _check_what_this_is(self) -> None:
+        """ValueError where it is something else: somebody has moved a folder to where another belongs."""
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # none yet, or a crash has left none
+            there = msgspec.json.decode((self.folder / "about.json").read_bytes(), type=About)
+            if not there.is_like(self._about):
+                raise ValueError(f"{self.folder} holds blocks of another kind ({there}): remove or rename it")
+
     def _say_what_this_is(self) -> None:
-        about = About(FORMAT, self.shape.piece_bytes, self.shape.num_ranks, self.num_slots)
         new = self.folder / "about.json.new"
-        new.write_bytes(msgspec.json.encode(about))
+        new.write_bytes(msgspec.json.encode(self._about))
         new.replace(self.folder / "about.json")
 
     def resize(self, num_slots: int) -> None:
@@ -116,6 +152,7 @@ class DiskFiles:
         """No block lies in a slot from `end` on, and that is known for good: their room is given back."""
         number = -(-end // self._per_file)
         while (path := file_of(self.folder, number)).exists():
+            self._unsynced.discard(number)
             descriptor = self._descriptors.pop(number, None)
             if descriptor is not None:
                 os.close(descriptor)
@@ -156,16 +193,32 @@ class DiskFiles:
         sources: Numbers,
     ) -> None:
         """Slots of the memory into slots of the disk; on return they are there for good. TransferFailed if not."""
-        try:
+        self.put(slots, memory, sources)
+        self.keep([Written(*each) for each in zip(slots, blocks, checksums, strict=True)])
+
+    def put(self, slots: Sequence[Slot], memory: SlotMemory, sources: Numbers) -> None:
+        """Bytes into slots that hold nothing, where they are nothing until `keep`. TransferFailed."""
+        with self._writing():
             for number, theirs, which in self._by_file(np.asarray(slots, dtype=np.int64)):
                 descriptor = self._open(number)
+                self._unsynced.add(number)
                 for part, ours, index in memory.by_part(sources[which]):
                     for at, count, start in _runs(theirs[index], ours):
                         self._move(os.pwritev, descriptor, part.memory, at, count, start)
-                os.fdatasync(descriptor)
-            self._journal.add(
-                [Written(*each) for each in zip(slots, blocks, checksums, strict=True)],
-            )
+
+    def keep(self, written: Sequence[Written], gone: Iterable[Slot] = ()) -> None:
+        """On return these, whose bytes were put there, are there for good, and so is that `gone` hold nothing any more.
+        TransferFailed where that cannot be."""
+        with self._writing():
+            for number in sorted(self._unsynced):
+                os.fdatasync(self._open(number))
+            self._unsynced.clear()
+            self._journal.write(written, gone)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             reason = "no_room" if error.errno in _NO_ROOM else error.strerror
             raise TransferFailed(
@@ -174,16 +227,28 @@ class DiskFiles:
 
     def read(self, slots: Sequence[Slot], memory: SlotMemory, destinations: Numbers) -> None:
         """Slots of the disk into slots of the memory. TransferFailed where they cannot be read."""
+        reads: list[Callable[[], None]] = []
+        most = max(_READ_BYTES // self.shape.slot_bytes, 1)
         try:
             for number, theirs, which in self._by_file(np.asarray(slots, dtype=np.int64)):
                 descriptor = self._open(number)
                 for part, ours, index in memory.by_part(destinations[which]):
                     for at, count, start in _runs(theirs[index], ours):
-                        self._move(os.preadv, descriptor, part.memory, at, count, start)
+                        for done in range(0, count, most):
+                            place = (at + done, min(most, count - done), start + done)
+                            reads.append(partial(self._move, os.preadv, descriptor, part.memory, *place))
+            self.threads.run(reads)
         except OSError as error:
             raise TransferFailed(
                 f"blocks cannot be read from {self.folder}: {error}", path="disk", reason=error.strerror
             ) from None
+
+    def places(self, slots: Numbers) -> list[tuple[Path, Numbers, Numbers]]:
+        """For who reads slots past us: in which file, at which offsets, and which of `slots` these are."""
+        return [
+            (file_of(self.folder, number), theirs * self.shape.slot_bytes, which)
+            for number, theirs, which in self._by_file(slots)
+        ]
 
     def remove(self, slots: Sequence[Slot]) -> None:
         """They hold nothing any more, and may be written to after this. TransferFailed where that cannot be kept."""
@@ -244,35 +309,6 @@ class DiskFiles:
             if not moved:
                 raise OSError(errno.EIO, "the file is shorter than it was")
             num_moved += moved
-
-
-def check_read(
-    files: DiskFiles,
-    keys: Sequence[BlockKey],
-    expected: Sequence[int],
-    slots: Sequence[Slot],
-    memory: SlotMemory,
-    destinations: Numbers,
-) -> list[bool]:
-    """Read blocks and look whether each is what it was. Blocks one by one where all at once cannot be read."""
-    try:
-        files.read(slots, memory, destinations)
-        is_read = [True] * len(keys)
-    except KvoltError:
-        is_read = [
-            _reads(files, slot, memory, destinations[index : index + 1]) for index, slot in enumerate(slots)
-        ]
-    sums = memory.checksums(destinations, keys).tolist()
-    return [ok and found == wanted for ok, found, wanted in zip(is_read, sums, expected, strict=True)]
-
-
-def _reads(files: DiskFiles, slot: Slot, memory: SlotMemory, destination: Numbers) -> bool:
-    try:
-        files.read([slot], memory, destination)
-    except KvoltError as error:
-        log.warning("a block of the disk tier is lost: %s", error.message)
-        return False
-    return True
 
 
 def _own(folder: Path) -> tuple[Path, int]:

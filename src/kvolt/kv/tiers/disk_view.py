@@ -18,6 +18,7 @@ import numpy as np
 from kvolt.core.errors import ConfigError, Unavailable
 from kvolt.core.ids import BlockKey
 from kvolt.kv.tiers.disk import About, file_of, slots_per_file
+from kvolt.kv.tiers.eight_bits import EightBits
 from kvolt.kv.tiers.journal import FORMAT, Journal, Written, read_journal
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 
@@ -34,6 +35,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     is_owned: bool
     """Whether a process has it now."""
     num_slots: int
+    form: EightBits | None = None
+    """In which blocks lie there, where it is not the engine's."""
 
     @property
     def num_bytes(self) -> int:
@@ -66,6 +69,13 @@ def _part(folder: Path) -> Part:
             key="dir",
             remedy="remove it: nothing in it is the only copy",
         )
+    form = EightBits.named(about.form)
+    if about.form and form is None:
+        raise ConfigError(
+            f"{folder} was written by another version (blocks of the form {about.form})",
+            key="dir",
+            remedy="remove it: nothing in it is the only copy",
+        )
     shape = BlockShape(about.piece_bytes, about.num_ranks)
     return Part(
         folder=folder,
@@ -73,6 +83,7 @@ def _part(folder: Path) -> Part:
         blocks=tuple(blocks),
         is_owned=_is_owned(folder),
         num_slots=about.num_slots,
+        form=form,
     )
 
 
@@ -91,7 +102,7 @@ def _is_owned(folder: Path) -> bool:
 
 
 def read_blocks(part: Part, blocks: Sequence[Written]) -> Iterator[tuple[Written, bytes | None]]:
-    """Each with its bytes; None where they are not what was written, or cannot be read."""
+    """Each with its bytes as they lie there; None where they are not what was written, or cannot be read."""
     size = part.shape.slot_bytes
     at_once = max(min(_AT_ONCE, _AT_ONCE_BYTES // size), 1)
     memory = SlotMemory(part.shape, at_once)
@@ -115,6 +126,23 @@ def read_blocks(part: Part, blocks: Sequence[Written]) -> Iterator[tuple[Written
                 data = bytes(home.memory[index * size : index * size + part.shape.block_bytes])
                 yield each, data if is_good else None
     finally:
+        memory.close()
+
+
+def engines_bytes(part: Part, data: bytes) -> bytes:
+    """Of what lies there, what an engine would get."""
+    if part.form is None:
+        return data
+    packed, memory = SlotMemory(part.shape, 1), SlotMemory(part.form.unpacked(part.shape), 1)
+    try:
+        with packed.block(0) as view:
+            view[:] = data
+        only = np.zeros(1, dtype=np.int64)
+        part.form.decode(packed, only, memory, only)
+        with memory.block(0) as view:
+            return bytes(view)
+    finally:
+        packed.close()
         memory.close()
 
 

@@ -36,6 +36,8 @@ _BATCH_BYTES = 256 << 20
 _MOST_BATCH = 1024
 _MADE_S = 60.0
 """For the memory, before the rest of it is made beside work."""
+WAITING_SHARE = 0.25
+"""Of the slots, for blocks that wait for a tier below, unless somebody says otherwise."""
 _GUESSED_BYTES_PER_S = {Tier.HOST: 4e9, Tier.PEER: 2e9, Tier.DISK: 0.5e9, Tier.OBJECT: 0.1e9}
 
 Fill = Callable[[Numbers, list[int]], Awaitable[tuple[Sums, float]]]
@@ -70,9 +72,12 @@ class HostTier:
         self._writers = [
             TierWriter(tier, self.books, self.memory, touches, self.at_once) for tier, touches in lower
         ]
+        self.keep_for_below(WAITING_SHARE)
         self.stats = {Tier.HOST: TierStats(), **{each.tier: each.stats for each in self.lower}}
         self._coming: dict[BlockKey, tuple[Tier, asyncio.Future[None]]] = {}
         """Being brought from a tier below: over when it is here, or not."""
+        self.passed_by: frozenset[Tier] = frozenset()
+        """Tiers whose blocks come to the engine without passing through here."""
         self.num_clears = 0
         """So often was all forgotten: what was under way then is not kept."""
         self._resizing = asyncio.Lock()
@@ -89,6 +94,11 @@ class HostTier:
             await writer.lower.start()
             writer.start(self._crew)
         await asyncio.wait([growing], timeout=_MADE_S)
+
+    def keep_for_below(self, share: float) -> None:
+        """Such a share of the slots is for blocks that are next to be written below: they stay until they are."""
+        for writer in self._writers:
+            writer.waiting_share = share / len(self._writers)
 
     def on_change(self, told: Callable[[], None]) -> None:
         """Call this when blocks have come to a tier below or gone from it, besides what was asked for."""
@@ -159,6 +169,11 @@ class HostTier:
             books = next(each for each in self.lower if each.tier is tier)
         return len(books), books.num_slots
 
+    def shape_in(self, tier: Tier) -> BlockShape:
+        """Of blocks as they lie in a tier, as far as that is known here."""
+        theirs = next((each for each in self.lower if each.tier is tier), None)
+        return theirs.shape if isinstance(theirs, Resizable) else self.shape
+
     def tiers_of(self, keys: Sequence[BlockKey], start: int = 0) -> list[Tier]:
         """Where each of `keys` from `start` on lies, up to the first that lies nowhere, as far as is known."""
         found: list[Tier] = []
@@ -206,7 +221,7 @@ class HostTier:
         """How long it takes to bring one block from there, by what was measured, or a guess before that."""
         above_s, stats = 0.0, self.stats[tier]
         known_s = stats.block_s
-        if tier is not Tier.HOST:
+        if tier is not Tier.HOST and tier not in self.passed_by:
             above_s = self.block_s(Tier.HOST)
         elif known_s is None:
             # As long up as down. Rather too quick a guess: the first load tells, but only if there is one.
@@ -228,7 +243,8 @@ class HostTier:
     def clear(self) -> int:
         """Forget what nobody is at; how many blocks."""
         self.num_clears += 1
-        return self.books.forget(self.books) + sum(writer.clear() for writer in self._writers)
+        num_below = sum(writer.clear() for writer in self._writers)  # first: blocks stay here for them
+        return num_below + self.books.forget(self.books)
 
     # --- down
 

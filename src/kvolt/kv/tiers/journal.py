@@ -153,8 +153,18 @@ class Journal:
 
     def add(self, written: Sequence[Written]) -> None:
         """Their bytes are on the disk; on return so are these records."""
-        records = np.zeros(len(written), dtype=RECORD)
-        for record, each in zip(records, written, strict=True):
+        self.write(written, ())
+
+    def remove(self, slots: Iterable[Slot]) -> None:
+        """They hold nothing any more; on return that is on the disk."""
+        self.write((), slots)
+
+    def write(self, written: Sequence[Written], gone: Iterable[Slot]) -> None:
+        """Both at once, which waits for the disk once. No slot may be of both."""
+        gone = [slot for slot in gone if slot in self._live]
+        records = np.zeros(len(written) + len(gone), dtype=RECORD)
+        records["slot"][len(written) :] = gone
+        for record, each in zip(records, written, strict=False):
             block = each.block
             record["is_there"], record["slot"] = 1, each.slot
             record["key"], record["hash"] = np.void(bytes(block.key)), block.sequence_hash
@@ -165,14 +175,6 @@ class Journal:
         data = self._append(records)
         for index, each in enumerate(written):
             self._live[each.slot] = data[index * RECORD.itemsize : (index + 1) * RECORD.itemsize]
-        self._tidy()
-
-    def remove(self, slots: Iterable[Slot]) -> None:
-        """They hold nothing any more; on return that is on the disk."""
-        gone = [slot for slot in slots if slot in self._live]
-        records = np.zeros(len(gone), dtype=RECORD)
-        records["slot"] = gone
-        self._append(records)
         for slot in gone:
             del self._live[slot]
         self._tidy()

@@ -17,7 +17,7 @@ from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
 from kvolt.kv.changes import Change
 from kvolt.kv.tiers.books import TierBlock
-from kvolt.kv.tiers.slot_memory import SlotMemory
+from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.transfer.memory import Numbers
 
 _LATELY = 0.25
@@ -132,6 +132,11 @@ class LowerTier(Protocol):
 @runtime_checkable
 class Resizable(Protocol):
     """A tier whose size is ours to say."""
+
+    @property
+    def shape(self) -> BlockShape:
+        """Of blocks as they lie there."""
+        ...
 
     async def resize(self, num_slots: int) -> None:
         """So many blocks from now on. KvoltError where that cannot be."""

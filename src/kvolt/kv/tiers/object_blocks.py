@@ -164,9 +164,8 @@ class ObjectBlocks:
         if len(whole) < _HEAD.size:
             return Spoiled("it has another size")
         magic, version, width, whose, checksum, piece_bytes, num_ranks = _HEAD.unpack_from(whole)
-        if (magic, version, whose) != (_MAGIC, FORMAT, key) or BlockShape(
-            piece_bytes, num_ranks
-        ) != self.shape:
+        shape = self.shape.piece_bytes, self.shape.num_ranks
+        if (magic, version, whose, piece_bytes, num_ranks) != (_MAGIC, FORMAT, key, *shape):
             return Spoiled("it is not what its name says")
         data: bytes | memoryview | None = whole[_HEAD.size :]
         if width != RAW and data is not None:

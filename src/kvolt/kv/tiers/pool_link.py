@@ -12,12 +12,13 @@ from typing import TypeVar
 import msgspec
 
 from kvolt.core.errors import KvoltError, NetworkFault, TransferFailed, from_info
+from kvolt.core.ids import InstanceId
 from kvolt.kv.tiers.pool_wire import (
     Answer,
     Answered,
     Asked,
-    Done,
     Hello,
+    Met,
     Question,
     Refused,
     frame,
@@ -32,6 +33,8 @@ _MOST_SILENT = 3
 """Questions in a row without an answer in time, after which a pool is held to be gone."""
 _AGAIN_S = 2.0
 """After the pool was not there, before it is looked for again."""
+_HELLO_S = 35.0
+"""For a pool to begin, which reads a disk."""
 
 Expected = TypeVar("Expected", bound=Answer)
 
@@ -47,6 +50,11 @@ class PoolLink:
         self.on_lost: Callable[[], None] = lambda: None
         self.on_late: Callable[[Answer], None] = lambda _: None
         """Told of an answer that nobody waits for any more."""
+        self.pool: InstanceId | None = None
+        """Under which name the pool that we are connected to tells of its blocks."""
+        self.on_pool: Callable[[], None] = lambda: None
+        """Told when that is another, or none."""
+        self._is_lost = asyncio.Event()
         self._num_silent = 0
         self._writer: asyncio.StreamWriter | None = None
         self._connecting = asyncio.Lock()
@@ -71,14 +79,44 @@ class PoolLink:
                     remedy="start it: `kvolt cache serve`",
                 ) from None
             self._writer = writer
+            self._is_lost.clear()
             self._crew.start(self._listen(reader, writer), "listen")
             if self._shape is None:
                 return
             try:
-                await self._ask(Hello(self._shape), Done)
+                met = await self._ask(Hello(self._shape), Met)
             except BaseException:
                 self._hang_up(writer)
                 raise
+            if self._writer is writer:  # and it has not gone at once
+                self._reaches(met.pool)
+
+    def stay(self) -> None:
+        """From now on look for the pool whenever it is not there, and not only when it is needed: routers send us
+        prompts for what it has."""
+        self._crew.start(self._stay(), "stay")
+
+    async def _stay(self) -> None:
+        told = ""
+        while True:
+            try:
+                async with asyncio.timeout(_HELLO_S):
+                    await self.connect()
+                told = ""
+                await self._is_lost.wait()
+            except NetworkFault:
+                pass  # it is away
+            except (KvoltError, TimeoutError) as error:
+                reason = str(error) or "it does not answer"
+                if reason != told:
+                    told = reason
+                    log.warning("the shared pool cannot be used: %s", reason)
+            await asyncio.sleep(_AGAIN_S)
+
+    def _reaches(self, pool: InstanceId | None) -> None:
+        if pool != self.pool:
+            self.pool = pool
+            self.on_pool()
 
     async def ask(self, question: Question, expected: type[Expected], timeout_s: float) -> Expected:
         """KvoltError where there is no answer within this time, or another."""
@@ -143,6 +181,8 @@ class PoolLink:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(NetworkFault("the connection to the pool is lost"))
+        self._is_lost.set()
+        self._reaches(None)
         self.on_lost()
 
     async def close(self) -> None:

@@ -24,7 +24,7 @@ from kvolt.core.errors import (
     TransferFailed,
     to_info,
 )
-from kvolt.core.ids import BlockKey
+from kvolt.core.ids import BlockKey, InstanceId
 from kvolt.kv.tiers.host_tier import HostTier, numbers_of
 from kvolt.kv.tiers.pool_wire import (
     MOST_BLOCKS,
@@ -40,6 +40,7 @@ from kvolt.kv.tiers.pool_wire import (
     Keep,
     Kept,
     Look,
+    Met,
     PoolStatus,
     Question,
     Refused,
@@ -76,6 +77,10 @@ class PoolServer:
         self._path = path
         self._new_host = new_host
         self.host: HostTier | None = None
+        self.name: InstanceId | None = None
+        """Under which routers are told what it has; None where they are not."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when blocks may have come or gone. To be set before `start`."""
         self._beginning: asyncio.Future[HostTier] | None = None
         self._agent = TransferAgent()
         self._thread = TierThread("kv-pool")
@@ -145,7 +150,7 @@ class PoolServer:
             return self._status()
         if isinstance(question, Hello):
             await self._meet(question)
-            return Done()
+            return Met(self.name)
         host = self.host
         if host is None:
             raise InvalidRequest("say hello first")
@@ -164,7 +169,9 @@ class PoolServer:
         host = self.host
         if host is None:
             return PoolStatus(None, self._num_workers - 1, ())
-        sizes = tuple(TierSize(tier.value, *host.size(tier)) for tier in host.stats)
+        sizes = tuple(
+            TierSize(tier.value, *host.size(tier), host.shape_in(tier).block_bytes) for tier in host.stats
+        )
         return PoolStatus(host.shape, self._num_workers - 1, sizes)
 
     async def _meet(self, hello: Hello) -> None:
@@ -182,8 +189,9 @@ class PoolServer:
         if host.shape != hello.shape:
             ours = host.shape
             raise ConfigError(
-                f"the pool at {self._path} has blocks of {ours.block_bytes:,} bytes of {ours.num_ranks} ranks, the "
-                f"worker {hello.shape.block_bytes:,} of {hello.shape.num_ranks}",
+                f"the pool at {self._path} has blocks of {ours.block_bytes:,} bytes of {ours.num_ranks} ranks in "
+                f"{ours.dtype or 'bytes'}, the worker {hello.shape.block_bytes:,} of {hello.shape.num_ranks} in "
+                f"{hello.shape.dtype or 'bytes'}",
                 key="tiers.pool",
                 remedy="a pool for each model: `kvolt cache serve --socket` another",
             )
@@ -206,6 +214,7 @@ class PoolServer:
                 raise
             return
         self.host = host
+        host.on_change(self.on_change)
         begun.set_result(host)
 
     async def _keep(self, host: HostTier, keep: Keep) -> int:
@@ -296,6 +305,7 @@ class _Client:
                 log.exception("a question of a worker failed")
                 error = EngineFailed(f"the pool failed ({type(error).__name__})")
             body = Refused(to_info(error))
+        self._server.on_change()
         try:
             self._writer.write(frame(Answered(asked.number, body)))
             await self._writer.drain()  # one that does not listen is not answered any more than it may ask

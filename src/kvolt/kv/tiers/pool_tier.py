@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvolt.core.errors import KvoltError, NetworkFault
-from kvolt.core.ids import BlockKey
+from kvolt.core.ids import BlockKey, InstanceId
 from kvolt.core.kv_events import Tier
 from kvolt.kv.changes import Change
 from kvolt.kv.tiers.books import TierBlock
@@ -70,6 +70,15 @@ class PoolTier:
     def __len__(self) -> int:
         return len(self._known)
 
+    @property
+    def pool(self) -> InstanceId | None:
+        """Under which name the pool that is reached now tells routers of its blocks; None for one that does not."""
+        return self._link.pool
+
+    def on_pool(self, told: Callable[[], None]) -> None:
+        """Call this when that has changed."""
+        self._link.on_pool = told
+
     async def start(self) -> None:
         """ConfigError where the pool is for other blocks. One that is not there is looked for again later."""
         try:
@@ -77,6 +86,7 @@ class PoolTier:
                 await self._link.connect()
         except (NetworkFault, TimeoutError) as error:
             log.warning("the shared pool is not there yet: %s", str(error))
+        self._link.stay()
 
     async def close(self) -> None:
         await self._link.close()

@@ -13,11 +13,11 @@ import msgspec
 from msgspec import Meta
 
 from kvolt.core.errors import ErrorInfo, NetworkFault
-from kvolt.core.ids import BlockKey, SequenceHash
+from kvolt.core.ids import BlockKey, InstanceId, SequenceHash
 from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.slot_memory import BlockShape
 
-VERSION = 1
+VERSION = 2
 MOST_BLOCKS = 4096
 """In one question."""
 _HEAD_BYTES = 4
@@ -99,6 +99,13 @@ Question = Hello | Look | Keep | Bring | Suspect | Status
 # --- answers
 
 
+class Met(msgspec.Struct, frozen=True, tag="met"):
+    """To a Hello."""
+
+    pool: InstanceId | None = None
+    """Under this name the pool tells routers of its blocks; None where it tells nobody."""
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     pass
 
@@ -122,6 +129,8 @@ class TierSize(msgspec.Struct, frozen=True, array_like=True):
     tier: str
     num_blocks: int
     most_blocks: int | None
+    block_bytes: int
+    """Of one as it lies there."""
 
 
 class PoolStatus(msgspec.Struct, frozen=True, tag="status"):
@@ -135,7 +144,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     error: ErrorInfo
 
 
-Answer = Done | Found | Kept | Brought | PoolStatus | Refused
+Answer = Met | Done | Found | Kept | Brought | PoolStatus | Refused
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):

@@ -36,10 +36,13 @@ class BlockShape(msgspec.Struct, frozen=True):
 
     piece_bytes: int
     num_ranks: int = 1
+    dtype: str = ""
+    """Of the values in them; empty where they are bytes of no known meaning."""
 
     @classmethod
     def of(cls, slabs: Sequence[Slab]) -> BlockShape:
         """Of an engine's memory, by its ranks."""
+        dtypes = {"" if slab.layout is None else slab.layout.block.dtype for slab in slabs}
         sizes = {slab.block_bytes for slab in slabs}
         if len(sizes) != 1:
             raise ConfigError(
@@ -47,7 +50,7 @@ class BlockShape(msgspec.Struct, frozen=True):
                 key="tiers",
                 remedy="serve without tiers, or with ranks that share the heads evenly",
             )
-        return cls(sizes.pop(), len(slabs))
+        return cls(sizes.pop(), len(slabs), dtypes.pop() if len(dtypes) == 1 else "")
 
     @property
     def block_bytes(self) -> int:
@@ -63,6 +66,16 @@ def rank_seeds(keys: Sequence[BlockKey], rank: int) -> bytes:
     if not rank:
         return seeds
     return (np.frombuffer(seeds, dtype="<u8") ^ np.uint64(rank * _RANK_KEY % 2**64)).tobytes()
+
+
+def block_checksums(slabs: Sequence[Slab], blocks: Numbers, keys: Sequence[BlockKey]) -> Sums:
+    """Of what lies in these blocks of an engine's memory, by its ranks."""
+    folded = np.zeros(len(blocks), dtype=np.uint64)
+    for rank, slab in enumerate(slabs):
+        sums = np.empty(len(blocks), dtype=np.uint64)
+        checksums(slab.contents, slab.pieces(blocks), rank_seeds(keys, rank), sums)
+        folded = folded * _FOLD_KEY + sums
+    return folded
 
 
 class SlotMemory:
@@ -155,7 +168,7 @@ class SlotMemory:
             for part, numbers, which in self.by_part(slots):
                 of_part = np.empty(len(which), dtype=np.uint64)
                 seeds = rank_seeds([keys[each] for each in which.tolist()], rank)
-                checksums(part.contents, self._pieces(numbers, rank), seeds, of_part)
+                checksums(part.contents, self.pieces(numbers, rank), seeds, of_part)
                 sums[which] = of_part
             folded = folded * _FOLD_KEY + sums
         return folded
@@ -167,7 +180,7 @@ class SlotMemory:
         for rank, slab in enumerate(slabs):
             sums = np.empty(len(slots), dtype=np.uint64)
             for part, numbers, which in self.by_part(slots):
-                ours, theirs = self._pieces(numbers, rank), slab.pieces(blocks[which])
+                ours, theirs = self.pieces(numbers, rank), slab.pieces(blocks[which])
                 at_once = blocks_at_once(part.contents, slab.contents, ours, _TURN_BYTES)
                 for first in range(0, len(which), at_once):
                     some = which[first : first + at_once]
@@ -182,6 +195,7 @@ class SlotMemory:
             folded = folded * _FOLD_KEY + sums
         return folded
 
-    def _pieces(self, numbers: Numbers, rank: int) -> Pieces:
+    def pieces(self, numbers: Numbers, rank: int) -> Pieces:
+        """Where slots of a part have what is of one rank."""
         shape = self.shape
         return Pieces(numbers * shape.slot_bytes + rank * shape.piece_bytes, shape.piece_bytes)

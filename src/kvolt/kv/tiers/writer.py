@@ -1,7 +1,9 @@
 """TierWriter: blocks of the host that wait for a tier below it, written a batch at a time and at leisure.
 
 Owns which of them are worth it, in which order they go, and what becomes of them when that tier will not take them:
-it is asked again after a pause, and blocks that the host drops meanwhile are not kept. Bounded by the host's size.
+it is asked again after a pause, and blocks that the host drops meanwhile are not kept. Those that are next stay in
+the host until they are written, whatever else comes to it: the blocks that go for those lie below, or are not worth
+it. They are a part of the host's slots at most. Bounded by the host's size.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -28,6 +31,8 @@ _PAUSE_S = 5.0
 """After a tier would not take blocks, before it is asked again."""
 _FLUSH_S = 5.0
 """For what waits, when all ends."""
+_MOST_NEXT = 512
+"""Blocks that stay for one tier: who looks for one that can go passes them by, each time."""
 
 
 class TierWriter:
@@ -43,6 +48,10 @@ class TierWriter:
         self._at_once = at_once
         self._filter: TouchFilter[BlockKey] = TouchFilter(touches, 4 * host.num_slots, 4 * host.num_slots)
         self._waiting: OrderedDict[BlockKey, None] = OrderedDict()
+        self._next: set[BlockKey] = set()
+        """The first that wait, as many as may stay: held in the host."""
+        self.waiting_share = 0.0
+        """Of the host's slots, for blocks that are next and stay until then."""
         self._has_waiting = asyncio.Event()
         self._closing = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
@@ -80,8 +89,9 @@ class TierWriter:
             return
         self._waiting[key] = None
         if len(self._waiting) > self._host.num_slots:
-            self._waiting.popitem(last=False)
+            self._let_go([self._waiting.popitem(last=False)[0]])
             self.num_dropped += 1
+        self._hold_next()
         self._has_waiting.set()
 
     def wake(self) -> None:
@@ -91,11 +101,30 @@ class TierWriter:
     def clear(self) -> int:
         """Forget what waits, what is on its way, and what is there; how many of the last."""
         self._num_clears += 1
+        self._let_go(self._waiting)
         self._waiting.clear()
         self.wake()
         return self.lower.forget()
 
     # ---
+
+    def _hold_next(self) -> None:
+        """As many of the first as may stay. What has gone before it was its turn waits no longer."""
+        most = 0 if self._is_refused else min(int(self.waiting_share * self._host.num_slots), _MOST_NEXT)
+        while len(self._next) < min(most, len(self._waiting)):
+            key = next(islice(self._waiting, len(self._next), None))
+            if self._host.has(key):
+                self._host.hold([key], is_asked=False)
+                self._next.add(key)
+            else:
+                del self._waiting[key]
+                self.num_dropped += 1
+
+    def _let_go(self, keys: Iterable[BlockKey]) -> None:
+        """They stay no longer."""
+        going = [key for key in keys if key in self._next]
+        self._next.difference_update(going)
+        self._host.release(going)
 
     def _put_back(self, keys: Sequence[BlockKey], cleared: int) -> None:
         """At the end: others may have more luck."""
@@ -124,14 +153,17 @@ class TierWriter:
         while self._waiting and len(keys) < self._at_once:
             key, _ = self._waiting.popitem(last=False)
             if self.lower.knows(key):
-                continue
-            if self._host.has(key):
+                self._let_go([key])
+            elif self._host.has(key):
                 keys.append(key)
             else:
+                self._let_go([key])
                 self.num_dropped += 1
         blocks, cleared = [self._host.block(key) for key in keys], self._num_clears
         sums = [self._host.checksum(key) for key in keys]
         slots = np.asarray(self._host.hold(keys, is_asked=False), dtype=np.int64)
+        self._let_go(keys)
+        self._hold_next()
         try:
             await self.lower.write(blocks, sums, self._memory, slots)
         except Exception as error:  # the next may be better: nobody else would go on with this
@@ -143,6 +175,7 @@ class TierWriter:
                 level, "%d blocks were not written to the %s tier: %s", len(blocks), self.lower.tier, told
             )
             self._is_refused = True
+            self._let_go(self._waiting)  # for a tier that takes none the host keeps none
             self._put_back(keys, cleared)
             return False
         finally:

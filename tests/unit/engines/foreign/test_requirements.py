@@ -33,7 +33,7 @@ class Model:
     model_fields = {"temperature": None}
 """
 WANTED = Requirement(
-    engine="foreign",
+    user="the foreign engine",
     distributions=("kvolt-foreign", "kvolt-foreign-cpu"),
     tested=("1.4.", "2.0.1"),
     symbols=(
@@ -97,7 +97,9 @@ def test_an_untested_version_is_only_told(site: Path, version: str, caplog: pyte
     assert check_requirement(WANTED) == version
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage() == (f"foreign {version} was not tested with this kvolt (tested: 1.4.*, 2.0.1)")
+    assert record.getMessage() == (
+        f"kvolt-foreign {version} was not tested with this kvolt (tested: 1.4.*, 2.0.1)"
+    )
 
 
 def test_the_first_distribution_that_is_there_counts(site: Path) -> None:
@@ -124,8 +126,16 @@ def test_the_first_distribution_that_is_there_counts(site: Path) -> None:
 def test_a_missing_symbol_is_named(site: Path, symbol: str) -> None:
     install(site, "kvolt-foreign", "1.5.0")
     error = refusal(replace(WANTED, symbols=(*WANTED.symbols, symbol)))
-    assert error.message == f"kvolt-foreign 1.5.0 has no {symbol}, which kvolt's adapter uses"
+    assert error.message == f"kvolt-foreign 1.5.0 has no {symbol}, which the foreign engine uses"
     assert error.fields["remedy"] == "tested with 1.4.*, 2.0.1: pip install kvolt-foreign"
+
+
+def test_it_is_told_in_the_words_of_who_needs_it(site: Path) -> None:
+    wanted = replace(WANTED, user="the processor 'foreign'", key="processor")
+    with pytest.raises(ConfigError) as caught:
+        check_requirement(wanted)
+    assert caught.value.message == "the processor 'foreign' needs kvolt-foreign, which is not installed"
+    assert caught.value.fields["key"] == "processor"
 
 
 def test_all_that_is_missing_is_named_at_once(site: Path) -> None:

@@ -9,7 +9,13 @@ from kvolt.core.errors import Unsupported
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Request, Sampling, StopConditions
 from kvolt.engines.foreign.answers import Choice
-from kvolt.engines.foreign.resuming import asks_prompt_logprobs, check_resumable, given_tokens, is_under_way
+from kvolt.engines.foreign.resuming import (
+    OUTPUT_PENALTIES,
+    asks_prompt_logprobs,
+    check_resumable,
+    given_tokens,
+    is_under_way,
+)
 
 REQUEST = Request(request_id=RequestId("r"), model="m", token_ids=(5, 6), stop=StopConditions(max_tokens=10))
 HANDOFF = Handoff(ticket=b"", prefill_instance=InstanceId(""), expires_in_s=1.0, first_tokens=(9,))
@@ -54,6 +60,15 @@ def test_what_would_not_go_on_is_refused(fields: dict[str, object], feature: str
         check_resumable(replace(REQUEST, resume=(1,), **fields), "X", "X counts anew")
     assert refused.value.fields["feature"] == feature
     check_resumable(replace(REQUEST, resume=(1,)), "X", "X counts anew")
+
+
+def test_a_penalty_that_is_the_same_after_it_goes_on() -> None:
+    """One that counts the prompt as well."""
+    repeated = replace(REQUEST, resume=(1,), sampling=Sampling(repetition_penalty=2))
+    check_resumable(repeated, "X", "X counts anew", OUTPUT_PENALTIES)
+    absent = replace(REQUEST, resume=(1,), sampling=Sampling(presence_penalty=2))
+    with pytest.raises(Unsupported):
+        check_resumable(absent, "X", "X counts anew", OUTPUT_PENALTIES)
 
 
 def test_logprobs_of_a_prompt_are_asked_for_once() -> None:

@@ -118,6 +118,23 @@ async def test_only_what_said_nothing_is_withdrawn(tmp_path: Path) -> None:
         assert not await lab.engine.withdraw(RequestId("nobody"))
 
 
+async def test_what_is_withdrawn_may_have_left_its_blocks(tmp_path: Path) -> None:
+    """Whether it has begun is SGLang's to know. What it has computed of it is there, and routers hear of it: so two
+    workers may hold a prompt that one has answered."""
+    with Publisher.within(tmp_path) as publisher:
+        facts = replace(FACTS, kv_sources=(KvSource(publisher.endpoint, publisher.replay_endpoint),))
+        async with started(tmp_path, facts) as lab:
+            await asyncio.to_thread(publisher.wait_for_reader)
+            lab.engine.submit(request())
+            assert await lab.engine.withdraw(RequestId("r"))
+            publisher.publish(bytes.fromhex(RECORDED["kv_events"][0][1]))
+            step = await lab.step()
+            (change,) = step.kv_changes
+            assert isinstance(change, Stored)
+            assert change.num_blocks == len(PROMPT) // 16
+            assert not step.deltas
+
+
 async def test_an_end_that_sglang_does_not_see_is_told_to_it(tmp_path: Path) -> None:
     async with started(tmp_path) as lab:
         stop = StopConditions(max_tokens=9, stop_token_ids=(7,), ignore_eos=True)

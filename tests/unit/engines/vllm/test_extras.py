@@ -107,7 +107,7 @@ def test_without_processors_it_is_said_how_to_have_them() -> None:
 def test_what_vllm_is_not_told_of_is_refused() -> None:
     with pytest.raises(Unsupported) as caught:
         check_extra(asked(vllm_xargs={"a": 1}, custom_params={}), KNOWN)
-    assert caught.value.fields["feature"] == "extra.custom_params"
+    assert caught.value.fields["feature"] == "custom_params"
 
 
 def test_processors_by_their_names() -> None:

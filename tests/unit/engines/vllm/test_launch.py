@@ -122,6 +122,20 @@ def test_features(
     assert found.info.kv_events == bool(found.events) == ("KvEvents" in features)
 
 
+@pytest.mark.parametrize(
+    ("role", "args", "extras"),
+    [
+        (Role.AGGREGATED, {}, ("vllm_xargs",)),
+        (Role.AGGREGATED, {"enable_prompt_embeds": True}, ("vllm_xargs", "prompt_embeds")),
+        (Role.DECODE, {"enable_prompt_embeds": True}, ("vllm_xargs",)),
+    ],
+)
+def test_what_frontends_may_send_it_besides(
+    launched: Launcher, role: Role, args: dict[str, Any], extras: tuple[str, ...]
+) -> None:
+    assert launched(role=role, **args).info.extras == extras
+
+
 def test_where_events_come_from(launched: Launcher) -> None:
     assert launched().events == {
         0: (f"ipc://{launched.folder}/kv-events", f"ipc://{launched.folder}/kv-replay")
@@ -244,7 +258,7 @@ def test_weights_have_an_identity(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "key", "words"),
     [
-        ({"model": "x"}, "args.engine_args.model", "a model of its own"),
+        ({"model": "x"}, "args.engine_args.model", "has a model, which is not its to say"),
         ({"max_modell_len": 1}, "args.engine_args.max_modell_len", "no argument 'max_modell_len'"),
         ({"max-model-len": 1}, "args.engine_args.max-model-len", "no argument 'max-model-len'"),
         ({"max_model_len": 0}, "args.engine_args", "must be a positive integer"),
@@ -316,7 +330,7 @@ def test_what_another_version_lacks_is_named(
         owner = getattr(owner, name)
     monkeypatch.delattr(owner, last)
     error = launched.refusal()
-    assert error.message == f"vllm 0.32.0 has no {missing}, which kvolt's adapter uses"
+    assert error.message == f"vllm 0.32.0 has no {missing}, which the vllm engine uses"
 
 
 def test_every_symbol_is_one_of_the_stand_in() -> None:

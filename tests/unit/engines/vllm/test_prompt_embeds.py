@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import sys
+import threading
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.unit.engines.vllm import stand_in
 from tests.unit.engines.vllm.lab import ARGUMENTS, MOVING, Harness, running, with_args
 
 from kvolt.core.errors import InvalidRequest, Unsupported
@@ -40,21 +44,69 @@ async def test_they_are_answered_as_their_tokens(model: str) -> None:
         assert rest.tokens[0] == told.tokens[0][3:]
 
 
-@pytest.mark.parametrize(
-    ("embeds", "words"), [(vectors(PROMPT[1:]), "19 rows for 20"), ("~", "refuses"), (7, "must be base64")]
-)
+@pytest.mark.parametrize(("embeds", "words"), [(vectors(PROMPT[1:]), "19 rows for 20"), ("~", "refuses")])
 async def test_what_is_no_such_tensor(model: str, embeds: Any, words: str) -> None:
+    """Told as the request's end: it is read beside the loop."""
     async with running(Harness(model, QUIET)) as (run, core):
-        with pytest.raises(InvalidRequest, match=words):
-            run.engine.submit(asked("r", extra={"prompt_embeds": embeds}))
+        answer = run.submit(asked("r", extra={"prompt_embeds": embeds}), may_fail=True)
+        await run.until(lambda: answer.done)
+        assert answer.error is not None
+        assert (answer.error.code, answer.error.fields["param"]) == ("invalid_request", "prompt_embeds")
+        assert words in answer.error.message
         assert core.received == []
+
+
+async def test_what_is_no_text_is_not_even_read(model: str) -> None:
+    async with running(Harness(model, QUIET)) as (run, _):
+        with pytest.raises(InvalidRequest, match="must be base64"):
+            run.engine.submit(asked("r", extra={"prompt_embeds": 7}))
+
+
+async def test_memory_that_is_not_there_is_one_requests_failure(
+    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left(*given: Any) -> Any:
+        raise MemoryError
+
+    async with running(Harness(model, QUIET)) as (run, _):
+        monkeypatch.setattr(sys.modules["vllm.renderers.embed_utils"], "safe_load_prompt_embeds", none_left)
+        answer = run.submit(asked("r"), may_fail=True)
+        await run.finish(answer)
+        assert answer.error is not None
+        assert (answer.error.code, answer.error.message) == (
+            "engine_failed",
+            "vLLM failed on it (MemoryError)",
+        )
+        assert (await run.answer(asked("tokens", token_ids=PROMPT, extra={}))).done
+    assert "could not be read" in caplog.text
+
+
+async def test_nobody_waits_while_vectors_are_read(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are answered meanwhile; one that is aborted before they are read never comes to vLLM."""
+    may_go_on = threading.Event()
+    loads = stand_in.safe_load_prompt_embeds
+
+    def slow(*given: Any) -> Any:
+        assert may_go_on.wait(20)
+        return loads(*given)
+
+    async with running(Harness(model, QUIET)) as (run, core):
+        monkeypatch.setattr(sys.modules["vllm.renderers.embed_utils"], "safe_load_prompt_embeds", slow)
+        gone = run.submit(asked("gone"))
+        slowly = asyncio.ensure_future(run.answer(asked("slow")))
+        told = await run.answer(asked("tokens", token_ids=PROMPT, extra={}))
+        run.abort(gone)
+        assert not slowly.done()
+        may_go_on.set()
+        assert (await slowly).tokens == told.tokens
+        assert not [each for each in core.received if each.request_id.startswith("gone")]
 
 
 async def test_a_vllm_that_does_not_take_them(model: str) -> None:
     async with running(Harness(model)) as (run, _):
         with pytest.raises(Unsupported, match="enable_prompt_embeds") as caught:
             run.engine.submit(asked("r"))
-        assert caught.value.fields["feature"] == "extra.prompt_embeds"
+        assert caught.value.fields["feature"] == "prompt_embeds"
 
 
 async def test_what_does_not_go_with_them(model: str) -> None:

@@ -21,7 +21,8 @@ from kvolt.core.request import (
     StopConditions,
 )
 from kvolt.engines.foreign.answers import Answers, Choice
-from kvolt.engines.vllm.requests import check_supported, given_tokens, prompt_input, sampling_params
+from kvolt.engines.foreign.resuming import given_tokens
+from kvolt.engines.vllm.requests import check_supported, prompt_input, sampling_params
 
 pytestmark = pytest.mark.usefixtures("model")
 

@@ -40,6 +40,11 @@ def refusal(parse: Callable[[bytes], Any], body: bytes) -> KvoltError:
 
 
 BOTH: list[tuple[str, list[Any], list[Any]]] = [
+    (
+        "vllm_xargs",
+        [{}, {"a": "b", "c": 1, "d": 0.5, "e": ["x", 2, 0.5]}],
+        [{"a": True}, {"a": {}}, {"a": [[1]]}, [], "x"],
+    ),
     ("temperature", [0, 0.0, 1, 2, 2.0], [-0.001, 2.001, -1, 1e300, "1", True]),
     ("top_p", [0.001, 0.5, 1], [0, -0.1, 1.0001, "x"]),
     ("top_k", [-1, 0, 1, 50, 2**31 - 1], [-2, 1.0, 2**31, "1"]),
@@ -154,12 +159,45 @@ def test_wrong_prompts(prompt: Any, param: str) -> None:
     assert refusal(parse_completion, completion(prompt=prompt)).fields["param"] == param
 
 
+def test_a_prompt_is_required() -> None:
+    body = json.dumps({"model": "m"}).encode()
+    error = refusal(parse_completion, body)
+    assert (error.message, error.fields["param"]) == ("prompt is required", "prompt")
+
+
+@pytest.mark.parametrize("prompt", [None, "", [""]])
+@pytest.mark.parametrize("embeds", ["AAAA", ["AAAA", "BBBB"]])
+def test_vectors_in_the_place_of_a_prompt(prompt: Any, embeds: Any) -> None:
+    assert parse_completion(completion(prompt=prompt, prompt_embeds=embeds)).request.prompt_embeds == embeds
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "hi"}, "prompt"),
+        ({"prompt": [1]}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"nvext": {"token_data": [1]}}, "nvext.token_data"),
+        ({"prompt_embeds": []}, "prompt_embeds"),
+        ({"prompt_embeds": [""]}, "prompt_embeds[0]"),
+        ({"prompt_embeds": 7}, "prompt_embeds"),
+        ({"prompt_embeds": ["AAAA"] * 64, "n": 3}, "prompt_embeds"),
+        ({"prompt_embeds": ["AAAA"] * 65}, "prompt_embeds"),
+    ],
+)
+def test_what_does_not_go_with_vectors(fields: dict[str, Any], param: str) -> None:
+    body = completion(**{"prompt": "", "prompt_embeds": "AAAA"} | fields)
+    assert refusal(parse_completion, body).fields["param"] == param
+
+
 def test_null_is_the_same_as_nothing() -> None:
     for kind, parse, body in (
         (CompletionRequest, parse_completion, completion),
         (ChatRequest, parse_chat, chat),
     ):
         required = {field.encode_name for field in msgspec.structs.fields(kind) if field.required}
+        required.add("prompt")  # or prompt_embeds
         nulls = {name: None for name in kind.__struct_encode_fields__ if name not in required}
         assert len(nulls) > 30
         assert parse(body(**nulls)).request == parse(body()).request

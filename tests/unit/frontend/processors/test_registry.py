@@ -10,6 +10,7 @@ import pytest
 from tests.unit.frontend.processors import vllm_stand_in
 
 from kvolt.core.errors import ConfigError
+from kvolt.engines.foreign import requirements
 from kvolt.frontend.preprocess import CardProcessor, ParserNames
 from kvolt.frontend.processors import registry, vllm_symbols
 from kvolt.frontend.processors.registry import GROUP, ProcessorKind, find_processor, processor_names
@@ -69,10 +70,10 @@ def test_one_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, value: str, to
 
 
 def test_without_vllm_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_symbols, "installed_version", lambda names: None)
+    monkeypatch.setattr(requirements, "installed_version", lambda names: None)
     kind = find_processor("vllm")
     assert kind.build is VllmProcessor
-    with pytest.raises(ConfigError, match="vLLM is not installed") as caught:
+    with pytest.raises(ConfigError, match="processor 'vllm' needs vllm, which is not installed") as caught:
         kind.check(NONE)
     assert caught.value.fields["key"] == "processor"
     assert "pip install 'kvolt[vllm]'" in caught.value.fields["remedy"]

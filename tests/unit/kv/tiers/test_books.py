@@ -160,3 +160,17 @@ def test_what_is_disowned_goes_when_nobody_is_at_it() -> None:
     books.disown(keys[2])
     assert not books.knows(keys[2]), "at once where nobody is at it"
     books.check_integrity()
+
+
+def test_a_tier_that_has_grown_tells_all_that_it_has() -> None:
+    books = TierBooks(Tier.DISK, 1)
+    books.resize(8)
+    blocks = sequence("grown", 8)
+    books.reserve(blocks)
+    for block in blocks:
+        books.seal(block.key, 0)
+        books.register([block.key])
+    stored = [change for change in books.take_changes() if isinstance(change, Stored)]
+    assert {told for change in stored for told in change.sequence_hashes} == {
+        block.sequence_hash for block in blocks
+    }

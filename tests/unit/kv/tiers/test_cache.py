@@ -155,6 +155,7 @@ async def test_a_miss_below_ends_what_comes(tmp_path: Path) -> None:
             blocks = sequence("a", 12)
             memory.compute(blocks, range(12))
             await cache.offload(blocks, range(12))
+            await until_on_disk(cache, 12)
             cache.host.books.forget(keys(blocks[6:7]))
             cache.host.lower[0].forget(keys(blocks[6:7]))
             assert (await cache.fetch(blocks, range(20, 32))).num_blocks == 6

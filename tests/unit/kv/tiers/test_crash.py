@@ -10,14 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit.kv.tiers.tier_lab import BLOCK_BYTES, contents, sequence
+from tests.unit.kv.tiers.tier_lab import BLOCK_BYTES, contents, in_eight_bits, sequence
 
-from kvolt.core.ids import BlockKey
 from kvolt.kv.tiers.books import Slot, TierBlock
 from kvolt.kv.tiers.disk import DiskFiles
+from kvolt.kv.tiers.disk_blocks import DiskBlocks
+from kvolt.kv.tiers.eight_bits import EightBits
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 
-SHAPE = BlockShape(BLOCK_BYTES)
+SHAPE = BlockShape(BLOCK_BYTES, dtype="bfloat16")
+FORMS = [None, EightBits.of(SHAPE)]
 NUM_SLOTS = 6
 SECTOR_BYTES = 512
 NUM_LOSSES = 3
@@ -97,29 +99,35 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return made
 
 
-def use_for_a_while(folder: Path, rng: random.Random) -> None:
-    """Blocks come and go, until slots have been used several times and the journal was written anew."""
-    files = DiskFiles(folder, SHAPE, NUM_SLOTS)
+def use_for_a_while(folder: Path, rng: random.Random, form: EightBits | None) -> None:
+    """Blocks come and go, until slots have been used several times and the journal was written anew. What goes is told
+    before others come, or with them."""
+    files = DiskFiles(folder, SHAPE, NUM_SLOTS, form)
     files.recover()
+    blocks_there = DiskBlocks(files)
     memory = SlotMemory(SHAPE, NUM_SLOTS)
     held: dict[Slot, TierBlock] = {}
     for turn in range(14):
+        gone: list[Slot] = []
         if len(held) > 2:
             gone = rng.sample(sorted(held), rng.randint(1, 3))
-            files.remove(gone)
             for slot in gone:
                 del held[slot]
-        free = [Slot(slot) for slot in range(NUM_SLOTS) if slot not in held]
+        if turn % 2 or len(held) + len(gone) == NUM_SLOTS:
+            files.remove(gone)
+            gone = []
+        free = [Slot(slot) for slot in range(NUM_SLOTS) if slot not in held and slot not in gone]
         slots = rng.sample(free, min(len(free), 2))
         blocks = sequence(f"turn {turn}", len(slots))
         places = np.arange(len(slots), dtype=np.int64)
         fill(memory, blocks)
         sums = memory.checksums(places, [block.key for block in blocks]).tolist()
-        files.write(blocks, sums, slots, memory, places)
+        assert None not in blocks_there.write(blocks, sums, slots, memory, places, gone)
         held.update(zip(slots, blocks, strict=True))
+    blocks_there.close()
     files.close()
     memory.close()
-    again = DiskFiles(folder, SHAPE, NUM_SLOTS)
+    again = DiskFiles(folder, SHAPE, NUM_SLOTS, form)
     assert {each.slot: each.block for each in again.recover()} == held
     again.close()
 
@@ -145,9 +153,12 @@ def losses(loose: list[tuple[str, int, bytes]], rng: random.Random) -> Iterator[
         yield left
 
 
-def test_whatever_is_found_after_a_crash_is_whole(tmp_path: Path, recorded: Recorded) -> None:
+@pytest.mark.parametrize("form", FORMS, ids=["plain", "fp8"])
+def test_whatever_is_found_after_a_crash_is_whole(
+    tmp_path: Path, recorded: Recorded, form: EightBits | None
+) -> None:
     rng = random.Random(1)
-    use_for_a_while(recorded.root, rng)
+    use_for_a_while(recorded.root, rng, form)
     assert len(recorded.moments) > 60
     [about] = recorded.root.rglob("about.json")
     part = os.path.relpath(about.parent, recorded.root)
@@ -158,7 +169,7 @@ def test_whatever_is_found_after_a_crash_is_whole(tmp_path: Path, recorded: Reco
             for path, at, data in left:
                 image[path] = _written(image.get(path, b""), at, data)
             restore(after, part, image)
-            num_found += check_whole(after)
+            num_found += check_whole(after, form)
     assert num_found > 500, "a test that finds nothing shows nothing"
 
 
@@ -170,18 +181,23 @@ def restore(folder: Path, part: str, image: dict[str, bytes]) -> None:
         (folder / name).write_bytes(data)
 
 
-def check_whole(folder: Path) -> int:
-    files = DiskFiles(folder, SHAPE, NUM_SLOTS)
-    memory = SlotMemory(SHAPE, NUM_SLOTS)
+def check_whole(folder: Path, form: EightBits | None) -> int:
+    files = DiskFiles(folder, SHAPE, NUM_SLOTS, form)
+    memory, blocks_there = SlotMemory(SHAPE, NUM_SLOTS), DiskBlocks(files)
     try:
         found = files.recover()
         if not found:
             return 0
         places = np.arange(len(found), dtype=np.int64)
-        files.read([each.slot for each in found], memory, places)
-        keys: list[BlockKey] = [each.block.key for each in found]
-        assert memory.checksums(places, keys).tolist() == [each.checksum for each in found]
+        slots, keys = [each.slot for each in found], [each.block.key for each in found]
+        came = blocks_there.read(keys, [each.checksum for each in found], slots, memory, places)
+        assert memory.checksums(places, keys).tolist() == came
+        for place, each in enumerate(found):
+            with memory.block(place) as view:
+                data = contents(each.block)
+                assert view == (data if form is None else in_eight_bits(data, SHAPE))
         return len(found)
     finally:
+        blocks_there.close()
         memory.close()
         files.close()

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.kv.tiers.tier_lab import in_eight_bits
 
 from kvolt.core.ids import BlockKey
 from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.disk import DiskFiles, file_of
 from kvolt.kv.tiers.disk_tier import DiskTier
+from kvolt.kv.tiers.eight_bits import EightBits
 from kvolt.kv.tiers.host_tier import HostTier
 from kvolt.kv.tiers.lower import LowerTier, TierStats
 from kvolt.kv.tiers.object_blocks import ObjectBlocks, open_store
@@ -65,26 +67,40 @@ def s3_server() -> Iterator[dict[str, str]]:
         process.stdin.close()
 
 
-class DiskHarness:
+class Lossless:
+    def kept(self, data: bytes) -> bytes:
+        return data
+
+
+class DiskHarness(Lossless):
+    form: EightBits | None = None
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._tier: DiskTier | None = None
 
     async def open(self) -> LowerTier:
-        self._tier = DiskTier(DiskFiles(self._folder, SHAPE, 4 * NUM_SLOTS))
+        self._tier = DiskTier(DiskFiles(self._folder, SHAPE, 4 * NUM_SLOTS, self.form))
         return self._tier
 
     def spoil(self, key: BlockKey) -> None:
         assert self._tier is not None
         slot = self._tier.books.slot(key)
         with open(file_of(self._tier.folder, 0), "r+b") as file:
-            _flip(file, slot * SHAPE.slot_bytes + 700)
+            _flip(file, slot * self._tier.shape.slot_bytes + 700)
 
     async def close(self) -> None:
         pass
 
 
-class PoolHarness:
+class EightBitsHarness(DiskHarness):
+    form = EightBits.of(SHAPE)
+
+    def kept(self, data: bytes) -> bytes:
+        return in_eight_bits(data, SHAPE)
+
+
+class PoolHarness(Lossless):
     """The pool stays while a worker comes, goes and comes again."""
 
     def __init__(self, folder: Path) -> None:
@@ -109,7 +125,7 @@ class PoolHarness:
             await self._server.close()
 
 
-class ObjectHarness:
+class ObjectHarness(Lossless):
     def __init__(self, url: str) -> None:
         self._url = url
         self._blocks: ObjectBlocks | None = None
@@ -145,6 +161,11 @@ def _flip(file: Any, at: int) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lower_tier_suite.name)
 async def test_disk(case: Case, tmp_path: Path) -> None:
     await run_case(case, DiskHarness(tmp_path))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lower_tier_suite.name)
+async def test_disk_in_eight_bits(case: Case, tmp_path: Path) -> None:
+    await run_case(case, EightBitsHarness(tmp_path))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lower_tier_suite.name)

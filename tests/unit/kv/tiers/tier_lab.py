@@ -9,7 +9,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvolt.core.ids import BlockKey, SequenceHash
+from kvolt.kv.tiers import eight_bits_python
 from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.transfer.memory import Slab
 
 BLOCK_BYTES = 5000
@@ -40,6 +42,19 @@ def contents(block: TierBlock, rank: int = 0, num_bytes: int = BLOCK_BYTES) -> b
     """What a block of that name holds."""
     seed = int.from_bytes(block.key[:4], "little") + rank
     return np.random.default_rng(seed).bytes(num_bytes)
+
+
+def in_eight_bits(data: bytes, shape: BlockShape) -> bytes:
+    """What comes back of a block that was kept in eight bits, by the definition."""
+    kind = eight_bits_python.KINDS.index(shape.dtype)
+    num_values = shape.piece_bytes // eight_bits_python.WIDTHS[kind]
+    packed, back = bytearray(eight_bits_python.packed_bytes(num_values)), bytearray(shape.block_bytes)
+    start = np.zeros(1, dtype=np.int64)
+    for rank in range(shape.num_ranks):
+        here = np.asarray([rank * shape.piece_bytes], dtype=np.int64)
+        eight_bits_python.encode(memoryview(packed), start, memoryview(data), here, num_values, kind)
+        eight_bits_python.decode(memoryview(back), here, memoryview(packed), start, num_values, kind)
+    return bytes(back)
 
 
 class Device:

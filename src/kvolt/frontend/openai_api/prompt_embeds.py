@@ -1,0 +1,159 @@
+"""A prompt as vectors, as vLLM's clients send it: base64 of a tensor as `torch.save` writes it, with a row for a token.
+
+A frontend has no torch and passes the text on. What it must know is how many tokens the prompt counts for, so the
+tensor's shape is read here: out of the pickle that lies in the file, of which no instruction is carried out. Anything
+but one plain tensor is refused, and so is a file that unpacks to more than it is: whoever loads it later is spared.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+import io
+import pickletools
+import struct
+import zipfile
+from typing import Any, NamedTuple
+
+from kvolt.core.errors import InvalidRequest
+
+PARAM = "prompt_embeds"
+_MOST_MEMBERS = 64
+_MOST_PICKLE_BYTES = 4096
+"""That of one tensor has some hundred."""
+_MEMBER = b"PK\x01\x02"
+"""How an entry begins in a zip file's directory."""
+_TENSOR = "torch._utils _rebuild_tensor_v2"
+_HOOKS = "collections OrderedDict"
+_MARK = object()
+_NO_ZIP = (
+    zipfile.BadZipFile,
+    struct.error,
+    NotImplementedError,
+    RuntimeError,
+    EOFError,
+    OSError,
+    OverflowError,
+    LookupError,
+    ValueError,
+)
+"""What the standard library raises where a file is none, or is broken."""
+_VALUES = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "GLOBAL")
+_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+class PromptEmbeds(NamedTuple):
+    """One prompt's."""
+
+    text: str
+    """As it came."""
+    num_rows: int
+    """What the file says: a worker sees whether that is true."""
+    digest: str
+    """Equal for equal vectors: two such prompts have nothing else to be told apart by."""
+
+
+def read_embeds(text: str) -> PromptEmbeds:
+    """InvalidRequest for what is no such tensor. As long as its text is: of long ones beside the loop."""
+    try:
+        data = binascii.a2b_base64(text, strict_mode=True)
+    except ValueError as error:
+        raise _refusal(f"it is no base64 ({error})") from error
+    shape = _shape(_pickle(data))
+    if len(shape) == 3 and shape[0] == 1:
+        shape = shape[1:]
+    if len(shape) != 2:
+        raise _refusal(f"it has the shape {shape}; wanted are rows of one length, one for each token")
+    return PromptEmbeds(text, shape[0], hashlib.blake2b(data, digest_size=16).hexdigest())
+
+
+def _refusal(why: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"prompt_embeds must be base64 of one dense tensor as torch.save writes it: {why}", param=PARAM
+    )
+
+
+def _pickle(data: bytes) -> bytes:
+    """What says how the tensor is made, out of torch's zip file."""
+    if data.count(_MEMBER) > _MOST_MEMBERS:
+        raise _refusal("the file has too many members")
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            members = file.infolist()
+            if any(each.compress_type != zipfile.ZIP_STORED for each in members):
+                raise _refusal("the file is compressed")
+            if sum(each.file_size for each in members) > len(data):
+                raise _refusal("the file's members are larger than the file")
+            found = [each for each in members if each.filename.endswith("/data.pkl")]
+            if len(found) != 1 or found[0].file_size > _MOST_PICKLE_BYTES:
+                raise _refusal("it holds no tensor, or more than one")
+            return file.read(found[0])
+    except _NO_ZIP as error:
+        raise _refusal(f"it is no such file ({error})") from error
+
+
+def _shape(pickled: bytes) -> tuple[int, ...]:
+    """Followed by hand, with names in the place of what they name."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    try:
+        for opcode, argument, _ in pickletools.genops(pickled):
+            name = opcode.name
+            if name in ("PROTO", "FRAME"):
+                continue
+            if name == "STOP":
+                break
+            if name in ("BINPUT", "LONG_BINPUT"):
+                memo[argument] = stack[-1]  # type: ignore[index]
+            elif name == "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            elif name in ("BINGET", "LONG_BINGET"):
+                stack.append(memo[argument])  # type: ignore[index]
+            else:
+                _follow(stack, name, argument)
+        [made] = stack
+        tensor, given = made
+        shape = tuple(given)
+    except InvalidRequest:
+        raise
+    except (ValueError, TypeError, LookupError, OverflowError) as error:
+        raise _refusal("its pickle makes no tensor") from error
+    if tensor != _TENSOR or not all(type(each) is int and each > 0 for each in shape):
+        raise _refusal("its pickle makes no tensor, or an empty one")
+    return shape
+
+
+def _follow(stack: list[Any], name: str, argument: Any) -> None:
+    if name in _VALUES:
+        stack.append(argument)
+    elif name in ("NEWTRUE", "NEWFALSE"):
+        stack.append(name == "NEWTRUE")
+    elif name == "STACK_GLOBAL":
+        last = stack.pop()
+        stack.append(f"{stack.pop()} {last}")
+    elif name == "MARK":
+        stack.append(_MARK)
+    elif name in _TUPLES or name == "TUPLE":
+        start = len(stack) - _TUPLES[name] if name in _TUPLES else _last_mark(stack)
+        items = tuple(each for each in stack[start:] if each is not _MARK)
+        stack[start:] = [items]
+    elif name == "BINPERSID":
+        stack[-1] = "storage"
+    elif name == "REDUCE":
+        given, maker = stack.pop(), stack.pop()
+        if maker == _TENSOR:
+            _, _, shape, *_ = given
+            stack.append((_TENSOR, shape))
+        elif maker == _HOOKS and given == ():
+            stack.append("hooks")
+        else:
+            raise _refusal(f"its pickle asks for {str(maker)[:80]!r}")
+    else:
+        raise _refusal(f"its pickle has {name}")
+
+
+def _last_mark(stack: list[Any]) -> int:
+    for index in range(len(stack) - 1, -1, -1):
+        if stack[index] is _MARK:
+            return index
+    raise ValueError("no mark")
