@@ -313,10 +313,12 @@ def systems(plan: Plan, folder: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "straight", ("--kv-host", plan.small_host, "--kv-disk", plan.disk, *where)
 
 
-def returned(plan: Plan, system: System, folder: Path) -> dict[str, Any]:
+def returned(plan: Plan, system: System, folder: Path, rows: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     expected: list[str] | None = None
     for name, flags in systems(plan, folder):
+        if rows and name not in ("without", *rows):
+            continue
         with served(system, folder, flags) as url:
             ask(url, tokens(random.Random(1), 64), 4)  # what is compiled on the way is nobody's
             asked, texts = returning(url, plan)
@@ -348,6 +350,9 @@ def main() -> int:
         action="store_true",
         help="on a device: with a disk as well, by both ways (48 GiB in $TMPDIR)",
     )
+    parser.add_argument(
+        "--rows", nargs="*", default=[], metavar="NAME", help="of `returning`, besides `without`"
+    )
     parser.add_argument("--out", type=Path, help="default: results/returning_cpu.json")
     options = parser.parse_args()
     is_gpu = options.device != "cpu"
@@ -374,7 +379,7 @@ def main() -> int:
         if is_gpu and options.only in (None, "disk"):
             results["disk"] = disk_reads(options.device, folder / "disk")
         if options.only in (None, "returning"):
-            results["returning"] = returned(plan, system, folder)
+            results["returning"] = returned(plan, system, folder, options.rows)
         if options.only in (None, "fresh"):
             results["fresh"] = fresh(plan, system, folder)
     out = options.out or RESULTS / "returning_cpu.json"

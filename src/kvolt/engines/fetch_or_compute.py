@@ -19,8 +19,8 @@ _SPARE = 0.9
 _SPENT_LOOKING = 0.25
 """Of the time to compute the rest of a prompt, what a far tier may take to say whether it has it."""
 _PROBE_EVERY = 16
-"""Of the prompts for which it would be sooner to compute, the one for which blocks are brought all the same. Where they
-can come meanwhile, which costs little if they come late, the very first is such a one, too."""
+"""Of the prompts for which it would be sooner to compute, the one for which blocks are brought all the same: meanwhile,
+where the engine is at it for some steps, which costs nobody anything; the very first is such a one then, too."""
 _FEWEST_BOTH = 8
 """Blocks: fewer are brought or computed, and not both."""
 
@@ -84,11 +84,11 @@ class FetchOrCompute:
                 return Verdict(len(tiers), is_meanwhile=True)
         if best < len(tiers):
             self._num_refusals += 1
-            # A tier that was slow once, or is believed to be, would be held to be so for ever.
-            if self._num_refusals % _PROBE_EVERY == 0:
-                return Verdict(len(tiers))
-            if self._num_refusals == 1 and self._can_share and not best and len(tiers) >= _FEWEST_BOTH:
-                return Verdict(len(tiers), is_meanwhile=True)
+            takes_steps = len(tiers) * self._block_size > self._step_tokens
+            is_beside = self._can_share and takes_steps and not best
+            if self._num_refusals % _PROBE_EVERY == 0 or (self._num_refusals == 1 and is_beside):
+                # A tier that was slow once, or is believed to be, would be held to be so for ever.
+                return Verdict(len(tiers), is_meanwhile=is_beside)
         self.num_declined += len(tiers) - best
         return Verdict(best)
 

@@ -79,7 +79,14 @@ def test_without_a_model_all_is_brought() -> None:
 def test_what_was_refused_is_tried_now_and_then() -> None:
     slow = choice({Tier.HOST: 10.0})
     told = [slow.judge(64 * BLOCK + 1, 0, [Tier.HOST] * 64) for _ in range(32)]
-    assert [told.count(Verdict(64, is_meanwhile)) for is_meanwhile in (True, False)] == [1, 2]
+    assert [told.count(Verdict(64, is_meanwhile)) for is_meanwhile in (True, False)] == [3, 0]
+
+
+def test_what_is_computed_in_a_step_is_waited_for_now_and_then() -> None:
+    """Nothing would have come by then, and nothing would be known."""
+    slow = choice({Tier.HOST: 10.0}, step_blocks=64)
+    told = [slow.judge(64 * BLOCK + 1, 0, [Tier.HOST] * 64) for _ in range(16)]
+    assert told == [Verdict(0)] * 15 + [Verdict(64)]
 
 
 def test_what_would_be_waited_for_is_tried_more_seldom() -> None:
