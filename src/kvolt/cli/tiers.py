@@ -111,6 +111,12 @@ def check_sizes(tiers: TierSettings) -> None:
             key="tiers.host_high_water",
             remedy="half of it at most: the rest is for blocks that are asked for",
         )
+    if tiers.disk_compression != "none" and (tiers.object or tiers.peers or tiers.pool):
+        raise ConfigError(
+            "what comes back from eight bits is not exact: a store, a pool and other workers would take it for that",
+            key="tiers.disk_compression",
+            remedy="leave out --kv-disk-compression, or --kv-object, --kv-pool and --kv-peers",
+        )
     if tiers.disk_direct:
         _check_direct(tiers)
     if tiers.peers and not tiers.host:

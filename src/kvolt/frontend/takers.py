@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import msgspec
 
-from kvolt.core.card import EngineInfo
 from kvolt.core.errors import InvalidRequest
 from kvolt.frontend.models import Model
 from kvolt.frontend.openai_api.headers import RequestHints
-from kvolt.runtime.address import Instance
 from kvolt.runtime.wire import MALFORMED
 
 _REMEDIES = {
@@ -17,13 +17,23 @@ _REMEDIES = {
     "(and no prefill workers)",
 }
 
-_decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
+_MOST_INFOS = 4096
+"""Of workers that were looked at lately: what one registered with is read once."""
+
+
+class _Taking(msgspec.Struct, frozen=True):
+    """An EngineInfo of which only this is read."""
+
+    extras: tuple[str, ...] = ()
+
+
+_decode_taking = msgspec.msgpack.Decoder(_Taking).decode
 
 
 def to_takers(model: Model, said: RequestHints, name: str) -> RequestHints:
     """With only those workers allowed that take it. InvalidRequest where nobody does, with what can be done."""
     candidates = model.candidates()
-    takers = [each.id for each in candidates if name in _extras(each)]
+    takers = [each.id for each in candidates if name in _extras(each.info)]
     if len(takers) == len(candidates):
         return said
     allowed = said.routing.allowed
@@ -37,8 +47,9 @@ def to_takers(model: Model, said: RequestHints, name: str) -> RequestHints:
     return msgspec.structs.replace(said, routing=routing)
 
 
-def _extras(instance: Instance) -> tuple[str, ...]:
+@lru_cache(_MOST_INFOS)
+def _extras(info: bytes) -> tuple[str, ...]:
     try:
-        return _decode_info(instance.info).extras
+        return _decode_taking(info).extras
     except MALFORMED:
         return ()

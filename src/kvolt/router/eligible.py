@@ -45,7 +45,8 @@ class Eligible:
         if pinned is not None:
             left = [instance for instance in left if instance.id == pinned]
         if hints.allowed:
-            left = [instance for instance in left if instance.id in hints.allowed]
+            allowed = frozenset(hints.allowed)
+            left = [instance for instance in left if instance.id in allowed]
         if hints.required_taints:
             left = [each for each in left if self.registered.has_taints(each.id, hints.required_taints)]
         if hints.pinned_dp_rank is not None:

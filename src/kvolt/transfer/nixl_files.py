@@ -6,6 +6,7 @@ else takes a way through the host that NIXL's library chooses; into the host's b
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -20,7 +21,10 @@ from kvolt.core.errors import TransferFailed, Unsupported
 from kvolt.transfer import nixl_library
 from kvolt.transfer.memory import Numbers, Slab
 
+log = logging.getLogger(__name__)
+
 _POLL_S = 50e-6
+_STUCK_S = 5.0
 _PAGE_BYTES = 4096
 _HOST, _DEVICE = ("POSIX", "DRAM"), ("GDS_MT", "VRAM")
 """Which backend of NIXL, and what it calls the memory."""
@@ -55,6 +59,9 @@ class NixlFiles:
         self._name = f"kvolt-files-{os.getpid()}-{id(self):x}"
         self._agent = nixl_library.new_agent(self._name, self.backend)
         self._files: dict[Path, _File] = {}
+        self.is_stuck = False
+        """Whether what is under way takes so long that nothing more should be asked for. It cannot be given up: bytes
+        may still come."""
         self._memory: list[Any] = []
         try:
             for slab in self._slabs:
@@ -71,7 +78,7 @@ class NixlFiles:
         for path in list(self._files):
             self._forget(path)
         while self._memory:
-            self._agent.deregister_memory(self._memory.pop())
+            self._deregister(self._memory.pop())
 
     def probe(self, folder: Path) -> None:
         """Write some bytes of the memory to a file there. Unsupported where that does not work."""
@@ -113,7 +120,7 @@ class NixlFiles:
             ours = _rows([address], _PAGE_BYTES, ordinal)
             self._move("WRITE", ours, _rows([0], _PAGE_BYTES, descriptor))
         finally:
-            self._agent.deregister_memory(registered)
+            self._deregister(registered)
 
     def _move(self, operation: str, ours: Rows, theirs: Rows) -> None:
         agent = self._agent
@@ -123,14 +130,17 @@ class NixlFiles:
             agent.get_xfer_descs(theirs, "FILE"),
             self._name,
         )
+        began_at = time.perf_counter()
         try:
             state = agent.transfer(handle)
             while state == "PROC":
                 time.sleep(_POLL_S)
                 state = agent.check_xfer_state(handle)
+                self.is_stuck = time.perf_counter() - began_at > _STUCK_S
             if state != "DONE":
                 raise OSError(f"a transfer ended as {state}")
         finally:
+            self.is_stuck = False
             # Takes its queue with it, which waits for what is under way: after an error others' pieces may be.
             agent.release_xfer_handle(handle)
 
@@ -154,8 +164,14 @@ class NixlFiles:
     def _forget(self, path: Path) -> None:
         known = self._files.pop(path, None)
         if known is not None:
-            self._agent.deregister_memory(known.registered)
+            self._deregister(known.registered)
             os.close(known.descriptor)
+
+    def _deregister(self, registered: Any) -> None:
+        try:
+            self._agent.deregister_memory(registered)
+        except Exception as error:  # nothing more can be done about it
+            log.warning("NIXL keeps what was registered with it: %r", error)
 
 
 def _place_of(slab: Slab) -> tuple[int, int]:

@@ -102,6 +102,16 @@ async def until(process: Process, *wanted: InstanceState) -> None:
             await asyncio.sleep(0.01)
 
 
+async def until_blocks(process: Process, num_blocks: int) -> None:
+    """Of all of them, which is told a moment after one has registered."""
+    async with asyncio.timeout(20):
+        while not any(
+            line.startswith(BLOCKS) and line.endswith(f" {num_blocks}.0")
+            for line in process.metrics.render()[0].decode().splitlines()
+        ):
+            await asyncio.sleep(0.01)
+
+
 async def test_servers_that_go_and_come(tmp_path: Path) -> None:
     settings = Settings(
         discovery=DiscoverySettings(path=str(tmp_path / "discovery"), poll_s=0.01),
@@ -119,10 +129,10 @@ async def test_servers_that_go_and_come(tmp_path: Path) -> None:
             await until(process, InstanceState.READY)  # one that is not there keeps nobody waiting
             await two.start()
             await until(process, InstanceState.READY, InstanceState.READY)
+            await until_blocks(process, 512)
             text = process.metrics.render()[0].decode()
             series = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
             assert len(series) == len(set(series))
-            assert " 512.0" in next(line for line in text.splitlines() if line.startswith(BLOCKS))
             await one.stop()
             await until(process, InstanceState.CORDONED, InstanceState.READY)
             checks = process.runtime.health.report().checks

@@ -72,6 +72,14 @@ def test_workers_that_share_need_something_to_share() -> None:
     assert with_tiers(WorkerSettings(), flags(kv_host="1GiB", kv_peers=True)).tiers.peers
 
 
+@pytest.mark.parametrize("shared", [{"kv_object": "s3://b/kv"}, {"kv_peers": True}, {"kv_pool": "/s"}])
+def test_what_is_not_exact_is_not_for_others(shared: dict[str, str | bool]) -> None:
+    group = WorkerSettings(tiers=TierSettings(host="1GiB", disk="5GiB", disk_compression="fp8"))
+    assert with_tiers(group, flags()) == group
+    with pytest.raises(ConfigError, match="not exact"):
+        with_tiers(group, flags(**shared))
+
+
 def test_what_comes_straight_from_a_disk_needs_one_and_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="there is none"):
         with_tiers(WorkerSettings(), flags(kv_host="1GiB", kv_disk_direct=True))

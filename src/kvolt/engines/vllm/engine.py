@@ -225,7 +225,8 @@ class VllmEngine:
         choices = self._answers.open(request)
         self._adapters.use(request.request_id, request.lora)
         if EMBEDS in request.extra:
-            self._crew.start(self._submit_embedded(choices), "prompt embeds")
+            adapter = self._adapters.find(request.lora)  # one that is unloaded later serves who has it
+            self._crew.start(self._submit_embedded(choices, adapter), "prompt embeds")
             return
         try:
             made = [self._core_request(choice, transfer) for choice in choices]
@@ -235,14 +236,14 @@ class VllmEngine:
         for each in made:
             self._post(partial(self._core.add_request_async, each))
 
-    async def _submit_embedded(self, choices: list[Choice]) -> None:
+    async def _submit_embedded(self, choices: list[Choice], adapter: Any) -> None:
         """To read vectors takes its time, which other requests' tokens do not wait for."""
         request = choices[0].request
         try:
             rows = await asyncio.to_thread(read_rows, request, self._known.llm.vllm_config.model_config)
             if any(self._answers.find(each.engine_id) is not each for each in choices):
                 return  # nobody waits for it any more
-            made = [self._core_request(choice, None, rows=rows) for choice in choices]
+            made = [self._core_request(choice, None, rows=rows, adapter=adapter) for choice in choices]
         except Exception as error:  # of one request, whatever it was: memory that is not there, perhaps
             if not isinstance(error, KvoltError):
                 log.exception("vectors of %s could not be read", request.request_id)
@@ -286,8 +287,10 @@ class VllmEngine:
         transfer: dict[str, Any] | None,
         only_prompt: bool = False,
         rows: Any = None,
+        adapter: Any = None,
     ) -> Any:
-        """As vLLM's own server makes it. InvalidRequest for what vLLM refuses. `rows`: see `prompt_input`."""
+        """As vLLM's own server makes it. InvalidRequest for what vLLM refuses. `rows`: see `prompt_input`. `adapter`:
+        the one that it found when it came, where that was a while ago."""
         request, running = choice.request, self._known
         params = sampling_params(choice, kv_transfer=transfer, only_prompt=only_prompt)
         try:
@@ -296,7 +299,7 @@ class VllmEngine:
                 prompt_input(request, choice.index, rows),
                 params,
                 supported_tasks=running.tasks,
-                lora_request=self._adapters.find(request.lora),
+                lora_request=adapter or self._adapters.find(request.lora),
                 priority=-request.routing.priority,  # there less is sooner
                 data_parallel_rank=request.routing.pinned_dp_rank,
             )

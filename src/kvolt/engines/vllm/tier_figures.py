@@ -43,6 +43,7 @@ class _TierSays(msgspec.Struct):
     loaded_s: float = 0.0
     failures: dict[str, int] = {}
     num_hits: int = 0
+    num_dropped: int = 0
 
 
 class _Says(msgspec.Struct):
@@ -67,6 +68,7 @@ def figures_payload(source: _Source) -> dict[str, Any]:
             loaded_s=each.loaded_s,
             failures=each.failures,
             num_hits=source.hits.num_hits(tier),
+            num_dropped=each.num_dropped,
         )
         for tier, each in source.figures.items()
     }
@@ -107,6 +109,7 @@ class _Rank:
         self.num_tokens = says.num_brought * block_size
         self.cache = self.host = self.hits = self
         self.num_asked = says.num_asked
+        self.num_dropped = sum(each.num_dropped for each in says.tiers.values())
         self.stats = {
             tier: TierStats(
                 num_stored=each.num_stored,

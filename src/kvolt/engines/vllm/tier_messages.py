@@ -66,12 +66,14 @@ class TierFigures:
     """To bring one, lately."""
     num_slots: int | None = None
     block_bytes: int = 0
+    num_dropped: int = 0
+    """Of the host's, those that left it before they were written below."""
 
     def most(self, other: TierFigures) -> TierFigures:
         """Of two workers: each has a piece of every block, and the slower one is waited for."""
         numbers = {
             name: max(getattr(self, name), getattr(other, name))
-            for name in ("num_stored", "stored_s", "num_loaded", "loaded_s", "block_s")
+            for name in ("num_stored", "stored_s", "num_loaded", "loaded_s", "block_s", "num_dropped")
         }
         failures = Counter(self.failures) | Counter(other.failures)
         return replace(self, **numbers, failures=dict(failures))

@@ -235,6 +235,7 @@ class TierWorker:
                 num_stored=stats.num_stored,
                 stored_s=stats.stored_s,
                 num_loaded=stats.num_loaded,
+                num_dropped=host.num_dropped if tier is Tier.HOST else 0,
                 loaded_s=stats.loaded_s,
                 failures=dict(+stats.failures),
                 block_s=host.block_s(tier),

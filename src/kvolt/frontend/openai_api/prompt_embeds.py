@@ -10,6 +10,7 @@ from __future__ import annotations
 import binascii
 import hashlib
 import io
+import math
 import pickletools
 import struct
 import zipfile
@@ -24,6 +25,13 @@ _MOST_PICKLE_BYTES = 4096
 _MEMBER = b"PK\x01\x02"
 """How an entry begins in a zip file's directory."""
 _TENSOR = "torch._utils _rebuild_tensor_v2"
+_VALUE_BYTES = {
+    "torch FloatStorage": 4,
+    "torch HalfStorage": 2,
+    "torch BFloat16Storage": 2,
+    "torch DoubleStorage": 8,
+}
+"""By what a pickle calls the memory of a tensor."""
 _HOOKS = "collections OrderedDict"
 _MARK = object()
 _NO_ZIP = (
@@ -53,13 +61,21 @@ class PromptEmbeds(NamedTuple):
     """Equal for equal vectors: two such prompts have nothing else to be told apart by."""
 
 
+class _Tensor(NamedTuple):
+    """As a pickle says how to make one."""
+
+    storage: Any
+    start: Any
+    shape: Any
+
+
 def read_embeds(text: str) -> PromptEmbeds:
     """InvalidRequest for what is no such tensor. As long as its text is: of long ones beside the loop."""
     try:
         data = binascii.a2b_base64(text, strict_mode=True)
     except ValueError as error:
         raise _refusal(f"it is no base64 ({error})") from error
-    shape = _shape(_pickle(data))
+    shape = _shape(_pickle(data), len(data))
     if len(shape) == 3 and shape[0] == 1:
         shape = shape[1:]
     if len(shape) != 2:
@@ -92,8 +108,9 @@ def _pickle(data: bytes) -> bytes:
         raise _refusal(f"it is no such file ({error})") from error
 
 
-def _shape(pickled: bytes) -> tuple[int, ...]:
-    """Followed by hand, with names in the place of what they name."""
+def _shape(pickled: bytes, num_bytes: int) -> tuple[int, ...]:
+    """Of a tensor whose values are all there, in a file of so many bytes: rows that are one row many times over in it
+    would be many in a worker. The pickle is followed by hand, with names in the place of what they name."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     try:
@@ -112,15 +129,28 @@ def _shape(pickled: bytes) -> tuple[int, ...]:
             else:
                 _follow(stack, name, argument)
         [made] = stack
-        tensor, given = made
-        shape = tuple(given)
+        if not isinstance(made, _Tensor):
+            raise ValueError("something else")
+        return _checked(made, num_bytes)
     except InvalidRequest:
         raise
     except (ValueError, TypeError, LookupError, OverflowError) as error:
         raise _refusal("its pickle makes no tensor") from error
-    if tensor != _TENSOR or not all(type(each) is int and each > 0 for each in shape):
-        raise _refusal("its pickle makes no tensor, or an empty one")
-    return shape
+
+
+def _checked(tensor: _Tensor, num_bytes: int) -> tuple[int, ...]:
+    """Its shape. TypeError or ValueError where it is none."""
+    (_, kind, _, _, num_values), start, shape = tensor
+    if not all(type(each) is int for each in (start, num_values, *shape)):
+        raise ValueError("no numbers")
+    if kind not in _VALUE_BYTES:
+        raise _refusal(f"it holds no floats ({str(kind)[:80]})")
+    if not shape or min(shape) < 1:
+        raise _refusal("it is empty")
+    num_needed = start + math.prod(shape)
+    if start < 0 or not num_needed <= num_values <= num_bytes // _VALUE_BYTES[kind]:
+        raise _refusal("it has less in it than its shape says: save what .contiguous() gives")
+    return tuple(shape)
 
 
 def _follow(stack: list[Any], name: str, argument: Any) -> None:
@@ -136,18 +166,21 @@ def _follow(stack: list[Any], name: str, argument: Any) -> None:
     elif name in _TUPLES or name == "TUPLE":
         start = len(stack) - _TUPLES[name] if name in _TUPLES else _last_mark(stack)
         items = tuple(each for each in stack[start:] if each is not _MARK)
+        if any(type(each) is tuple and any(type(inner) is tuple for inner in each) for each in items):
+            raise _refusal("its pickle makes no tensor")  # nor anything else, which may be without end
         stack[start:] = [items]
     elif name == "BINPERSID":
-        stack[-1] = "storage"
+        pass  # what names a tensor's memory stands for it
     elif name == "REDUCE":
         given, maker = stack.pop(), stack.pop()
         if maker == _TENSOR:
-            _, _, shape, *_ = given
-            stack.append((_TENSOR, shape))
+            stack.append(_Tensor(*given[:3]))
         elif maker == _HOOKS and given == ():
             stack.append("hooks")
         else:
-            raise _refusal(f"its pickle asks for {str(maker)[:80]!r}")
+            raise _refusal(
+                f"its pickle asks for {maker[:80] if isinstance(maker, str) else 'something else'!r}"
+            )
     else:
         raise _refusal(f"its pickle has {name}")
 

@@ -84,7 +84,7 @@ class TieredCache:
         self._copies = copies
         self.num_device_blocks = num_device_blocks
         self._direct = direct
-        host.passed_by = frozenset() if direct is None else frozenset((direct.tier,))
+        host.is_passed_by = self._is_past_host
 
     @classmethod
     def over(
@@ -102,13 +102,22 @@ class TieredCache:
     async def start(self) -> None:
         await self.host.start()
         if self._direct is not None:
-            await self._direct.start()
+            try:
+                await self._direct.start()
+            except BaseException:
+                await self.close()
+                raise
 
     async def close(self) -> None:
-        if self._direct is not None:
-            await self._direct.close()
-        await self._copies.close()
-        await self.host.close()
+        try:
+            if self._direct is not None:
+                await self._direct.close()
+        finally:
+            await self._copies.close()
+            await self.host.close()
+
+    def _is_past_host(self, tier: Tier) -> bool:
+        return self._direct is not None and self._direct.is_usable and tier is self._direct.tier
 
     async def offload(
         self, blocks: Sequence[TierBlock], numbers: Sequence[int], are_held: Callable[[], bool] = lambda: True
@@ -196,9 +205,8 @@ class TieredCache:
 
     def _parts(self, blocks: Sequence[TierBlock]) -> Iterator[_Part]:
         """Blocks that are moved together: apart from others those that need not pass through the host."""
-        direct = self._direct if self._direct is not None and self._direct.is_usable else None
-        lying: list[Tier] = [] if direct is None else self.host.tiers_of([block.key for block in blocks])
-        ways = [direct if direct is not None and tier is direct.tier else None for tier in lying]
+        lying = [] if self._direct is None else self.host.tiers_of([block.key for block in blocks])
+        ways = [self._direct if self._is_past_host(tier) else None for tier in lying]
         ways += [None] * (len(blocks) - len(ways))
         at_once, start = self.host.at_once, 0
         for way, run in groupby(ways):

@@ -45,7 +45,8 @@ class DirectReads:
 
     @property
     def is_usable(self) -> bool:
-        return self._files is not None and self._num_failures < _MOST_FAILURES
+        files = self._files
+        return files is not None and not files.is_stuck and self._num_failures < _MOST_FAILURES
 
     async def start(self) -> None:
         """ConfigError where the system cannot."""
@@ -79,6 +80,8 @@ class DirectReads:
     async def read(self, blocks: Sequence[TierBlock], numbers: Sequence[int]) -> int:
         """Blocks into these of the engine's memory; how many came whole, from the first on."""
         there = list(takewhile(lambda block: self._disk.has(block.key), blocks))
+        if not there:
+            return 0
         into = np.asarray(numbers[: len(there)], dtype=np.int64)
         try:
             sums = await self._disk.read_by(self._thread, there, partial(self._read, into))

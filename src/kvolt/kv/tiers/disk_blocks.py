@@ -87,8 +87,8 @@ class DiskBlocks:
         # After that: whatever was spoiled before is seen.
         are_good = memory.checksums(sources, keys) == np.asarray(checksums, dtype=np.uint64)
         good = np.flatnonzero(are_good)
-        self._files.put([slots[index] for index in good.tolist()], turn, good)
         packed = turn.checksums(places, keys).tolist()
+        self._files.put([slots[index] for index in good.tolist()], turn, good)
         return [found if is_good else None for found, is_good in zip(packed, are_good.tolist(), strict=True)]
 
     def read(

@@ -65,6 +65,7 @@ class DiskTier:
         self.files = files
         self._blocks = DiskBlocks(files)
         self._marks = Watermarks() if watermarks is None else watermarks
+        self.on_spoiled: Callable[[BlockKey], None] = lambda key: None
         self._is_making_room = False
         """From when fewer slots are free than the low mark until as many are as the high one."""
         self.books = TierBooks(Tier.DISK, files.num_slots, eviction, is_durable=True)
@@ -150,9 +151,9 @@ class DiskTier:
             self.books.cancel(key for key in keys if key not in left)
         self.books.register(kept)
         self.stats.stored(len(kept), took_s)
-        if len(kept) < len(keys):
-            self.stats.failures["corrupt"] += len(keys) - len(kept)
-            log.error("%d blocks in the host's memory are not what they were", len(keys) - len(kept))
+        for key in keys:
+            if key not in left:
+                self.on_spoiled(key)
 
     async def _make_room_now(self, count: int) -> None:
         """For so many, and for others while the disk is waited for anyway."""

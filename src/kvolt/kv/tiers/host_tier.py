@@ -21,7 +21,7 @@ from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
 from kvolt.kv.changes import Change
 from kvolt.kv.tiers.books import TierBlock, TierBooks
-from kvolt.kv.tiers.lower import LowerTier, Resizable, TierStats
+from kvolt.kv.tiers.lower import Inspecting, LowerTier, Resizable, TierStats
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.kv.tiers.writer import TierWriter
@@ -73,11 +73,14 @@ class HostTier:
             TierWriter(tier, self.books, self.memory, touches, self.at_once) for tier, touches in lower
         ]
         self.keep_for_below(WAITING_SHARE)
+        for tier in self.lower:
+            if isinstance(tier, Inspecting):
+                tier.on_spoiled = self.spoiled
         self.stats = {Tier.HOST: TierStats(), **{each.tier: each.stats for each in self.lower}}
         self._coming: dict[BlockKey, tuple[Tier, asyncio.Future[None]]] = {}
         """Being brought from a tier below: over when it is here, or not."""
-        self.passed_by: frozenset[Tier] = frozenset()
-        """Tiers whose blocks come to the engine without passing through here."""
+        self.is_passed_by: Callable[[Tier], bool] = lambda tier: False
+        """Whether blocks of a tier come to the engine without passing through here."""
         self.num_clears = 0
         """So often was all forgotten: what was under way then is not kept."""
         self._resizing = asyncio.Lock()
@@ -97,8 +100,9 @@ class HostTier:
 
     def keep_for_below(self, share: float) -> None:
         """Such a share of the slots is for blocks that are next to be written below: they stay until they are."""
-        for writer in self._writers:
-            writer.waiting_share = share / len(self._writers)
+        offered = [writer for writer in self._writers if writer.lower.tier is not Tier.PEER]
+        for writer in offered:
+            writer.waiting_share = share / len(offered)
 
     def on_change(self, told: Callable[[], None]) -> None:
         """Call this when blocks have come to a tier below or gone from it, besides what was asked for."""
@@ -221,7 +225,7 @@ class HostTier:
         """How long it takes to bring one block from there, by what was measured, or a guess before that."""
         above_s, stats = 0.0, self.stats[tier]
         known_s = stats.block_s
-        if tier is not Tier.HOST and tier not in self.passed_by:
+        if tier is not Tier.HOST and not self.is_passed_by(tier):
             above_s = self.block_s(Tier.HOST)
         elif known_s is None:
             # As long up as down. Rather too quick a guess: the first load tells, but only if there is one.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -127,6 +127,14 @@ class LowerTier(Protocol):
         ...
 
     def check_integrity(self) -> None: ...
+
+
+@runtime_checkable
+class Inspecting(Protocol):
+    """A tier that looks at what it is given to write."""
+
+    on_spoiled: Callable[[BlockKey], None]
+    """Told of a block whose bytes were not what they should be."""
 
 
 @runtime_checkable

@@ -4,7 +4,7 @@ half of what it could, and so does one core."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 _AT_ONCE = 8
 
@@ -27,7 +27,11 @@ class SideBySide:
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_AT_ONCE, "kv-disk")
-        started = [self._threads.submit(call) for call in calls]
-        wait(started)
+        started: list[Future[None]] = []
+        try:
+            for call in calls:
+                started.append(self._threads.submit(call))  # no comprehension: a thread may not be had
+        finally:
+            wait(started)
         for each in started:
             each.result()

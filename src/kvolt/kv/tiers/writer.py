@@ -31,7 +31,7 @@ _PAUSE_S = 5.0
 """After a tier would not take blocks, before it is asked again."""
 _FLUSH_S = 5.0
 """For what waits, when all ends."""
-_MOST_NEXT = 512
+_MOST_NEXT = 128
 """Blocks that stay for one tier: who looks for one that can go passes them by, each time."""
 
 
@@ -182,6 +182,7 @@ class TierWriter:
             self._host.release(keys)
             if cleared != self._num_clears:
                 self.lower.forget(keys)
+                self._host.forget(keys)  # they could not go while they were read
             self.on_change()
         self._is_refused = False
         return True

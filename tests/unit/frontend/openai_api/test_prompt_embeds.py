@@ -63,6 +63,29 @@ def test_a_view_has_its_own_shape() -> None:
     assert read_embeds(text(saved(torch.zeros(6, 4)[2:5]))).num_rows == 3
 
 
+@pytest.mark.parametrize("value", [torch.zeros(1).expand(100_000, 64), torch.zeros(1, 8).expand(3, 8)])
+def test_what_is_one_value_many_times_over(value: torch.Tensor) -> None:
+    """Two kilobytes here would be gigabytes in a worker."""
+    assert "less in it than its shape says" in refusal(text(saved(value))).message
+
+
+def test_integers() -> None:
+    assert "no floats" in refusal(text(saved(torch.zeros(3, 4, dtype=torch.int32)))).message
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x02K\x01q\x00" + b"h\x00h\x00\x86q\x00" * 500 + b")R.",  # twice as large with each five bytes
+        b"\x80\x02K\x01" + b"\x85" * 3500 + b")R.",
+        b"\x80\x02K\x01" + b"\x85" * 3500 + b".",
+    ],
+)
+def test_values_within_values_without_end(pickled: bytes) -> None:
+    """To write them out would take hours, or more stack than there is."""
+    assert "makes no tensor" in refusal(with_pickle(pickled)).message
+
+
 def test_the_same_vectors_have_the_same_digest() -> None:
     one, same, other = (read_embeds(text(saved(torch.full((5, 3), each)))) for each in (1.0, 1.0, 2.0))
     assert one.digest == same.digest != other.digest

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.kv.tiers.test_cache import until_on_disk
@@ -155,6 +158,7 @@ async def test_after_some_failures_blocks_come_by_the_host(
         came = [(await a.fetch()).num_blocks for _ in range(4)]
         assert (came[0], came[-1]) == (0, 6)
         assert a.num_right() == 6
+        assert a.cache.host.block_s(Tier.DISK) > a.disk.stats.block_s, "and are charged for it"
         assert "by the host" in caplog.text
 
 
@@ -182,3 +186,44 @@ async def test_the_way_past_the_host_is_not_charged_for_it(tmp_path: Path) -> No
     async with lab(tmp_path) as a:
         await a.fetch()
         assert a.cache.host.block_s(Tier.DISK) == a.disk.stats.block_s
+
+
+async def test_nobody_queues_behind_a_read_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be given up, since its bytes may still come; who asks meanwhile gets them by the host."""
+    move, may_end, is_hanging = NixlFiles._move, threading.Event(), threading.Event()
+
+    def hang(self: NixlFiles, *arguments: Any) -> None:
+        self.is_stuck = True
+        is_hanging.set()
+        may_end.wait()
+        move(self, *arguments)
+
+    async with lab(tmp_path) as a:
+        monkeypatch.setattr(NixlFiles, "_move", hang)
+        hanging = asyncio.ensure_future(a.cache.fetch(a.blocks, range(50, 56)))
+        try:
+            assert await asyncio.to_thread(is_hanging.wait, 20)
+            assert (await a.fetch()).num_blocks == 6
+            assert a.num_right() == 6
+        finally:
+            may_end.set()
+        assert (await hanging).num_blocks == 6
+
+
+async def test_one_that_was_evicted_says_nothing_of_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: NixlFiles, *arguments: object, **options: object) -> None:
+        raise TransferFailed("no luck", path="disk", reason="nixl")
+
+    async with lab(tmp_path) as a:
+        monkeypatch.setattr(NixlFiles, "read", fail)
+        direct = DirectReads(a.disk, a.memory.slabs)
+        await direct.start()
+        for _ in range(3):
+            assert await direct.read(a.blocks, range(6)) == 0
+            assert await direct.read(sequence("of nobody", 2), range(2)) == 0
+        assert not direct.is_usable
+        await direct.close()

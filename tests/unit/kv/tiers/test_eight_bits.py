@@ -16,6 +16,7 @@ import pytest
 from tests.unit.kv.tiers.tier_lab import Device, in_eight_bits, keys, sequence
 
 from kvolt.core.errors import ConfigError
+from kvolt.core.ids import BlockKey
 from kvolt.core.kv_block import KvLayout
 from kvolt.core.kv_events import Tier
 from kvolt.kv.tiers import eight_bits, eight_bits_python
@@ -26,8 +27,11 @@ from kvolt.kv.tiers.disk_blocks import DiskBlocks
 from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.eight_bits import EightBits
 from kvolt.kv.tiers.eight_bits_python import GROUP, KINDS, WIDTHS, packed_bytes
+from kvolt.kv.tiers.host_tier import HostTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
+from kvolt.transfer.device_memory import Sums
 from kvolt.transfer.layout import SlabLayout
+from kvolt.transfer.memory import Numbers
 
 native: Any = importlib.import_module("kvolt.kv.tiers._eight_bits_native") if eight_bits.IS_NATIVE else None
 FORMS: list[str | None] = [None, *(native.FORMS if native else ())]
@@ -325,13 +329,34 @@ def test_what_was_spoiled_in_the_memory_is_not_whole_on_the_disk(tmp_path: Path)
 
 async def test_a_tier_does_not_keep_what_was_spoiled_above_it(tmp_path: Path) -> None:
     tier, memory = DiskTier(DiskFiles(tmp_path, SHAPE, 16, EightBits.of(SHAPE))), SlotMemory(SHAPE, 4)
+    spoiled: list[BlockKey] = []
+    tier.on_spoiled = spoiled.append
     await tier.start()
     places, blocks = np.arange(4, dtype=np.int64), sequence("a", 4)
     sums = memory.checksums(places, keys(blocks)).tolist()
     sums[1] ^= 1
     await tier.write(blocks, sums, memory, places)
     assert [tier.has(block.key) for block in blocks] == [True, False, True, True]
-    assert tier.stats.failures["corrupt"] == 1
+    assert spoiled == [blocks[1].key]
     tier.check_integrity()
     await tier.close()
     memory.close()
+
+
+async def test_what_was_spoiled_in_the_host_is_not_found_there_any_more(tmp_path: Path) -> None:
+    """It would be offered to the disk each time it is asked for."""
+    tier = DiskTier(DiskFiles(tmp_path, SHAPE, 16, EightBits.of(SHAPE)))
+    host, blocks = HostTier(SHAPE, 8, [(tier, 1)]), sequence("a", 4)
+
+    async def fill(slots: Numbers, places: list[int]) -> tuple[Sums, float]:
+        sums = host.memory.checksums(slots, keys(blocks))
+        sums[1] ^= np.uint64(1)
+        return sums, 0.0
+
+    await host.start()
+    await host.store(blocks, fill)
+    async with asyncio.timeout(20):
+        while len(tier) < 3 or host.books.has(blocks[1].key):
+            await asyncio.sleep(0.005)
+    assert host.stats[Tier.HOST].failures["corrupt"] == 1
+    await host.close()

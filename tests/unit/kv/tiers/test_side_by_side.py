@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -44,4 +45,28 @@ def test_an_error_is_told_when_the_others_are_over(calls: SideBySide) -> None:
 
     with pytest.raises(OSError, match="bad sector"):
         calls.run([fail, slow, slow])
+    assert len(done) == 2
+
+
+def test_a_thread_that_cannot_be_had_is_told_when_the_others_are_over(
+    calls: SideBySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, may_end = ThreadPoolExecutor.submit, threading.Event()
+    begun: list[Callable[[], None]] = []
+    done: list[str] = []
+
+    def none_left(self: ThreadPoolExecutor, call: Callable[[], None]) -> Future[None]:
+        if len(begun) == 2:
+            may_end.set()
+            raise RuntimeError("can't start new thread")
+        begun.append(call)
+        return submit(self, call)
+
+    def slow() -> None:
+        assert may_end.wait(SOON_S)
+        done.append("its bytes have come")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", none_left)
+    with pytest.raises(RuntimeError, match="new thread"):
+        calls.run([slow] * 3)
     assert len(done) == 2

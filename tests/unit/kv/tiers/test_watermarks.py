@@ -20,9 +20,11 @@ from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.disk import DiskFiles
 from kvolt.kv.tiers.disk_tier import DiskTier, Watermarks
 from kvolt.kv.tiers.disk_view import parts_in
-from kvolt.kv.tiers.host_tier import HostTier
+from kvolt.kv.tiers.host_tier import WAITING_SHARE, HostTier
+from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.runtime.settings_tiers import TierSettings
+from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.device_memory import Sums
 from kvolt.transfer.memory import Numbers
 
@@ -316,7 +318,18 @@ async def test_for_a_tier_that_takes_nothing_nothing_stays(tmp_path: Path) -> No
 
 async def test_what_waits_is_cleared_with_all_else(tmp_path: Path) -> None:
     async with host_over(tmp_path, 0.25) as host:
-        await occupy(host)
+        disk = await occupy(host)
         await store(host, sequence("burst", 6))
         host.clear()
         assert not any(host.books.has(block.key) for block in sequence("burst", 6))
+        disk.turns.release()
+        await until(lambda: not host.books.has(FIRST[0].key))
+        assert not disk.has(FIRST[0].key), "nor what was being written"
+
+
+async def test_others_tiers_need_no_share(tmp_path: Path) -> None:
+    """Nothing waits for them."""
+    disk, others = DiskTier(DiskFiles(tmp_path, SHAPE, 100)), PeerTier(TransferAgent(), lambda: 0.0)
+    host = HostTier(SHAPE, NUM_HOST, [(disk, 1), (others, 1)])
+    assert [writer.waiting_share for writer in host._writers] == [WAITING_SHARE, 0.0]
+    await host.close()
