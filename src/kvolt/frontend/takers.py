@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import msgspec
 
 from kvolt.core.errors import InvalidRequest
 from kvolt.frontend.models import Model
 from kvolt.frontend.openai_api.headers import RequestHints
+from kvolt.runtime.address import Instance
 from kvolt.runtime.wire import MALFORMED
 
 _REMEDIES = {
@@ -16,9 +15,6 @@ _REMEDIES = {
     "prompt_embeds": "send a prompt, or serve the model with --engine vllm --arg engine_args.enable_prompt_embeds=true "
     "(and no prefill workers)",
 }
-
-_MOST_INFOS = 4096
-"""Of workers that were looked at lately: what one registered with is read once."""
 
 
 class _Taking(msgspec.Struct, frozen=True):
@@ -33,7 +29,7 @@ _decode_taking = msgspec.msgpack.Decoder(_Taking).decode
 def to_takers(model: Model, said: RequestHints, name: str) -> RequestHints:
     """With only those workers allowed that take it. InvalidRequest where nobody does, with what can be done."""
     candidates = model.candidates()
-    takers = [each.id for each in candidates if name in _extras(each.info)]
+    takers = [each.id for each in candidates if name in _extras(each)]
     if len(takers) == len(candidates):
         return said
     allowed = said.routing.allowed
@@ -47,9 +43,8 @@ def to_takers(model: Model, said: RequestHints, name: str) -> RequestHints:
     return msgspec.structs.replace(said, routing=routing)
 
 
-@lru_cache(_MOST_INFOS)
-def _extras(info: bytes) -> tuple[str, ...]:
+def _extras(instance: Instance) -> tuple[str, ...]:
     try:
-        return _decode_taking(info).extras
+        return _decode_taking(instance.info).extras
     except MALFORMED:
         return ()
