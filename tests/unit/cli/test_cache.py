@@ -30,7 +30,9 @@ def folder(tmp_path: Path) -> Path:
     for index, block in enumerate(BLOCKS):
         part.memory[index * SHAPE.slot_bytes : index * SHAPE.slot_bytes + BLOCK_BYTES] = contents(block)
     sums = memory.checksums(places, [block.key for block in BLOCKS]).tolist()
-    files.write(BLOCKS, sums, [Slot(each) for each in (3, 1, 4, 0, 2)], memory, places)
+    blocks = DiskBlocks(files)
+    blocks.write(BLOCKS, sums, [Slot(each) for each in (3, 1, 4, 0, 2)], memory, places)
+    blocks.close()
     files.close()
     memory.close()
     return tmp_path

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from kvolt.core.errors import ConfigError, TransferFailed
-from kvolt.kv.tiers.books import Slot, TierBlock
+from kvolt.kv.tiers.books import Slot
 from kvolt.kv.tiers.eight_bits import EightBits
 from kvolt.kv.tiers.journal import FORMAT, Journal, Written
 from kvolt.kv.tiers.side_by_side import SideBySide
@@ -183,18 +183,6 @@ class DiskFiles:
             (whole if is_there else cut).append(each)
         self._journal.remove([each.slot for each in cut])  # their slots will hold others
         return whole
-
-    def write(
-        self,
-        blocks: Sequence[TierBlock],
-        checksums: Sequence[int],
-        slots: Sequence[Slot],
-        memory: SlotMemory,
-        sources: Numbers,
-    ) -> None:
-        """Slots of the memory into slots of the disk; on return they are there for good. TransferFailed if not."""
-        self.put(slots, memory, sources)
-        self.keep([Written(*each) for each in zip(slots, blocks, checksums, strict=True)])
 
     def put(self, slots: Sequence[Slot], memory: SlotMemory, sources: Numbers) -> None:
         """Bytes into slots that hold nothing, where they are nothing until `keep`. TransferFailed."""
