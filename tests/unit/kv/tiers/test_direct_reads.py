@@ -67,8 +67,8 @@ async def lab(
         files = DiskFiles(folder, BlockShape.of(memory.slabs), 64, is_direct=is_direct)
         disk = DiskTier(files)
         cache = TieredCache.over(memory.slabs, NUM_HOST, [(disk, 1)], direct=DirectReads(disk, memory.slabs))
+        await cache.start()
         try:
-            await cache.start()
             made = Lab(memory, cache, disk)
             await made.fill()
             yield made
