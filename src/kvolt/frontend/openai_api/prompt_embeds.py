@@ -112,7 +112,7 @@ def _shape(pickled: bytes, num_bytes: int) -> tuple[int, ...]:
     """Of a tensor whose values are all there, in a file of so many bytes: rows that are one row many times over in it
     would be many in a worker. The pickle is followed by hand, with names in the place of what they name."""
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
     try:
         for opcode, argument, _ in pickletools.genops(pickled):
             name = opcode.name
@@ -121,11 +121,11 @@ def _shape(pickled: bytes, num_bytes: int) -> tuple[int, ...]:
             if name == "STOP":
                 break
             if name in ("BINPUT", "LONG_BINPUT"):
-                memo[argument] = stack[-1]  # type: ignore[index]
+                memo[argument] = stack[-1]
             elif name == "MEMOIZE":
                 memo[len(memo)] = stack[-1]
             elif name in ("BINGET", "LONG_BINGET"):
-                stack.append(memo[argument])  # type: ignore[index]
+                stack.append(memo[argument])
             else:
                 _follow(stack, name, argument)
         [made] = stack
@@ -134,7 +134,13 @@ def _shape(pickled: bytes, num_bytes: int) -> tuple[int, ...]:
         return _checked(made, num_bytes)
     except InvalidRequest:
         raise
-    except (ValueError, TypeError, LookupError, OverflowError) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        OverflowError,
+        Warning,
+    ) as error:  # of an escape, where these are errors
         raise _refusal("its pickle makes no tensor") from error
 
 

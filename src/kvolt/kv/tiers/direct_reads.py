@@ -97,7 +97,7 @@ class DirectReads:
 
     def _read(
         self, numbers: Numbers, keys: Sequence[BlockKey], expected: Sequence[int], slots: Sequence[Slot]
-    ) -> list[bool]:
+    ) -> list[int | None]:
         if self._files is None:
             raise TransferFailed("the disk tier is closed", path="disk", reason="closed")
         places = self._disk.files.places(np.asarray(slots, dtype=np.int64))
@@ -105,4 +105,4 @@ class DirectReads:
             for rank, slab in enumerate(self._slabs):
                 self._files.read(path, offsets, rank, numbers[which], skipped=rank * slab.block_bytes)
         found = block_checksums(self._slabs, numbers, keys).tolist()
-        return [each == due for each, due in zip(found, expected, strict=True)]
+        return [due if each == due else None for each, due in zip(found, expected, strict=True)]

@@ -69,7 +69,8 @@ class DiskBlocks:
                     keys[some], checksums[some], slots[some], memory, sources[some], *self._packing
                 )
         found = zip(slots, blocks, sums, strict=True)
-        self._files.keep([Written(*each) for each in found if each[2] is not None], gone)  # type: ignore[arg-type]
+        written = [Written(slot, block, each) for slot, block, each in found if each is not None]
+        self._files.keep(written, gone)
         return sums
 
     def _put(

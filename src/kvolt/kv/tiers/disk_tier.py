@@ -51,8 +51,8 @@ class Watermarks(msgspec.Struct, frozen=True):
             )
 
 
-Read = Callable[[Sequence[BlockKey], Sequence[int], Sequence[Slot]], list[bool]]
-"""Brings blocks that have these checksums from these slots; which of them came whole."""
+Read = Callable[[Sequence[BlockKey], Sequence[int], Sequence[Slot]], list[int | None]]
+"""Brings blocks that should have these checksums from these slots; the checksum of each that came whole."""
 
 
 class DiskTier:
@@ -203,27 +203,14 @@ class DiskTier:
         ) -> list[int | None]:
             return self._blocks.read(keys, due, held, memory, slots)
 
-        return await self._read(self._thread, blocks, into_slots)
+        return await self.read_by(self._thread, blocks, into_slots)
 
     async def read_by(self, thread: TierThread, blocks: Sequence[TierBlock], read: Read) -> list[int | None]:
         """As `read`, to wherever that call brings them."""
-
-        def sums(keys: Sequence[BlockKey], due: Sequence[int], held: Sequence[Slot]) -> list[int | None]:
-            are_good = read(keys, due, held)
-            return [each if is_good else None for each, is_good in zip(due, are_good, strict=True)]
-
-        return await self._read(thread, blocks, sums)
-
-    async def _read(
-        self,
-        thread: TierThread,
-        blocks: Sequence[TierBlock],
-        call: Callable[[Sequence[BlockKey], Sequence[int], Sequence[Slot]], list[int | None]],
-    ) -> list[int | None]:
         keys = [block.key for block in blocks]
         held, due = self.books.hold(keys), [self.books.checksum(key) for key in keys]
         try:
-            came, took_s = await thread.run(call, keys, due, held)
+            came, took_s = await thread.run(read, keys, due, held)
         finally:
             self.books.release(keys)
         for key, checksum in zip(keys, came, strict=True):
