@@ -85,7 +85,9 @@ async def pair(
             for each in (giver, taker):
                 each.cache.host.check_integrity()
                 assert each.cache.host.clear() >= 0
-                async with asyncio.timeout(20):  # but for what is being written to a disk, which goes after that
+                async with asyncio.timeout(
+                    20
+                ):  # but for what is being written to a disk, which goes after that
                     while len(each.cache.host.books):
                         await asyncio.sleep(0.005)
         finally:
