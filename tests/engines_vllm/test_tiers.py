@@ -14,7 +14,7 @@ from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import Request, Role
 from kvolt.engines.vllm.arguments import VllmArguments
-from kvolt.engines.vllm.tier_settings import VllmTiers
+from kvolt.engines.vllm_plugins.tier_settings import VllmTiers
 from kvolt.testing.engine_handoff_cases import hand_over, prefill_of, whole_answer
 from kvolt.testing.engine_harness import Answer, Run, engine_run
 from kvolt.testing.engine_replica import block_hashes

@@ -50,7 +50,7 @@ from kvolt.engines.vllm.prompt_embeds import EMBEDS, check_embeds, read_rows, re
 from kvolt.engines.vllm.refusals import refusals
 from kvolt.engines.vllm.requests import check_supported, prompt_input, sampling_params
 from kvolt.engines.vllm.rest import Rest, check_sleeps
-from kvolt.engines.vllm.tier_figures import VllmTierMetrics
+from kvolt.engines.vllm_plugins.tier_figures import VllmTierMetrics
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.environment import environment
 from kvolt.runtime.tasks import Crew

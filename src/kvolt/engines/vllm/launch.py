@@ -36,14 +36,14 @@ from kvolt.runtime.clock import Clock
 from kvolt.runtime.environment import set_default
 
 _KEY = "args.engine_args"
-EXTENSION = "kvolt.engines.vllm.worker_extension.KvoltWorkerExtension"
+EXTENSION = "kvolt.engines.vllm_plugins.worker_extension.KvoltWorkerExtension"
 NIXL = "KvoltNixlConnector"
 TIERS = "KvoltTierConnector"
 TIERED_NIXL = "KvoltTieredNixlConnector"
-_TIERS_MODULE = "kvolt.engines.vllm.tier_connector"
-_TIERED_NIXL_MODULE = "kvolt.engines.vllm.tier_with_nixl"
+_TIERS_MODULE = "kvolt.engines.vllm_plugins.tier_connector"
+_TIERED_NIXL_MODULE = "kvolt.engines.vllm_plugins.tier_with_nixl"
 _READ_BYTES = 1 << 20
-_NIXL_MODULE = "kvolt.engines.vllm.nixl_connector"
+_NIXL_MODULE = "kvolt.engines.vllm_plugins.nixl_connector"
 _NIXL_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 _MOST_LOGPROBS = 20
 """What the edge lets clients ask for."""

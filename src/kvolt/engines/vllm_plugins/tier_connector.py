@@ -19,15 +19,15 @@ from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvolt.core.kv_events import Tier
-from kvolt.engines.vllm.tier_events import TierEvents
-from kvolt.engines.vllm.tier_figures import figures_payload
-from kvolt.engines.vllm.tier_messages import Found, Orders
-from kvolt.engines.vllm.tier_names import NamesFile
-from kvolt.engines.vllm.tier_scheduler import TierScheduler
-from kvolt.engines.vllm.tier_settings import VllmTiers, names_folder
-from kvolt.engines.vllm.tier_vllm_events import event_of, extra_keys_of
-from kvolt.engines.vllm.tier_worker import TierWorker
-from kvolt.engines.vllm.tier_worth import TierWorth
+from kvolt.engines.vllm_plugins.tier_events import TierEvents
+from kvolt.engines.vllm_plugins.tier_figures import figures_payload
+from kvolt.engines.vllm_plugins.tier_messages import Found, Orders
+from kvolt.engines.vllm_plugins.tier_names import NamesFile
+from kvolt.engines.vllm_plugins.tier_scheduler import TierScheduler
+from kvolt.engines.vllm_plugins.tier_settings import VllmTiers, names_folder
+from kvolt.engines.vllm_plugins.tier_vllm_events import event_of, extra_keys_of
+from kvolt.engines.vllm_plugins.tier_worker import TierWorker
+from kvolt.engines.vllm_plugins.tier_worth import TierWorth
 
 _HIT_SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.DISK: CacheHitSource.DISK}
 

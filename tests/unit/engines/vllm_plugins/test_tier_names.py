@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvolt.engines.vllm import tier_names
-from kvolt.engines.vllm.tier_names import Described, NamesFile, packed_tokens
+from kvolt.engines.vllm_plugins import tier_names
+from kvolt.engines.vllm_plugins.tier_names import Described, NamesFile, packed_tokens
 
 
 def described(number: int) -> Described:

@@ -15,7 +15,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from kvolt.engines.vllm.cpu_mends import mend
+from kvolt.engines.vllm_plugins.cpu_mends import mend
 
 RESUMED = "kvolt_resumed"
 """As in `requests`, which is not imported: it is another process's."""

@@ -78,7 +78,7 @@ def _stood_in() -> Iterator[None]:
 
 
 with _stood_in():
-    from kvolt.engines.vllm import tier_messages, tier_scheduler, tier_vllm_events, tier_worker
+    from kvolt.engines.vllm_plugins import tier_messages, tier_scheduler, tier_vllm_events, tier_worker
 
 __all__ = [
     "BLOCK",

@@ -17,9 +17,9 @@ from typing import Any
 
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
-from kvolt.engines.vllm.tier_messages import Move, Orders, TierFigures, Told, hash_of
-from kvolt.engines.vllm.tier_settings import VllmTiers, lower_tiers, num_host_blocks
-from kvolt.engines.vllm.tier_steps import Mark
+from kvolt.engines.vllm_plugins.tier_messages import Move, Orders, TierFigures, Told, hash_of
+from kvolt.engines.vllm_plugins.tier_settings import VllmTiers, lower_tiers, num_host_blocks
+from kvolt.engines.vllm_plugins.tier_steps import Mark
 from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.cache import Fetched, TieredCache
 from kvolt.kv.tiers.slot_memory import BlockShape

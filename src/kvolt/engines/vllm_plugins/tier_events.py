@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Tier
-from kvolt.engines.vllm.tier_names import Described, NamesFile
+from kvolt.engines.vllm_plugins.tier_names import Described, NamesFile
 
 _MOST_EXPECTED = 1 << 16
 """Blocks that are described and have not come: some never do."""

@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from kvolt.core.kv_events import Tier
-from kvolt.engines.vllm.tier_events import Came, Went
+from kvolt.engines.vllm_plugins.tier_events import Came, Went
 
 _MEDIA = {Tier.HOST: MEDIUM_CPU, Tier.DISK: MEDIUM_STORAGE}
 _GROUP = 0

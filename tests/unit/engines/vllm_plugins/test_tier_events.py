@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.unit.engines.vllm.tier_lab import (
+from tests.unit.engines.vllm_plugins.tier_lab import (
     BLOCK,
     FakeRequest,
     tier_messages,
@@ -21,10 +21,10 @@ from kvolt.core.ids import RequestId, SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.core.request import Request, StopConditions
 from kvolt.engines.kv_formats import SALT_TAG, Engine, Translator
-from kvolt.engines.vllm import tier_events, tier_names
-from kvolt.engines.vllm.tier_events import Came, TierEvents, Went
-from kvolt.engines.vllm.tier_names import Described, NamesFile, packed_tokens
-from kvolt.engines.vllm.tier_worth import TierWorth
+from kvolt.engines.vllm_plugins import tier_events, tier_names
+from kvolt.engines.vllm_plugins.tier_events import Came, TierEvents, Went
+from kvolt.engines.vllm_plugins.tier_names import Described, NamesFile, packed_tokens
+from kvolt.engines.vllm_plugins.tier_worth import TierWorth
 from kvolt.testing.engine_replica import Replica, block_hashes
 
 HOST, DISK = Tier.HOST, Tier.DISK
@@ -191,7 +191,7 @@ def ours(request: FakeRequest) -> list[SequenceHash]:
 
 
 def order_down(seen: Seen, request: FakeRequest, num_blocks: int) -> None:
-    from tests.unit.engines.vllm.tier_lab import plan
+    from tests.unit.engines.vllm_plugins.tier_lab import plan
 
     seen.scheduler.find(request, 0)
     seen.scheduler.allocated(request, list(range(num_blocks)), 0)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.engines.vllm.tier_lab import tier_messages, tier_worker
+from tests.unit.engines.vllm_plugins.tier_lab import tier_messages, tier_worker
 
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
-from kvolt.engines.vllm.tier_settings import VllmTiers
+from kvolt.engines.vllm_plugins.tier_settings import VllmTiers
 from kvolt.kv.tiers.slot_memory import SlotMemory
 
 NUM_BLOCKS = 8

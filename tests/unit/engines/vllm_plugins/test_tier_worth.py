@@ -8,7 +8,7 @@ import pytest
 
 from kvolt.core.kv_events import Tier
 from kvolt.core.load import StepStats
-from kvolt.engines.vllm.tier_worth import StepTimes, TierWorth
+from kvolt.engines.vllm_plugins.tier_worth import StepTimes, TierWorth
 
 HOST, DISK = Tier.HOST, Tier.DISK
 TOKEN_S, CONTEXT_S, BASE_S = 1e-3, 1e-6, 5e-3

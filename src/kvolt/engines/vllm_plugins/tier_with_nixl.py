@@ -11,8 +11,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 
-from kvolt.engines.vllm.nixl_connector import KvoltNixlConnector
-from kvolt.engines.vllm.tier_connector import KvoltTierConnector
+from kvolt.engines.vllm_plugins.nixl_connector import KvoltNixlConnector
+from kvolt.engines.vllm_plugins.tier_connector import KvoltTierConnector
 
 _PARTS: dict[str, Any] = {each.__name__: each for each in (KvoltNixlConnector, KvoltTierConnector)}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from tests.unit.engines.vllm.tier_lab import BLOCK, FakeRequest, plan, tier_messages, tier_scheduler
+from tests.unit.engines.vllm_plugins.tier_lab import BLOCK, FakeRequest, plan, tier_messages, tier_scheduler
 
 from kvolt.core.kv_events import Tier
 from kvolt.core.load import StepStats
-from kvolt.engines.vllm.tier_figures import VllmTierMetrics, figures_payload
-from kvolt.engines.vllm.tier_worth import TierWorth
+from kvolt.engines.vllm_plugins.tier_figures import VllmTierMetrics, figures_payload
+from kvolt.engines.vllm_plugins.tier_worth import TierWorth
 
 HOST, DISK = Tier.HOST, Tier.DISK
 Told, TierFigures = tier_messages.Told, tier_messages.TierFigures
