@@ -108,6 +108,11 @@ class Answers:
         """None for one that is over, or nobody waits for."""
         return self._choices.get(engine_id)
 
+    def names_of(self, request_id: RequestId) -> list[str]:
+        """Of its choices, in the engine; those that are over among them."""
+        entry = self._entries.get(request_id)
+        return [] if entry is None else [choice.engine_id for choice in entry.choices.values()]
+
     def has_begun(self, request_id: RequestId) -> bool:
         entry = self._entries.get(request_id)
         return entry is not None and any(choice.has_begun for choice in entry.choices.values())

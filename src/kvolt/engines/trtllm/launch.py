@@ -30,8 +30,6 @@ from kvolt.runtime.clock import Clock
 _KEY = "args.llm_args"
 EVENT_BUFFER = 1 << 16
 """Events that TensorRT-LLM keeps until they are asked for; older ones are lost, and found missing."""
-_MANY_BLOCKS = 1 << 40
-"""Where it does not tell how many it has."""
 _DEFAULT_SEQS = 64
 _SEPARATED = (Role.PREFILL, Role.DECODE)
 
@@ -51,10 +49,6 @@ class Launched:
     has_loras: bool
     moves_kv: bool
     """Whether prompts can be computed for others here, or taken over."""
-
-    @property
-    def num_blocks(self) -> int:
-        return self.info.capacity.kv_total_blocks or _MANY_BLOCKS
 
     def take_figures(self, num_blocks: int, max_num_seqs: int) -> None:
         """Of what there is, now that it has told. What was asked for by name stays."""

@@ -8,12 +8,14 @@ import logging
 from dataclasses import dataclass
 from typing import Self
 
+from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.errors import EngineFailed
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import KvChange
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, StopConditions
 from kvolt.engines.foreign.answers import Choice
+from kvolt.engines.step_plan import Limits
 from kvolt.engines.trtllm.admission import Admission
 from kvolt.engines.trtllm.arguments import TrtllmArguments
 from kvolt.engines.trtllm.kv_events import KvTranslator
@@ -95,6 +97,22 @@ class Running:
         self.admission.total_blocks = capacity.kv_total_blocks
         self.admission.max_running = capacity.max_num_seqs
         return True
+
+    @property
+    def card(self) -> ModelCard:
+        return self.launched.card
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.launched.info
+
+    @property
+    def limits(self) -> Limits:
+        return self.launched.limits
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.launched.vocab_size
 
     @property
     def num_heard(self) -> int:

@@ -12,32 +12,27 @@ import asyncio
 import gc
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.core import Metric
 
-from kvolt.core.card import EngineInfo, ModelCard
-from kvolt.core.delta import StepOutput
 from kvolt.core.errors import (
     ConfigError,
-    EngineDied,
     EngineFailed,
     InvalidRequest,
     KvoltError,
-    Overloaded,
     Unavailable,
     Unsupported,
 )
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.foreign.answers import Answers, Choice
+from kvolt.engines.foreign.answers import Choice
 from kvolt.engines.foreign.metrics import engine_metrics
+from kvolt.engines.foreign.shell import ForeignEngine
 from kvolt.engines.registry import EngineSpec
-from kvolt.engines.step_plan import check_request, check_vocabulary
-from kvolt.engines.unread_steps import UnreadSteps
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.extras import check_extra
 from kvolt.engines.vllm.figures import Figures
@@ -53,7 +48,6 @@ from kvolt.engines.vllm.rest import Rest, check_sleeps
 from kvolt.engines.vllm_plugins.tier_figures import VllmTierMetrics
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.environment import environment
-from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +55,10 @@ _STOP_S = 10.0
 """For vLLM's processes to end by themselves."""
 
 
-class VllmEngine:
+class VllmEngine(ForeignEngine[Launched]):
     """See the module. For one loop. `close` it, also after it died."""
+
+    name, title = "vllm", "vLLM"
 
     def __init__(
         self,
@@ -72,52 +68,33 @@ class VllmEngine:
         launcher: Callable[..., Launched] = launch,
     ) -> None:
         """`launcher`: tests have others."""
+        super().__init__()
         self._spec = spec
         self._arguments = arguments
         self._launcher = launcher
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
-        self._running: Launched | None = None
-        self._crew = Crew("vllm", self._on_error)
-        self._answers = Answers()
         self._adapters = Adapters(self._is_open)
-        self._figures = Figures(None)
+        self._figures = Figures()
         self._tier_metrics = VllmTierMetrics()
-        self._unread = UnreadSteps()
         self._kv = KvTelling(self._unread, self._adapters.name_of)
         self._commands: asyncio.Queue[Callable[[], Awaitable[Any]]] = asyncio.Queue()
         """What is sent to the core, in order."""
         self._rest = Rest()
-        self._prefills = Prefills(self._core_request, self._post, lambda: self._core, self._forget)
-        self._loading: asyncio.Task[Launched] | None = None
-        self._last = Crew("vllm close", lambda error: None)  # whoever waits for these has their errors
-        self._closing: asyncio.Task[None] | None = None
+        self._prefills = Prefills(self._core_request, self._post, lambda: self._core, self._figures.forget)
 
     # --- life
 
-    @property
-    def card(self) -> ModelCard:
-        return self._known.card
-
-    @property
-    def _known(self) -> Launched:
-        if self._running is None:
-            raise EngineFailed("the vllm engine knows its model once it is started", engine="vllm")
-        return self._running
-
-    async def start(self) -> EngineInfo:
-        if self._sockets is not None or self._unread.is_over:
-            raise EngineFailed("a vllm engine is started once", engine="vllm")
+    async def _launch(self) -> Launched:
         self._sockets = socket_folder()
-        self._loading = self._last.start(self._launch(Path(self._sockets.name)), "launch")
-        try:
-            running = await asyncio.shield(self._loading)
-        except BaseException:
-            self._end(None)  # nobody waits any more: what is loaded meanwhile is let go
-            raise
-        self._running = running
-        self._answers.eos_token_ids = frozenset(running.card.eos_token_ids)
+        folder = Path(self._sockets.name)
+        return await self._load(
+            lambda: self._launcher(self._spec, self._arguments, folder, SystemClock()),
+            lambda launched: launched.llm.shutdown(),
+        )
+
+    async def _begin(self, running: Launched) -> None:
         core = running.llm.engine_core
-        self._figures = Figures(running.llm.logger_manager)
+        self._figures.logger = running.llm.logger_manager
         running.tasks = tuple(await core.get_supported_tasks_async())
         self._kv.begin(running.info, running.events, self._crew, bool(self._arguments.tiers.disk))
         self._crew.start(self._read(), "outputs")
@@ -131,36 +108,8 @@ class VllmEngine:
                     key="args.loras",
                     remedy="name a folder as PEFT writes it",
                 ) from error
-        return running.info
 
-    async def _launch(self, folder: Path) -> Launched:
-        try:
-            running = await asyncio.to_thread(
-                self._launcher, self._spec, self._arguments, folder, SystemClock()
-            )
-        except KvoltError:
-            raise
-        except Exception as error:
-            raise EngineFailed(f"vLLM did not start: {error}", engine="vllm") from error
-        if self._unread.is_over:
-            await asyncio.to_thread(running.llm.shutdown)
-        return running
-
-    def steps(self) -> AsyncIterator[StepOutput]:
-        return self._unread.read()
-
-    async def close(self) -> None:
-        if self._closing is None:
-            self._end(None)
-            self._closing = self._last.start(self._close(), "close")
-        await asyncio.shield(self._closing)  # whoever waits may go: the next one waits for the same end
-
-    async def _close(self) -> None:
-        if (
-            self._loading is not None
-        ):  # in a thread, which nobody can stop: what it makes is let go when it is there
-            await asyncio.wait([self._loading])
-        await self._crew.close()
+    async def _shut_down(self) -> None:
         if self._running is not None:
             await asyncio.to_thread(self._running.llm.shutdown, _STOP_S)
             self._running.llm = None
@@ -169,15 +118,8 @@ class VllmEngine:
         if self._sockets is not None:
             self._sockets.cleanup()
 
-    def _on_error(self, error: BaseException) -> None:
-        """One of our tasks ended by an error: nothing goes on without it."""
-        self._end(EngineFailed(f"vLLM ended: {str(error) or type(error).__name__}", engine="vllm"))
-
-    def _end(self, failure: EngineFailed | None) -> None:
-        if not self._unread.is_over:
-            self._prefills.end(EngineDied("the engine has ended", engine="vllm"))
-            self._answers.clear()
-            self._unread.end(failure)
+    def _on_end(self) -> None:
+        self._prefills.end(self._death())
 
     # --- steps
 
@@ -208,7 +150,7 @@ class VllmEngine:
         try:
             self._answers.tell(choice, news_of(output, choice))
         except EngineFailed as error:
-            self._abort_in_core(self._answers.fail(choice.request.request_id, error))
+            self._give_up(choice.request.request_id, error)
 
     async def _send(self) -> None:
         while True:
@@ -217,26 +159,28 @@ class VllmEngine:
 
     # --- requests
 
-    def submit(self, request: Request) -> None:
-        self._check(request)
-        transfer = None
-        if request.handoff is not None:
-            transfer = transfer_params(request.handoff)
-        choices = self._answers.open(request)
+    def _check_own(self, request: Request, running: Launched) -> None:
+        if self._rest.is_asleep:
+            raise Unavailable("the engine is asleep", reason="asleep")
+        check_supported(request)
+        check_extra(request, running.processors)
+        check_embeds(request, running.takes_embeds)
+        self._adapters.find(request.lora)
+
+    @property
+    def _num_waiting(self) -> int:
+        return super()._num_waiting + self._prefills.num_open
+
+    def _hand_over(self, request: Request, choices: list[Choice]) -> None:
         self._adapters.use(request.request_id, request.lora)
         if EMBEDS in request.extra:
             adapter = self._adapters.find(request.lora)  # one that is unloaded later serves who has it
-            self._crew.start(self._submit_embedded(choices, adapter), "prompt embeds")
+            self._crew.start(self._hand_over_embedded(choices, adapter), "prompt embeds")
             return
-        try:
-            made = [self._core_request(choice, transfer) for choice in choices]
-        except BaseException:
-            self._answers.close(request.request_id)
-            raise
-        for each in made:
-            self._post(partial(self._core.add_request_async, each))
+        transfer = None if request.handoff is None else transfer_params(request.handoff)
+        self._add([self._core_request(choice, transfer) for choice in choices])
 
-    async def _submit_embedded(self, choices: list[Choice], adapter: Any) -> None:
+    async def _hand_over_embedded(self, choices: list[Choice], adapter: Any) -> None:
         """To read vectors takes its time, which other requests' tokens do not wait for."""
         request = choices[0].request
         try:
@@ -248,35 +192,19 @@ class VllmEngine:
             if not isinstance(error, KvoltError):
                 log.exception("vectors of %s could not be read", request.request_id)
                 error = EngineFailed(f"vLLM failed on it ({type(error).__name__})", engine="vllm")
-            self._answers.fail(request.request_id, error)
+            self._answers.fail(request.request_id, error)  # vLLM has none of it
             self._unread.put(self._answers.take())
             return
+        self._add(made)
+
+    def _add(self, made: list[Any]) -> None:
         for each in made:
             self._post(partial(self._core.add_request_async, each))
 
     @property
     def _core(self) -> Any:
-        if self._unread.is_over:
-            raise EngineDied("the engine has ended", engine="vllm")
+        self._check_alive()
         return self._known.llm.engine_core
-
-    def _check(self, request: Request) -> None:
-        if self._unread.is_over:
-            raise EngineDied("the engine has ended", engine="vllm")
-        if self._rest.is_asleep:
-            raise Unavailable("the engine is asleep", reason="asleep")
-        running = self._known
-        check_request(request, running.limits, running.info.capacity.kv_total_blocks)
-        check_vocabulary(request, running.vocab_size)
-        check_supported(request)
-        check_extra(request, running.processors)
-        check_embeds(request, running.takes_embeds)
-        self._adapters.find(request.lora)
-        max_waiting = self._arguments.max_waiting
-        num_open = self._answers.num_choices + self._prefills.num_open
-        num_ranks = len(running.info.dp_ranks)
-        if num_open - running.info.capacity.max_num_seqs * num_ranks >= max_waiting:
-            raise Overloaded("the engine's queue is full", queue="engine", limit=max_waiting)
 
     def _is_open(self, request_id: RequestId) -> bool:
         return request_id in self._answers or self._prefills.is_computing(request_id)
@@ -309,28 +237,12 @@ class VllmEngine:
         self._figures.begin(made)
         return made
 
-    def abort(self, request_id: RequestId) -> None:
-        self._abort_in_core(self._answers.close(request_id))
-        self._unread.forget(request_id)
-
-    def _abort_in_core(self, engine_ids: list[str]) -> None:
-        self._forget(engine_ids)
-        if engine_ids and not self._unread.is_over:
-            self._post(partial(self._core.abort_requests_async, engine_ids))
-
-    def _forget(self, engine_ids: list[str]) -> None:
-        """Nothing more is heard of these."""
+    def _drop(self, engine_ids: list[str]) -> None:
         self._figures.forget(engine_ids)
+        self._post(partial(self._core.abort_requests_async, engine_ids))
 
     def _post(self, command: Callable[[], Awaitable[Any]]) -> None:
         self._commands.put_nowait(command)
-
-    async def withdraw(self, request_id: RequestId) -> bool:
-        """Whether it runs only vLLM knows: one that has said nothing is taken back."""
-        if request_id not in self._answers or self._answers.has_begun(request_id):
-            return False
-        self.abort(request_id)
-        return True
 
     # --- Measured, KvEvents, Lora, Sleep
 

@@ -27,9 +27,10 @@ def _either(tokens: Sequence[int] | None, embeds: Any) -> Any:
 
 @dataclass(slots=True)
 class Figures:
-    """See the module. `logger` is vLLM's StatLoggerManager; None where it keeps no statistics."""
+    """See the module."""
 
-    logger: Any
+    logger: Any = None
+    """vLLM's StatLoggerManager, once it runs; None where it keeps no statistics."""
     _known: dict[str, _Known] = field(default_factory=dict)
     _loras: Any = None
 
