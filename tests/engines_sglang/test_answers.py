@@ -138,7 +138,7 @@ async def test_metrics_are_there(harness: SglangHarness) -> None:
     async with engine_run(harness) as run:
         await run.answer(run.request("r"))
         registry = CollectorRegistry()
-        MultiProcessCollector(registry, path=str(run.engine.metrics_folder))  # type: ignore[attr-defined]
+        MultiProcessCollector(registry, path=run.engine._known.facts.metrics_folder)  # type: ignore[attr-defined]
         text = await _until_there(registry, generate_latest)
         assert "sglang:num_running_reqs" in text
         assert "sglang:token_usage" in text

@@ -53,7 +53,7 @@ async def test_a_killed_process_is_the_engine_s_death(
     before, shared = _processes(), _shared()
     engine = SglangEngine(spec_of(tiny), arguments)
     await engine.start()
-    folder = engine.metrics_folder
+    folder = Path(engine._known.facts.metrics_folder or "")
     started = _processes() - before
     engine.submit(_request())
     steps = engine.steps()
@@ -70,7 +70,6 @@ async def test_a_killed_process_is_the_engine_s_death(
         engine.submit(replace(_request(), request_id=RequestId("late")))
     await engine.close()
     await _gone(started)
-    assert folder is not None
     assert not folder.parent.exists()
     if victim != "host":  # who is killed takes nothing away: SGLang does so at its next start
         assert _shared() == shared

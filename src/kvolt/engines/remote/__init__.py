@@ -2,7 +2,7 @@
 
 * engine: the contract; which requests are under way, load, whether the server is there
 * exchange: one choice's way to the server and back
-* http_client, events: connections that are used again, answers as they come
+* events: answers as they come
 * dialect: what engine and server say to each other; vllm_dialect and sglang_dialect have the words
 * refusals: what a server's status codes mean to us
 * server, card: what a server says of itself; its model's tokenizer and template, which have to be here

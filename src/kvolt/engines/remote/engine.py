@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
-from kvolt.core.delta import StepOutput
-from kvolt.core.errors import (
-    ConfigError,
-    KvoltError,
-    Overloaded,
-    Unavailable,
-    Unsupported,
-)
+from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, Unavailable, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Cleared, KvChange
+from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, Role
 from kvolt.engines.bell import Bell
-from kvolt.engines.foreign.answers import Answers, News
+from kvolt.engines.foreign.answers import Choice, News
+from kvolt.engines.foreign.description import limits_of
 from kvolt.engines.foreign.kv_feed import KvFeed
+from kvolt.engines.foreign.shell import ForeignEngine
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.remote.arguments import RemoteArguments
 from kvolt.engines.remote.card import card_of
@@ -33,23 +31,37 @@ from kvolt.engines.remote.dialect import Dialect, check_asked
 from kvolt.engines.remote.exchange import Exchange
 from kvolt.engines.remote.figures import Figures, LoadBook, Own
 from kvolt.engines.remote.held import HeldBlocks
-from kvolt.engines.remote.http_client import HttpClient, ServerUrl, Timeouts
 from kvolt.engines.remote.refusals import ENGINE, broken, refusal
 from kvolt.engines.remote.server import ServerFacts, inspect
 from kvolt.engines.remote.sglang_dialect import SglangDialect
 from kvolt.engines.remote.telling import joined, without_guess
 from kvolt.engines.remote.vllm_dialect import VllmDialect
 from kvolt.engines.remote.watch import Watch
-from kvolt.engines.step_plan import Limits, check_request
-from kvolt.runtime.tasks import Crew
+from kvolt.engines.step_plan import Limits
+from kvolt.runtime.http_client import HttpClient, ServerUrl, Timeouts
 
 log = logging.getLogger(__name__)
 
 _CLEAR_TIMEOUT_S = 30.0
 
 
-class RemoteEngine:
+@dataclass(slots=True)
+class Attached:
+    """A server that was there."""
+
+    facts: ServerFacts
+    card: ModelCard
+    info: EngineInfo
+    limits: Limits
+    dialect: Dialect
+    vocab_size: None = None
+    """It knows best which tokens it has."""
+
+
+class RemoteEngine(ForeignEngine[Attached]):
     """See the module. One task reads `steps`; everything else is called from the same loop."""
+
+    name, title = ENGINE, "the attached server"
 
     def __init__(self, spec: EngineSpec, arguments: RemoteArguments) -> None:
         if spec.role is not Role.AGGREGATED:
@@ -60,6 +72,7 @@ class RemoteEngine:
             )
         _check_endpoint("kv_events", arguments.kv_events)
         _check_endpoint("kv_events_replay", arguments.kv_events_replay)
+        super().__init__()
         self._hint = spec.model
         self._arguments = arguments
         self._where = ServerUrl.parse(arguments.url)
@@ -67,49 +80,45 @@ class RemoteEngine:
         self._timeouts = Timeouts(arguments.first_token_timeout_s, arguments.idle_timeout_s)
         self.on_health: Callable[[str | None], None] = lambda reason: None
         """Told when the server goes away, with the reason, and with None when it is back."""
-        self._away: str | None = "it was not started"
-        self._card: ModelCard | None = None
-        self._answers = Answers()
+        self._away: str | None = None
+        self._client: HttpClient | None = None
         self._exchanges: dict[str, Exchange] = {}
         self._unheard: dict[str, Exchange] = {}
         """Those that have something to tell with the next step."""
         self._own = Own()
+        self._book = LoadBook(1, 0)
+        self._told_load = WorkerLoad()
+        self._held = HeldBlocks(1)
         self._kv_changes: list[KvChange] = []
         self._news = Bell()
-        self._crew = Crew(f"remote {self.url}")
         self._following: asyncio.Task[None] | None = None
-        self._closed = False
-
-    @property
-    def card(self) -> ModelCard:
-        assert self._card is not None, "start() first"
-        return self._card
 
     # --- life
 
-    async def start(self) -> EngineInfo:
+    @property
+    def _server(self) -> HttpClient:
+        if self._client is None:
+            raise EngineFailed("the remote engine is not started", engine=ENGINE)
+        return self._client
+
+    async def _launch(self) -> Attached:
         """Wait for the server, and read what it is."""
         arguments = self._arguments
-        self._client = HttpClient(self._where, arguments.api_key, arguments.connect_timeout_s)
-        try:
-            facts = await self._first_facts()
-            if arguments.kv_events and facts.num_ranks > 1:
-                raise ConfigError(
-                    f"{self.url} has {facts.num_ranks} data-parallel ranks, whose KV events cannot be told apart here",
-                    key="kv_events",
-                    remedy="leave out kv_events, or start a server for each rank and attach them all",
-                )
-            self._card = card_of(facts, arguments.tokenizer)
-        except BaseException:
-            await self._client.close()
-            raise
-        self._prepare(facts, self._card)
-        log.info("attached %s (%s) at %s", facts.model, facts.kind, self.url)
-        return EngineInfo(
+        broke = partial(broken, self.url)
+        self._client = HttpClient(self._where, arguments.api_key, arguments.connect_timeout_s, broke)
+        facts = await self._first_facts()
+        if arguments.kv_events and facts.num_ranks > 1:
+            raise ConfigError(
+                f"{self.url} has {facts.num_ranks} data-parallel ranks, whose KV events cannot be told apart here",
+                key="kv_events",
+                remedy="leave out kv_events, or start a server for each rank and attach them all",
+            )
+        card = card_of(facts, arguments.tokenizer)
+        info = EngineInfo(
             engine=ENGINE,
             role=Role.AGGREGATED,
             model=facts.model,
-            card=card_hash(self._card),
+            card=card_hash(card),
             block_size=facts.block_size,
             capacity=Capacity(
                 max_num_seqs=facts.max_num_seqs,
@@ -119,18 +128,24 @@ class RemoteEngine:
             features=("KvEvents",),
             kv_events=arguments.kv_events is not None,
         )
+        dialect: Dialect = (
+            VllmDialect(self.url, facts.model)
+            if facts.kind == "vllm"
+            else SglangDialect(self.url, card.eos_token_ids)
+        )
+        return Attached(facts, card, info, limits_of(info, card, arguments.max_waiting), dialect)
 
     async def _first_facts(self) -> ServerFacts:
-        arguments = self._arguments
+        arguments, server = self._arguments, self._server
         is_told = False
-        began_at = self._client.now()
+        began_at = server.now()
         while True:
             try:
-                return await inspect(self._client, arguments, self._hint)
+                return await inspect(server, arguments, self._hint)
             except KvoltError as error:
                 if isinstance(error, ConfigError) and not is_told:
                     raise  # at once, where a user looks; later a server that starts may say anything
-                waited_s = self._client.now() - began_at
+                waited_s = server.now() - began_at
                 limit_s = arguments.start_timeout_s
                 if limit_s is not None and waited_s >= limit_s:
                     raise ConfigError(
@@ -143,81 +158,60 @@ class RemoteEngine:
                     log.warning("waiting for %s: %s", self.url, error.message)
             await asyncio.sleep(arguments.probe_interval_s)
 
-    def _prepare(self, facts: ServerFacts, card: ModelCard) -> None:
-        self._answers.eos_token_ids = card.eos_token_ids
-        self._dialect: Dialect = (
-            VllmDialect(self.url, facts.model)
-            if facts.kind == "vllm"
-            else SglangDialect(self.url, card.eos_token_ids)
-        )
+    async def _begin(self, running: Attached) -> None:
+        facts = running.facts
         self._book = LoadBook(facts.block_size, facts.num_blocks)
         self._told_load = self._book.load(self._own)
         self._held = HeldBlocks(facts.block_size)
-        self._num_blocks = facts.num_blocks
-        self._limits = Limits(
-            max_num_seqs=facts.max_num_seqs,
-            max_batch_tokens=facts.max_batch_tokens,
-            max_waiting=self._arguments.max_waiting,
-            context_length=facts.context_length,
-            block_size=facts.block_size,
-        )
-        self._away = None
         self._follow()
-        watch = Watch(self._client, self._arguments, facts, self._on_figures, self._on_away, self._on_back)
+        watch = Watch(self._server, self._arguments, facts, self._on_figures, self._on_away, self._on_back)
         self._crew.start(watch.run(), "watch")
+        self._crew.start(self._pump(), "steps")
+        log.info("attached %s (%s) at %s", facts.model, facts.kind, self.url)
 
-    async def close(self) -> None:
-        self._closed = True
-        self._away = "it was closed"
-        await self._crew.close()
+    async def _shut_down(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    def _on_end(self) -> None:
         for exchange in list(self._exchanges.values()):
             self._leave(exchange)
-        self._answers.clear()
-        if self._card is not None:
-            await self._client.close()
-        self._news.ring()
 
     # --- requests
 
-    def submit(self, request: Request) -> None:
-        check_request(request, self._limits, self._num_blocks)
+    def _check_own(self, request: Request, running: Attached) -> None:
         check_asked(request)
-        self._dialect.check(request)
+        running.dialect.check(request)
         if self._away is not None:
             raise Unavailable(f"{self.url} is away: {self._away}", reason="server_away")
-        if self._own.waiting + len(request.open_choices) > self._limits.max_waiting:
-            limit = self._limits.max_waiting
-            raise Overloaded(f"too much waits at {self.url}", queue="engine", limit=limit)
-        bodies = {index: self._dialect.body(request, index) for index in request.open_choices}
-        for choice in self._answers.open(request):
-            reader = self._dialect.reader(request, choice.index)
+
+    @property
+    def _num_waiting(self) -> int:
+        return self._own.waiting
+
+    def _hand_over(self, request: Request, choices: list[Choice]) -> None:
+        dialect = self._known.dialect
+        bodies = [dialect.body(request, choice.index) for choice in choices]
+        for choice, body in zip(choices, bodies, strict=True):
+            reader = dialect.reader(request, choice.index)
             num_given = len(request.token_ids) + len(request.resumed(choice.index))
             exchange = self._exchanges[choice.engine_id] = Exchange(self, choice, reader, num_given)
-            if not self._dialect.tells_cached_first and self._arguments.kv_events is not None:
+            if not dialect.tells_cached_first and self._arguments.kv_events is not None:
                 # Now: when the first token is there the server has told of the prompt's own blocks.
                 exchange.held_tokens = self._held.cached_tokens(request)
             self._own.waiting += 1
-            path = self._dialect.path
-            exchange.call = self._client.send(path, bodies[choice.index], exchange, self._timeouts)
+            exchange.call = self._server.send(dialect.path, body, exchange, self._timeouts)
 
-    def abort(self, request_id: RequestId) -> None:
-        self._stop(self._answers.close(request_id))
-
-    async def withdraw(self, request_id: RequestId) -> bool:
-        """As long as the server has said nothing of it: at worst a prompt was computed for nothing."""
+    def _has_begun(self, request_id: RequestId) -> bool:
+        """As soon as the server has said something of it: at worst a prompt was computed for nothing."""
         known = [*self._exchanges.values(), *self._unheard.values()]
-        mine = [each for each in known if each.choice.request.request_id == request_id]
-        if request_id not in self._answers or any(exchange.has_begun for exchange in mine):
-            return False
-        self.abort(request_id)
-        return True
+        return any(each.has_begun for each in known if each.choice.request.request_id == request_id)
 
-    def _stop(self, engine_ids: list[str]) -> None:
+    def _drop(self, engine_ids: list[str]) -> None:
         for engine_id in engine_ids:
             if (exchange := self._exchanges.get(engine_id)) is not None:
                 self._leave(exchange)
-        if engine_ids:
-            self._news.ring()
+        self._news.ring()
 
     def _leave(self, exchange: Exchange, is_answered: bool = False) -> None:
         """Nothing of it counts any more. A connection whose answer has come ends by itself, and is used again."""
@@ -252,11 +246,11 @@ class RemoteEngine:
 
     def failed(self, exchange: Exchange, error: KvoltError) -> None:
         self._leave(exchange)
-        self._stop(self._answers.fail(exchange.choice.request.request_id, error))
+        self._give_up(exchange.choice.request.request_id, error)
         self._news.ring()
 
-    async def steps(self) -> AsyncIterator[StepOutput]:
-        while not self._closed:
+    async def _pump(self) -> None:
+        while True:
             await self._news.wait()
             self._news.silence()
             load = self._book.load(self._own)
@@ -266,7 +260,8 @@ class RemoteEngine:
             step = self._answers.take(told, changes)
             if step is not None:
                 self._told_load = load
-                yield step if self._knows_cached else without_guess(step)
+                self._unread.put(step if self._knows_cached else without_guess(step))
+                await self._unread.room()  # while nobody reads, what comes is gathered
 
     def _tell(self) -> None:
         """All that came since the last step, once for each choice: several chunks of one may come in one read."""
@@ -278,7 +273,7 @@ class RemoteEngine:
 
     @property
     def _knows_cached(self) -> bool:
-        return self._dialect.tells_cached_first or self._arguments.kv_events is not None
+        return self._known.dialect.tells_cached_first or self._arguments.kv_events is not None
 
     # --- the server
 
@@ -318,8 +313,8 @@ class RemoteEngine:
     async def _follow_events(self, endpoint: str) -> None:
         arguments = self._arguments
         feed = KvFeed(
-            self._dialect.kind,
-            self._limits.block_size,
+            self._known.dialect.kind,
+            self._known.facts.block_size,
             endpoint,
             arguments.kv_events_replay,
             arguments.kv_events_topic,
@@ -334,15 +329,17 @@ class RemoteEngine:
 
     async def clear_kv(self) -> int:
         num_held = len(self._held)
-        found = await self._client.fetch(self._dialect.clear_path, _CLEAR_TIMEOUT_S, b"")
+        found = await self._server.fetch(self._known.dialect.clear_path, _CLEAR_TIMEOUT_S, b"")
         if found.status == 404:
             raise Unsupported(
-                f"{self.url} has no {self._dialect.clear_path}: {self._dialect.clear_remedy}",
+                f"{self.url} has no {self._known.dialect.clear_path}: {self._known.dialect.clear_remedy}",
                 feature="clear_kv",
             )
         if found.status != 200:
             error = refusal(self.url, found.status, found.body)
-            busy = f"{self.url} does not clear its cache: {error.message} ({self._dialect.clear_remedy})"
+            busy = (
+                f"{self.url} does not clear its cache: {error.message} ({self._known.dialect.clear_remedy})"
+            )
             raise Unavailable(busy, reason="busy")
         return num_held
 

@@ -8,8 +8,8 @@ from kvolt.core.errors import KvoltError, ProtocolError
 from kvolt.engines.foreign.answers import Choice, News
 from kvolt.engines.remote.dialect import AnswerReader
 from kvolt.engines.remote.events import DONE, EventReader
-from kvolt.engines.remote.http_client import Call
 from kvolt.engines.remote.refusals import broken, refusal
+from kvolt.runtime.http_client import Call
 
 _MAX_REFUSAL_BYTES = 64 << 10
 

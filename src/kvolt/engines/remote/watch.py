@@ -15,8 +15,8 @@ from collections.abc import Callable
 from kvolt.core.errors import ConfigError, ConnectFailed, DeadlineExceeded, KvoltError
 from kvolt.engines.remote.arguments import RemoteArguments
 from kvolt.engines.remote.figures import Figures, read_figures
-from kvolt.engines.remote.http_client import HttpClient
 from kvolt.engines.remote.server import ServerFacts, inspect
+from kvolt.runtime.http_client import HttpClient
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
-"""What a frontend and a router must know of an SGLang: its card and its registration."""
+"""What a frontend and a router must know of an SGLang: its card and its registration, from what its host says."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
@@ -10,6 +11,25 @@ from kvolt.engines.foreign import description
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.messages import Facts
+from kvolt.engines.step_plan import Limits
+
+
+@dataclass(slots=True)
+class Described:
+    """An SGLang that runs."""
+
+    card: ModelCard
+    info: EngineInfo
+    limits: Limits
+    vocab_size: int
+    facts: Facts
+
+
+def describe(spec: EngineSpec, arguments: SglangArguments, model: Path, facts: Facts) -> Described:
+    card = card_of(spec, arguments, model, facts)
+    info = info_of(spec, arguments, card, facts)
+    limits = description.limits_of(info, card, arguments.max_waiting)
+    return Described(card, info, limits, facts.vocab_size, facts)
 
 
 def card_of(spec: EngineSpec, arguments: SglangArguments, model: Path, facts: Facts) -> ModelCard:
@@ -35,7 +55,7 @@ def info_of(spec: EngineSpec, arguments: SglangArguments, card: ModelCard, facts
         capacity=Capacity(
             max_num_seqs=facts.max_running_requests,
             max_batch_tokens=facts.max_batch_tokens,
-            kv_total_blocks=num_blocks(facts),
+            kv_total_blocks=facts.max_total_tokens // facts.page_size,  # of each rank
         ),
         dp_ranks=tuple(range(facts.num_ranks)),
         features=tuple(features),
@@ -43,8 +63,3 @@ def info_of(spec: EngineSpec, arguments: SglangArguments, card: ModelCard, facts
         kv_events=bool(facts.kv_sources),
         loras=tuple(arguments.loras),
     )
-
-
-def num_blocks(facts: Facts) -> int:
-    """Of each rank."""
-    return facts.max_total_tokens // facts.page_size

@@ -16,7 +16,6 @@ from kvolt.engines.foreign.extras import refuse_extra
 from kvolt.engines.foreign.resuming import asks_prompt_logprobs, check_resumable, given_tokens
 from kvolt.engines.foreign.sampling import common_sampling
 from kvolt.engines.sglang.messages import Facts, Generate
-from kvolt.engines.step_plan import check_vocabulary
 
 _GREEDY_BELOW = 1e-6
 """SGLang takes the likeliest token at temperatures below."""
@@ -52,7 +51,6 @@ def check_supported(request: Request, facts: Facts) -> None:
             f"{most_given} tokens are over the {facts.max_prompt} that SGLang takes as a prompt",
             param="token_ids",
         )
-    check_vocabulary(request, facts.vocab_size)
 
 
 def _check_random(request: Request, facts: Facts) -> None:

@@ -366,7 +366,7 @@ async def test_a_host_that_comes_after_the_close_is_ended(tmp_path: Path) -> Non
     await host.is_starting.wait()
     await engine.close()
     host.may_be_there.set()
-    with pytest.raises(EngineDied, match="closed"):
+    with pytest.raises(EngineDied, match="has ended"):
         await starting
     assert host.was_killed
     assert not host.commands

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -19,7 +20,6 @@ import httptools
 import msgspec
 
 from kvolt.core.errors import ConfigError, ConnectFailed, DeadlineExceeded, KvoltError, ProtocolError
-from kvolt.engines.remote.refusals import broken
 from kvolt.runtime.lazy_timer import LazyTimer
 from kvolt.runtime.network import tune_socket
 from kvolt.runtime.tasks import Crew
@@ -116,17 +116,25 @@ class Call:
 
     def expired(self) -> None:
         limit_s = self.timeouts.between_s if self.last_byte_at else self.timeouts.first_s
-        self.fail(broken(self.client.url.text, f"was silent for {limit_s:g} s"))
+        self.fail(self.client.broken(f"was silent for {limit_s:g} s"))
 
 
 class HttpClient:
     """See the module. Close it, or its connections stay."""
 
-    def __init__(self, url: ServerUrl, api_key: str | None, connect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        url: ServerUrl,
+        api_key: str | None,
+        connect_timeout_s: float,
+        broken: Callable[[str], KvoltError],
+    ) -> None:
+        """`broken`: what it means to the caller that the server did not keep to HTTP, or broke off, by how it did."""
         self.url = url
+        self.broken = broken
         self._connect_timeout_s = connect_timeout_s
         self._loop = asyncio.get_running_loop()
-        self._crew = Crew("remote-connect")
+        self._crew = Crew("http-connect")
         self._idle: list[_Connection] = []
         """The last used last: the others may be closed by the server, where there are too many."""
         self._open: dict[_Connection, None] = {}
@@ -154,7 +162,7 @@ class HttpClient:
         return call
 
     async def fetch(self, path: str, timeout_s: float, body: bytes | None = None) -> Fetched:
-        """A whole answer, whatever its status. ConnectFailed, DeadlineExceeded, or EngineDied where it broke off."""
+        """A whole answer, whatever its status. ConnectFailed, DeadlineExceeded, or what `broken` says."""
         receiver = _Whole(self._loop.create_future())
         call = self.send(path, body, receiver, Timeouts(timeout_s, timeout_s))
         try:
@@ -216,7 +224,7 @@ class HttpClient:
 
     def _unreachable(self, call: Call, reason: str) -> None:
         if call.num_sent:  # the server had it, and is gone
-            call.fail(broken(self.url.text, f"closed the connection, and cannot be reached again: {reason}"))
+            call.fail(self.broken(f"closed the connection, and cannot be reached again: {reason}"))
         else:
             message = f"cannot connect to {self.url.text}: {reason}"
             call.fail(ConnectFailed(message, address=self.url.authority))
@@ -281,7 +289,7 @@ class _Connection(asyncio.Protocol):
             call.fail(self._nonsense(error))
 
     def _nonsense(self, error: Exception) -> KvoltError:
-        return broken(self._client.url.text, f"does not answer in HTTP ({type(error).__name__})")
+        return self._client.broken(f"does not answer in HTTP ({type(error).__name__})")
 
     def connection_lost(self, error: Exception | None) -> None:
         call, self._call = self._call, None
@@ -297,7 +305,7 @@ class _Connection(asyncio.Protocol):
             self._client.dispatch(call)
         else:
             why = f": {error}" if error is not None else ""
-            call.fail(broken(self._client.url.text, f"closed the connection in the middle of an answer{why}"))
+            call.fail(self._client.broken(f"closed the connection in the middle of an answer{why}"))
 
     # --- httptools' callbacks
 
