@@ -26,7 +26,7 @@ from kept import SMALL, KeptHost, SglangHarness, spec_of
 from tests.ending import prompt_that_ends
 
 from kvolt.engines.sglang.arguments import SglangArguments
-from kvolt.engines.sglang.messages import Start
+from kvolt.engines.sglang_host.messages import Start
 from kvolt.testing.engine_harness import engine_run
 from kvolt.testing.tiny_models import tiny_checkpoint
 

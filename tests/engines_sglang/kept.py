@@ -15,7 +15,8 @@ from kvolt.core.request import Role
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.engine import SglangEngine
-from kvolt.engines.sglang.messages import (
+from kvolt.engines.sglang.process import HostProcess
+from kvolt.engines.sglang_host.messages import (
     Abort,
     Answer,
     Command,
@@ -27,7 +28,6 @@ from kvolt.engines.sglang.messages import (
     Start,
     Stop,
 )
-from kvolt.engines.sglang.process import HostProcess
 
 SMALL: dict[str, Any] = {
     "device": "cpu",

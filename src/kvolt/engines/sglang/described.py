@@ -10,7 +10,7 @@ from kvolt.core.request import Role
 from kvolt.engines.foreign import description
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
-from kvolt.engines.sglang.messages import Facts
+from kvolt.engines.sglang_host.messages import Facts
 from kvolt.engines.step_plan import Limits
 
 

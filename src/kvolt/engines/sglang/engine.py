@@ -33,7 +33,11 @@ from kvolt.engines.sglang.described import Described, describe
 from kvolt.engines.sglang.host_life import HostLife
 from kvolt.engines.sglang.kv_order import KvOrder
 from kvolt.engines.sglang.loras import Adapters
-from kvolt.engines.sglang.messages import (
+from kvolt.engines.sglang.outputs import load_of, news_of
+from kvolt.engines.sglang.prefills import Prefills, check_meeting, meeting
+from kvolt.engines.sglang.process import HostProcess, NewHost
+from kvolt.engines.sglang.requests import check_supported, generation, rid_of
+from kvolt.engines.sglang_host.messages import (
     Abort,
     Batch,
     Flush,
@@ -43,10 +47,6 @@ from kvolt.engines.sglang.messages import (
     Row,
     UnloadLora,
 )
-from kvolt.engines.sglang.outputs import load_of, news_of
-from kvolt.engines.sglang.prefills import Prefills, check_meeting, meeting
-from kvolt.engines.sglang.process import HostProcess, NewHost
-from kvolt.engines.sglang.requests import check_supported, generation, rid_of
 
 _CALL_S = 60.0
 """For an adapter to be loaded; forgetting blocks has a time of its own."""

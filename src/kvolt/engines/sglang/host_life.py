@@ -17,7 +17,8 @@ from kvolt.core.errors import EngineFailed, KvoltError, from_info
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.calls import Calls
-from kvolt.engines.sglang.messages import (
+from kvolt.engines.sglang.process import Host, NewHost
+from kvolt.engines.sglang_host.messages import (
     Answer,
     Batch,
     Command,
@@ -31,7 +32,6 @@ from kvolt.engines.sglang.messages import (
     Stop,
     UnloadLora,
 )
-from kvolt.engines.sglang.process import Host, NewHost
 from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)

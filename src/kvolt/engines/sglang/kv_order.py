@@ -13,7 +13,7 @@ from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 from kvolt.engines.bell import Bell
 from kvolt.engines.foreign.kv_feed import KvFeed
 from kvolt.engines.kv_formats.schema import Engine
-from kvolt.engines.sglang.messages import KvSource
+from kvolt.engines.sglang_host.messages import KvSource
 
 log = logging.getLogger(__name__)
 

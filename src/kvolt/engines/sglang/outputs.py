@@ -12,7 +12,7 @@ from kvolt.core.errors import EngineFailed, InvalidRequest, KvoltError, Overload
 from kvolt.core.load import WorkerLoad
 from kvolt.engines.foreign.answers import Choice, News
 from kvolt.engines.foreign.resuming import asks_prompt_logprobs
-from kvolt.engines.sglang.messages import Logprob, RankLoad, Row
+from kvolt.engines.sglang_host.messages import Logprob, RankLoad, Row
 
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvolt.core.kv_events import KvChange
-from kvolt.engines.trtllm.kv_events import KvTranslator
+from kvolt.engines.kv_formats.trtllm_translator import KvTranslator
 from kvolt.engines.trtllm.outputs import IterationStats, stats_of
 
 

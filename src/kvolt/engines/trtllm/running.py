@@ -15,11 +15,11 @@ from kvolt.core.kv_events import KvChange
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, StopConditions
 from kvolt.engines.foreign.answers import Choice
+from kvolt.engines.kv_formats.trtllm_seeds import SeedBook
+from kvolt.engines.kv_formats.trtllm_translator import KvTranslator
 from kvolt.engines.step_plan import Limits
 from kvolt.engines.trtllm.admission import Admission
 from kvolt.engines.trtllm.arguments import TrtllmArguments
-from kvolt.engines.trtllm.kv_events import KvTranslator
-from kvolt.engines.trtllm.kv_seeds import SeedBook
 from kvolt.engines.trtllm.launch import Launched
 from kvolt.engines.trtllm.loras import Adapters
 from kvolt.engines.trtllm.polling import Poll

@@ -16,8 +16,8 @@ from kvolt.core.errors import EngineFailed, InvalidRequest, KvoltError
 from kvolt.core.hashing import request_seed
 from kvolt.engines.foreign.answers import Choice, News
 from kvolt.engines.foreign.resuming import given_tokens
+from kvolt.engines.kv_formats.trtllm_seeds import SeedBook
 from kvolt.engines.trtllm.admission import Admission
-from kvolt.engines.trtllm.kv_seeds import SeedBook
 from kvolt.engines.trtllm.launch import Launched
 from kvolt.engines.trtllm.loras import Adapters
 from kvolt.engines.trtllm.outputs import Reader

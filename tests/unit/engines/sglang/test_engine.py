@@ -42,7 +42,7 @@ from kvolt.core.request import Role, RoutingHints, Sampling, StopConditions
 from kvolt.engines.registry import EngineSpec, build_engine, check_arguments
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.engine import SglangEngine
-from kvolt.engines.sglang.messages import (
+from kvolt.engines.sglang_host.messages import (
     Abort,
     Answer,
     Batch,

@@ -4,8 +4,8 @@ from typing import Any
 
 from kvolt.core.hashing import BASE_SEED, local_hashes, request_seed, sequence_hashes
 from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
-from kvolt.engines.trtllm.kv_events import KvTranslator
-from kvolt.engines.trtllm.kv_seeds import SeedBook
+from kvolt.engines.kv_formats.trtllm_seeds import SeedBook
+from kvolt.engines.kv_formats.trtllm_translator import KvTranslator
 from kvolt.testing.engine_replica import Replica
 
 SIZE = 4

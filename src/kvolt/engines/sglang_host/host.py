@@ -1,6 +1,6 @@
 """The host process: starts SGLang and stands between its schedulers and the engine, until told to stop.
 
-    python -m kvolt.engines.sglang.host SOCKET_FD
+    python -m kvolt.engines.sglang_host.host SOCKET_FD
 
 Owns the schedulers' lives: they end with it, and it ends with the first of them, or with the engine's end of the
 socket. Says messages of SGLang in plain types, and decides nothing about requests.
@@ -24,8 +24,8 @@ import zmq
 
 from kvolt.core.errors import EngineFailed, KvoltError, to_info
 from kvolt.engines.child_messages import FrameCutter, frame
-from kvolt.engines.sglang.launch import Launched, launch
-from kvolt.engines.sglang.messages import (
+from kvolt.engines.sglang_host.launch import Launched, launch
+from kvolt.engines.sglang_host.messages import (
     Abort,
     Answer,
     Batch,
@@ -43,7 +43,7 @@ from kvolt.engines.sglang.messages import (
     UnloadLora,
     decode_command,
 )
-from kvolt.engines.sglang.scheduler import read_mark
+from kvolt.engines.sglang_host.scheduler import read_mark
 from kvolt.runtime.clock import SystemClock
 
 _READ_BYTES = 1 << 18

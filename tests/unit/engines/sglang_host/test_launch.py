@@ -11,8 +11,8 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
-from kvolt.engines.sglang.launch import launch, server_args
-from kvolt.engines.sglang.messages import Start
+from kvolt.engines.sglang_host.launch import launch, server_args
+from kvolt.engines.sglang_host.messages import Start
 from kvolt.runtime.clock import SystemClock
 
 SPEC = EngineSpec(model="m", role=Role.AGGREGATED)

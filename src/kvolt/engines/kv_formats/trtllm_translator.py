@@ -17,7 +17,7 @@ from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import check_block_size, local_hashes, sequence_hashes
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
-from kvolt.engines.trtllm.kv_schema import (
+from kvolt.engines.kv_formats.trtllm_schema import (
     CreatedData,
     EngineHash,
     RemovedData,
@@ -26,7 +26,7 @@ from kvolt.engines.trtllm.kv_schema import (
     UpdatedData,
     event_of,
 )
-from kvolt.engines.trtllm.kv_seeds import SeedBook
+from kvolt.engines.kv_formats.trtllm_seeds import SeedBook
 
 _TIERS = {0: Tier.DEVICE, 1: Tier.HOST}
 """Cache levels."""

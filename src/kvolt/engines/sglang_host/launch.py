@@ -20,9 +20,9 @@ from kvolt.engines.foreign.arguments import blind, check_names, check_not_given
 from kvolt.engines.foreign.requirements import check_requirement
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
-from kvolt.engines.sglang.messages import Facts, KvSource, Start
-from kvolt.engines.sglang.scheduler import run_scheduler
-from kvolt.engines.sglang.symbols import REQUIREMENT
+from kvolt.engines.sglang_host.messages import Facts, KvSource, Start
+from kvolt.engines.sglang_host.scheduler import run_scheduler
+from kvolt.engines.sglang_host.symbols import REQUIREMENT
 from kvolt.runtime.clock import Clock
 
 _KEY = "args.engine_args"

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvolt.core.hashing import local_hashes
-from kvolt.engines.trtllm.kv_schema import EngineHash
+from kvolt.engines.kv_formats.trtllm_schema import EngineHash
 
 MAX_ROOTS = 1 << 16
 
