@@ -55,8 +55,8 @@ def main(model: str) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     from kept import SMALL, spec_of
 
-    from kvolt.engines.sglang_host import host as module
     from kvolt.engines.sglang.arguments import SglangArguments
+    from kvolt.engines.sglang_host import host as module
     from kvolt.engines.sglang_host.launch import launch
     from kvolt.engines.sglang_host.messages import Batch, Generate, Start
     from kvolt.runtime.clock import SystemClock

@@ -6,7 +6,7 @@
 * dialect: what engine and server say to each other; vllm_dialect and sglang_dialect have the words
 * refusals: what a server's status codes mean to us
 * server, card: what a server says of itself; its model's tokenizer and template, which have to be here
-* watch, figures, held: whether it is there, how busy it is, which blocks it has
+* watch, figures: whether it is there, how busy it is
 * telling: what a step says of all that
 """
 

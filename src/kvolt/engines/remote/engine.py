@@ -22,6 +22,7 @@ from kvolt.core.request import Request, Role
 from kvolt.engines.bell import Bell
 from kvolt.engines.foreign.answers import Choice, News
 from kvolt.engines.foreign.description import limits_of
+from kvolt.engines.foreign.held_blocks import HeldBlocks
 from kvolt.engines.foreign.kv_feed import KvFeed
 from kvolt.engines.foreign.shell import ForeignEngine
 from kvolt.engines.registry import EngineSpec
@@ -30,11 +31,10 @@ from kvolt.engines.remote.card import card_of
 from kvolt.engines.remote.dialect import Dialect, check_asked
 from kvolt.engines.remote.exchange import Exchange
 from kvolt.engines.remote.figures import Figures, LoadBook, Own
-from kvolt.engines.remote.held import HeldBlocks
 from kvolt.engines.remote.refusals import ENGINE, broken, refusal
 from kvolt.engines.remote.server import ServerFacts, inspect
 from kvolt.engines.remote.sglang_dialect import SglangDialect
-from kvolt.engines.remote.telling import joined, without_guess
+from kvolt.engines.remote.telling import held_tokens, joined, without_guess
 from kvolt.engines.remote.vllm_dialect import VllmDialect
 from kvolt.engines.remote.watch import Watch
 from kvolt.engines.step_plan import Limits
@@ -88,7 +88,7 @@ class RemoteEngine(ForeignEngine[Attached]):
         self._own = Own()
         self._book = LoadBook(1, 0)
         self._told_load = WorkerLoad()
-        self._held = HeldBlocks(1)
+        self._held = HeldBlocks()
         self._kv_changes: list[KvChange] = []
         self._news = Bell()
         self._following: asyncio.Task[None] | None = None
@@ -162,7 +162,6 @@ class RemoteEngine(ForeignEngine[Attached]):
         facts = running.facts
         self._book = LoadBook(facts.block_size, facts.num_blocks)
         self._told_load = self._book.load(self._own)
-        self._held = HeldBlocks(facts.block_size)
         self._follow()
         watch = Watch(self._server, self._arguments, facts, self._on_figures, self._on_away, self._on_back)
         self._crew.start(watch.run(), "watch")
@@ -198,7 +197,9 @@ class RemoteEngine(ForeignEngine[Attached]):
             exchange = self._exchanges[choice.engine_id] = Exchange(self, choice, reader, num_given)
             if not dialect.tells_cached_first and self._arguments.kv_events is not None:
                 # Now: when the first token is there the server has told of the prompt's own blocks.
-                exchange.held_tokens = self._held.cached_tokens(request)
+                exchange.held_tokens = held_tokens(
+                    request, self._held.on_device(0), self._known.facts.block_size
+                )
             self._own.waiting += 1
             exchange.call = self._server.send(dialect.path, body, exchange, self._timeouts)
 
@@ -288,8 +289,7 @@ class RemoteEngine(ForeignEngine[Attached]):
         if self._following is not None:
             self._following.cancel()
             self._following = None
-        self._held.apply((Cleared(),))
-        self._kv_changes.append(Cleared())
+        self._kv_changes += self._held.once(0, (Cleared(),))
         self._book.forget()
         for exchange in list(self._exchanges.values()):
             call = exchange.call
@@ -321,14 +321,13 @@ class RemoteEngine(ForeignEngine[Attached]):
         )
         try:
             async for changes in feed.changes():
-                self._held.apply(changes)
-                self._kv_changes += changes
+                self._kv_changes += self._held.once(0, changes)
                 self._news.ring()
         finally:
             feed.close()
 
     async def clear_kv(self) -> int:
-        num_held = len(self._held)
+        num_held = self._held.num_on_device
         found = await self._server.fetch(self._known.dialect.clear_path, _CLEAR_TIMEOUT_S, b"")
         if found.status == 404:
             raise Unsupported(

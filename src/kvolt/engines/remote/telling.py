@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from msgspec.structs import replace
 
 from kvolt.core.delta import StepOutput
+from kvolt.core.hashing import SequenceHasher, request_seed
+from kvolt.core.ids import SequenceHash
+from kvolt.core.request import Request
 from kvolt.engines.foreign.answers import News
 
 
@@ -29,3 +34,15 @@ def without_guess(step: StepOutput) -> StepOutput:
         return step
     deltas = tuple((request_id, replace(delta, cached_tokens=None)) for request_id, delta in step.deltas)
     return replace(step, deltas=deltas)
+
+
+def held_tokens(request: Request, held: Collection[int], block_size: int) -> int:
+    """Of a prompt, those in blocks that a server holds, from its start."""
+    if not held:
+        return 0
+    names: Sequence[SequenceHash] = request.sequence_hashes
+    if request.block_size != block_size or not names:
+        hasher = SequenceHasher(block_size, request_seed(request.lora, request.salt))
+        names = hasher.extend(request.token_ids)
+    num_held = next((at for at, name in enumerate(names) if name not in held), len(names))
+    return num_held * block_size

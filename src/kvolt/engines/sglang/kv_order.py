@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import dropwhile
 
-from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
+from kvolt.core.kv_events import Cleared, KvChange
 from kvolt.engines.bell import Bell
+from kvolt.engines.foreign.held_blocks import HeldBlocks
 from kvolt.engines.foreign.kv_feed import KvFeed
 from kvolt.engines.kv_formats.schema import Engine
 from kvolt.engines.sglang_host.messages import KvSource
@@ -30,8 +32,7 @@ class KvOrder:
         self._feeds: dict[int, KvFeed] = {}
         self._given_up: dict[int, int] = {}
         """Up to which batch of a rank steps wait no more."""
-        self._held: dict[int, int] = {}
-        """Blocks of a rank, by what it has told."""
+        self._blocks = HeldBlocks()
         self._changes: dict[int, list[KvChange]] = {}
         self._came = Bell()
         self.num_cleared = 0
@@ -39,12 +40,11 @@ class KvOrder:
 
     @property
     def num_held(self) -> int:
-        return sum(self._held.values())
+        return self._blocks.num_on_device
 
     def add(self, rank: int, source: KvSource, page_size: int) -> KvFeed:
         feed = KvFeed(Engine.SGLANG, page_size, source.endpoint, source.replay_endpoint or None)
         self._feeds[rank] = feed
-        self._held[rank] = 0
         return feed
 
     async def follow(self, rank: int, feed: KvFeed) -> None:
@@ -60,17 +60,11 @@ class KvOrder:
             self._came.ring()
 
     def _note(self, rank: int, changes: tuple[KvChange, ...]) -> None:
-        for change in changes:
-            match change:
-                case Stored():
-                    self._held[rank] += change.num_blocks
-                case Removed():
-                    self._held[rank] -= change.num_blocks
-                case Cleared():
-                    if not self._held[rank] and rank not in self._changes:
-                        continue  # as when it starts: nobody was told of anything
-                    self._held[rank] = 0
-            self._changes.setdefault(rank, []).append(change)
+        if not self._blocks.on_device(rank) and rank not in self._changes:
+            # As when it starts: nobody was told of anything.
+            changes = tuple(dropwhile(lambda change: isinstance(change, Cleared), changes))
+        if news := self._blocks.once(rank, changes):
+            self._changes.setdefault(rank, []).extend(news)
             self._on_change()
 
     def take(self) -> dict[int, list[KvChange]]:

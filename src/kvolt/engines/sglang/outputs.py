@@ -11,6 +11,7 @@ from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineFailed, InvalidRequest, KvoltError, Overloaded
 from kvolt.core.load import WorkerLoad
 from kvolt.engines.foreign.answers import Choice, News
+from kvolt.engines.foreign.ending import ending
 from kvolt.engines.foreign.resuming import asks_prompt_logprobs
 from kvolt.engines.sglang_host.messages import Logprob, RankLoad, Row
 
@@ -42,22 +43,16 @@ def news_of(row: Row, choice: Choice) -> News:
     return _ended_here(news, choice)
 
 
-def _ends_here(choice: Choice) -> bool:
-    """Whether stop tokens are looked for here, since SGLang does not."""
-    stop = choice.request.stop
-    return stop.ignore_eos and bool(stop.stop_token_ids)
-
-
 def _ended_here(news: News, choice: Choice) -> News:
-    if not _ends_here(choice):
-        return news
+    """Stop tokens are looked for here where SGLang does not."""
     stop = choice.request.stop
-    for place, token in enumerate(news.token_ids):
-        if token in stop.stop_token_ids and choice.num_tokens + place >= stop.min_tokens:
-            news.token_ids = news.token_ids[: place + 1]
-            news.logprobs = None if news.logprobs is None else news.logprobs[: place + 1]
-            news.finish, news.stop_reason = FinishReason.STOP, token
-            break
+    if not (stop.ignore_eos and stop.stop_token_ids):
+        return news
+    length, finish, stop_reason = ending(choice, news.token_ids, ())
+    if finish is FinishReason.STOP:
+        news.token_ids = news.token_ids[:length]
+        news.logprobs = None if news.logprobs is None else news.logprobs[:length]
+        news.finish, news.stop_reason = finish, stop_reason
     return news
 
 

@@ -14,8 +14,8 @@ import msgspec
 
 from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineFailed
-from kvolt.core.request import Request
 from kvolt.engines.foreign.answers import Choice, News
+from kvolt.engines.foreign.ending import ending
 
 _ENDS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -40,7 +40,7 @@ class Reader:
         new = tuple(tokens[start:])
         self.num_read = len(tokens)
         request = self.choice.request
-        length, finish, stop_reason = _end(request, self.eos_token_ids, self.choice.num_tokens, new)
+        length, finish, stop_reason = ending(self.choice, new, self.eos_token_ids)
         if finish is None and output.finish_reason is not None:
             finish = _ENDS.get(output.finish_reason)
             if finish is None:
@@ -56,25 +56,6 @@ class Reader:
             logprobs = _logprobs(new[:length], told, request.sampling.logprobs)
         cached = len(request.token_ids) if self.first else result.cached_tokens
         return News(new[:length], finish, stop_reason, logprobs, cached_tokens=cached)
-
-
-def _end(
-    request: Request, eos: Collection[int], num_before: int, tokens: Sequence[int]
-) -> tuple[int, FinishReason | None, int | None]:
-    """How many of the tokens belong to the answer, and how it ends with the last of them."""
-    stop = request.stop
-    for number, token in enumerate(tokens, 1):
-        if num_before + number > stop.min_tokens and ends(request, eos, token):
-            return number, FinishReason.STOP, token if token in stop.stop_token_ids else None
-        if num_before + number >= stop.max_tokens:
-            return number, FinishReason.LENGTH, None
-    return len(tokens), None, None
-
-
-def ends(request: Request, eos: Collection[int], token: int) -> bool:
-    """Whether a token ends an answer, if it may end already."""
-    stop = request.stop
-    return token in stop.stop_token_ids or (token in eos and not stop.ignore_eos)
 
 
 def _logprobs(tokens: Sequence[int], told: Sequence[Any], wanted: int) -> tuple[TokenLogprobs, ...]:

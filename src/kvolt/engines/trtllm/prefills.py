@@ -16,8 +16,8 @@ from kvolt.core.errors import Cancelled, InvalidRequest, KvoltError
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.foreign.answers import Choice
+from kvolt.engines.foreign.ending import ends
 from kvolt.engines.trtllm.arguments import Seeds
-from kvolt.engines.trtllm.outputs import ends
 from kvolt.engines.trtllm.requests import is_drawn_anew
 from kvolt.engines.trtllm.tickets import ContextState, Ticket, decode_ticket, encode_ticket, state_of
 from kvolt.runtime.tasks import Crew, Scope
@@ -137,7 +137,7 @@ class Prefills:
     def _computed(self, request: Request, choices: list[Choice], results: dict[int, Any]) -> Handoff:
         states = tuple(state_of(results[each.index].outputs[0].disaggregated_params) for each in choices)
         first = tuple(state.first_gen_tokens[0] for state in states)
-        if not request.stop.min_tokens and any(ends(request, self.eos_token_ids, each) for each in first):
+        if not request.stop.min_tokens and any(ends(request, each, self.eos_token_ids) for each in first):
             self._let_go(choices)  # an answer that is over at once is decode's to tell
             return self._handoff(Ticket())
         ticket = encode_ticket(Ticket(states))

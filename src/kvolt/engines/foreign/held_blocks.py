@@ -1,13 +1,13 @@
 """HeldBlocks: the blocks that each rank has told of, so that none is told twice and all of them can be counted.
 
-vLLM may hold a block of ours under several names of its own: those of an adapter that was unloaded and loaded again are
-new to vLLM, and to routers the same. Such a block is told once, and gone with the last of them.
+An engine may hold a block of ours under several names of its own: to vLLM those of an adapter that was unloaded and
+loaded again are new, and to routers the same. Such a block is told once, and gone with the last of them. Pure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 
@@ -17,12 +17,16 @@ class HeldBlocks:
 
     def __init__(self) -> None:
         self._names: dict[tuple[int, Tier], Counter[int]] = {}
-        """How many names of vLLM's each block has, of each rank and tier."""
+        """How many names of the engine's each block has, of each rank and tier."""
 
     @property
     def num_on_device(self) -> int:
         """Of all ranks."""
         return sum(len(names) for (_, tier), names in self._names.items() if tier is Tier.DEVICE)
+
+    def on_device(self, rank: int) -> Collection[int]:
+        """Of one rank, by their SequenceHashes."""
+        return self._names.get((rank, Tier.DEVICE), ())
 
     def clear(self) -> None:
         self._names.clear()

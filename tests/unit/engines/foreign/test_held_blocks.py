@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
-from kvolt.engines.vllm.held_blocks import HeldBlocks
+from kvolt.engines.foreign.held_blocks import HeldBlocks
 from kvolt.testing.engine_replica import Replica
 
 
