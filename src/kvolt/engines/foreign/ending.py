@@ -1,4 +1,4 @@
-"""Where an answer ends by the contract's rules (`contract`), for engines that do not end all of them themselves. Pure."""
+"""Where an answer ends by the contract's rules, for engines that do not end all of them themselves. Pure."""
 
 from __future__ import annotations
 
