@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
@@ -24,6 +25,8 @@ class UnreadSteps:
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_room.set()
+        self._is_read = asyncio.Event()
+        """Its reader has come back for more than there was."""
         self._failure: KvoltError | None = None
         self.is_over = False
 
@@ -32,12 +35,19 @@ class UnreadSteps:
             return
         self._steps.append(step)
         self._changed.set()
+        self._is_read.clear()
         if len(self._steps) >= self._most:
             self._has_room.clear()
 
     async def room(self) -> None:
         """Until half of what is unread has been taken, if that was too much."""
         await self._has_room.wait()
+
+    async def read_up(self, timeout_s: float) -> None:
+        """Until the reader has dealt with all that there is, or for so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._is_read.wait()
 
     def forget(self, request_id: RequestId) -> None:
         """Nobody has heard yet of what is in here, and nobody shall."""
@@ -54,6 +64,7 @@ class UnreadSteps:
             self._steps.clear()
         self._changed.set()
         self._has_room.set()
+        self._is_read.set()
 
     async def read(self) -> AsyncIterator[StepOutput]:
         while True:
@@ -67,6 +78,7 @@ class UnreadSteps:
             if self.is_over:
                 return
             self._changed.clear()
+            self._is_read.set()
             await self._changed.wait()
 
 

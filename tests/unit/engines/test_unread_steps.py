@@ -216,3 +216,27 @@ def test_a_step_without_some() -> None:
 )
 def test_whom_a_step_tells_of(fields: dict[str, Any], is_told: bool) -> None:
     assert tells_of(StepOutput(**fields), A) == is_told
+
+
+async def test_who_waits_until_all_is_read() -> None:
+    unread, crew = UnreadSteps(), Crew("test")
+    dealt_with: list[int] = []
+
+    async def reader() -> None:
+        async for each in unread.read():
+            await asyncio.sleep(0.01)
+            assert each.load is not None
+            dealt_with.append(each.load.running)
+
+    unread.put(step(1))
+    await unread.read_up(0.01)  # nobody reads: not for ever
+    assert dealt_with == []
+    crew.start(reader(), "reader")
+    unread.put(step(2))
+    await unread.read_up(10)
+    assert dealt_with == [1, 2], "not only taken"
+    await unread.read_up(10)
+    unread.put(step(3))
+    unread.end(None)
+    await unread.read_up(10)
+    await crew.close()

@@ -50,6 +50,8 @@ from kvolt.engines.sglang_host.messages import (
 
 _CALL_S = 60.0
 """For an adapter to be loaded; forgetting blocks has a time of its own."""
+_TOLD_S = 1.0
+"""For who reads the steps to hear that blocks are gone."""
 
 
 class SglangEngine(ForeignEngine[Described]):
@@ -238,6 +240,7 @@ class SglangEngine(ForeignEngine[Described]):
         if error is not None:
             raise Unavailable(f"SGLang did not forget its blocks: {error}", reason="busy")
         await self._kv.cleared_since(number)
+        await self._unread.read_up(_TOLD_S)
         return before
 
     # --- Lora
