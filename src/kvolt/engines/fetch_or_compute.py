@@ -94,16 +94,15 @@ class FetchOrCompute:
 
     def _both_s(self, model: StepModel, num_present: int, fetch_s: Sequence[float]) -> float:
         """Until all blocks are there: the engine computes them from the first on, a step at a time, and they come from
-        the last on. A step is planned when the one before it has just begun: what came until then is not computed."""
+        the last on. What came until the step before has ended is not computed."""
         start = num_present * self._block_size
         end = start + (len(fetch_s) - 1) * self._block_size
-        planned_s = computed_s = 0.0
+        computed_s = 0.0
         while start < end:
-            if fetch_s[-1] - fetch_s[start // self._block_size - num_present] <= planned_s:
+            if fetch_s[-1] - fetch_s[start // self._block_size - num_present] <= computed_s:
                 return computed_s
             num_tokens = min(self._step_tokens, end - start)
             start += num_tokens
-            planned_s = computed_s
             computed_s += model.step_s(
                 StepStats(prefill_tokens=num_tokens, prefill_context=num_tokens * start)
             )

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from asyncio import FIRST_COMPLETED
 from collections import Counter, deque
 from collections.abc import Sequence
 
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Tier
+from kvolt.engines.bell import Bell
 from kvolt.engines.contract import KvRoom, KvTierable
 from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.cache import Fetched, TieredCache
@@ -43,7 +43,11 @@ class AheadBringing:
         self._was_here = False
         self._num_taken = 0
         self._came: Counter[Tier] = Counter()
-        self._more = asyncio.Event()
+        self._num_asked = 0
+        """Calls of the engine that it has not answered."""
+        self._is_useless = False
+        """Whether the request could use no more."""
+        self._news = Bell()
 
     @property
     def num_filled(self) -> int:
@@ -67,17 +71,17 @@ class AheadBringing:
         try:
             async with asyncio.timeout(timeout_s), Scope("ahead") as scope:
                 fetching = scope.start(self._fetch(blocks), "fetch")
-                num_given = -1
-                # An engine answers between its steps: parts go on coming meanwhile, and are given together.
-                while not (fetching.done() and num_given == self._num_last):
-                    num_given = self._num_last
-                    if not await self._is_of_use():
-                        break
-                    if num_given == self._num_last:
-                        self._more.clear()
-                        changed = scope.start(self._more.wait(), "more")
-                        await asyncio.wait([fetching, changed], timeout=_LOOK_S, return_when=FIRST_COMPLETED)
-                        changed.cancel()
+                num_given, is_due = -1, True
+                while not self._is_useless and not (fetching.done() and num_given == self._num_last):
+                    # At once: an engine hears between its steps, all that it was told until then.
+                    if num_given != self._num_last or (is_due and not self._num_asked):
+                        num_given = self._num_last
+                        scope.start(self._give(), "give")
+                    is_due = not await self._news.wait(_LOOK_S)
+                    self._news.silence()
+                while self._num_asked:
+                    await self._news.wait()
+                    self._news.silence()
                 scope.cancel()
         except TimeoutError:
             log.warning("of %d blocks %d came within %g s", len(blocks), self._num_last, timeout_s)
@@ -100,16 +104,22 @@ class AheadBringing:
                     break
                 self._num_last += num_blocks
                 self._came.update(dict(fetched.by_tier))
-                self._more.set()
+                self._news.ring()
             scope.cancel()
+        self._news.ring()
 
-    async def _is_of_use(self) -> bool:
-        """Give the request what is here; whether it could use more."""
+    async def _give(self) -> None:
+        """What is here, to the request."""
         num_given = self._num_last  # more may come while the engine answers
-        taken = await self._engine.take_kv(self._room, num_given, self._request_id)
+        self._num_asked += 1
+        try:
+            taken = await self._engine.take_kv(self._room, num_given, self._request_id)
+        finally:
+            self._num_asked -= 1
+            self._news.ring()
         self._num_taken += taken.num_taken
         self._num_reached = max(self._num_reached, taken.num_reached)
         is_gone = self._was_here and not taken.is_here
         self._was_here = taken.is_here
         num_left = self._room.num_present + len(self._room.blocks) - num_given
-        return not is_gone and num_left > self._num_reached
+        self._is_useless = self._is_useless or is_gone or num_left <= self._num_reached

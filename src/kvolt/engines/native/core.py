@@ -173,6 +173,10 @@ class EngineCore:
             rows = [self._row(work.sequence, voice) for work, voice in zip(samplers, voices, strict=True)]
             sampled = sample(computed.logits, rows)
             self._read_prompts(plan, computed)
+            if not samplers:
+                # Nothing was read of it, so a device may only have begun: the next one would be planned without what
+                # comes meanwhile, and told as the longer.
+                self.runner.wait()
         except BaseException:
             self.scheduler.discard(plan)
             raise
