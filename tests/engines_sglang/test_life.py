@@ -58,7 +58,7 @@ async def test_a_killed_process_is_the_engine_s_death(
     engine.submit(_request())
     steps = engine.steps()
     await anext(steps)
-    host = engine._life.host
+    host = engine._host.host
     assert isinstance(host, HostProcess)
     pids = {"host": host.pid}
     pids["scheduler"] = next(pid for pid in started if "scheduler" in psutil.Process(pid).name())

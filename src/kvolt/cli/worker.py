@@ -136,14 +136,14 @@ def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
         new_tiering = tiering_of(group.tiers, transfers.agent)
         worker = Worker(runtime, engine, loaded.settings.namespace, options, transfers.mover, new_tiering)
         transfers.tell(worker.tell_links)
-        await worker.start()
-        process.metrics.registry.register(worker.metrics)
-        process.metrics.registry.register(HandoffMetrics(lambda: stats_of([worker])))
-        process.metrics.registry.register(PathMetrics(lambda: transfers.paths))
-        process.metrics.registry.register(TierMetrics(lambda: [worker.tiering] if worker.tiering else []))
-        runtime.commands["clear_kv_blocks"] = lambda body: worker.clear_kv_blocks()
-        runtime.commands["resize_kv_tiers"] = lambda body: resize_tiers(worker.tiering, body)
         try:
+            await worker.start()
+            process.metrics.registry.register(worker.metrics)
+            process.metrics.registry.register(HandoffMetrics(lambda: stats_of([worker])))
+            process.metrics.registry.register(PathMetrics(lambda: transfers.paths))
+            process.metrics.registry.register(TierMetrics(lambda: [worker.tiering] if worker.tiering else []))
+            runtime.commands["clear_kv_blocks"] = lambda body: worker.clear_kv_blocks()
+            runtime.commands["resize_kv_tiers"] = lambda body: resize_tiers(worker.tiering, body)
             await worker.run()
         finally:
             await transfers.close()  # before the memory that it moves

@@ -24,6 +24,15 @@ class HeldBlocks:
         """Of all ranks."""
         return sum(len(names) for (_, tier), names in self._names.items() if tier is Tier.DEVICE)
 
+    @property
+    def num_blocks(self) -> int:
+        """Of all ranks, in each tier."""
+        return sum(map(len, self._names.values()))
+
+    def num_of(self, rank: int) -> int:
+        """Of one rank, in each tier."""
+        return sum(len(names) for (owner, _), names in self._names.items() if owner == rank)
+
     def on_device(self, rank: int) -> Collection[int]:
         """Of one rank, by their SequenceHashes."""
         return self._names.get((rank, Tier.DEVICE), ())

@@ -51,7 +51,11 @@ class KvFeed:
         self._socket.setsockopt(zmq.RCVHWM, _MOST_WAITING)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
         self._translator = self._new_translator()
         self._skipped: Counter[str] = Counter()
         self._next = 0

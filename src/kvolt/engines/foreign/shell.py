@@ -1,11 +1,10 @@
 """ForeignEngine: what every adapter is around an engine of others: started once, ended once, requests in, steps out.
 
 Owns the life that a worker sees, the requests under way, what `submit` checks at once, and the steps that wait to be
-read. An adapter says how its engine is launched and shut down, what of a request it cannot follow, how choices are
-handed over and dropped (docs/adapters.md has a whole one); what it hears, it tells by `_answers` and `_unread`. Knows
-no engine.
+read. An adapter says how its engine is launched, what of a request it cannot follow, how choices are handed over and
+dropped (docs/adapters.md has a whole one); what it hears, it tells by `_answers` and `_unread`. Knows no engine.
 
-    new --start--> launching --> running --close, or a failure--> over
+    new --start--> starting --> running --close, a failed start, a task's error--> over --> closed
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
-from typing import ClassVar, Generic, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvolt.core.card import EngineInfo, ModelCard
 from kvolt.core.delta import StepOutput
@@ -28,6 +27,8 @@ from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)
 
+_STOP_S = 30.0
+"""For what an engine does when it is told to end, and for calls of it that are under way then."""
 _MANY_BLOCKS = 1 << 40
 """Where an engine does not tell how many it has."""
 
@@ -57,49 +58,51 @@ T = TypeVar("T")
 class ForeignEngine(ABC, Generic[L]):
     """See the module. For one loop. `close` it, also after it died."""
 
-    name: ClassVar[str]
+    name: str
     """As registered: `vllm`."""
-    title: ClassVar[str]
+    title: str
     """As people know it: `vLLM`."""
 
     def __init__(self) -> None:
-        self._is_started = False
         self._running: L | None = None
         self._crew = Crew(self.name, self._on_error)
-        """Without any of its tasks nothing goes on."""
+        """An error of one of its tasks is the engine's death."""
         self._answers = Answers()
         self._unread = UnreadSteps()
         self._failure: KvoltError | None = None
         """Why it is over; None while it is not, or where it was closed."""
-        self._last = Crew(
-            f"{self.name} close", lambda error: None
-        )  # whoever waits for these has their errors
-        self._loading: asyncio.Task[object] | None = None
+        self._life = Crew(f"{self.name} life", lambda error: None)
+        """Start, end, and calls that block: whoever waits for these has their errors."""
+        self._starting: asyncio.Task[EngineInfo] | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._blocked: dict[asyncio.Task[Any], None] = {}
+        """Calls in threads, which nobody can stop."""
+        self._let_go: Callable[[], object] | None = None
+        """What is left to do with what was loaded. For a thread."""
 
     # --- what an adapter says
 
     @abstractmethod
     async def _launch(self) -> L:
-        """Load, until it could answer. KvoltErrors as they are; others are EngineFailed. See `_load`."""
+        """Until it could answer; see `_load`. KvoltErrors as they are, others become EngineFailed."""
 
     async def _begin(self, running: L) -> None:
-        """Listen to it, now that it runs."""
+        """Listen to it, now that it runs (see `_go_on`)."""
 
-    @abstractmethod
     async def _shut_down(self) -> None:
-        """All that is left of it, after the tasks of `_crew` have ended. Also of one that did not start."""
+        """What is left after all tasks have ended, and what was loaded was let go. Also of one that did not start."""
 
     def _check_own(self, request: Request, running: L) -> None:
         """Unsupported or InvalidRequest for what it would not answer as the contract says."""
 
     @abstractmethod
     def _hand_over(self, request: Request, choices: list[Choice]) -> None:
-        """To the engine, which is to know each by its `engine_id`. Raises before it has any of them, or not at all."""
+        """To the engine, which is to know each by its `engine_id`. What it raises is the request's failure, and those
+        that it has by then are dropped."""
 
     @abstractmethod
     def _drop(self, engine_ids: list[str]) -> None:
-        """Choices that the engine has and nobody waits for."""
+        """Choices that nobody waits for. The engine may not know all of them."""
 
     def _on_end(self) -> None:
         """It is over, `_failure` says why: once, before anything is shut down."""
@@ -126,77 +129,112 @@ class ForeignEngine(ABC, Generic[L]):
             raise EngineFailed(f"the {self.name} engine knows its model once it is started", engine=self.name)
         return self._running
 
+    @property
+    def _is_over(self) -> bool:
+        return self._unread.is_over
+
     async def start(self) -> EngineInfo:
-        """Errors of loading as they were raised. Cancelled, nothing goes on: `close` waits until it is gone."""
-        if self._is_started or self._unread.is_over:
+        """Errors of loading as they were raised. Cancelled, it ends by itself: `close` waits until it is gone."""
+        if self._starting is not None or self._is_over:
             raise EngineFailed(f"a {self.name} engine is started once", engine=self.name)
-        self._is_started = True
+        self._starting = starting = self._life.start(self._start(), "start")
         try:
-            running = await self._launched()
-            self._check_alive()
-            self._running = running
+            await asyncio.wait([starting])
+        except asyncio.CancelledError:
+            self._begin_close()
+            raise
+        error = self._death() if starting.cancelled() else (self._failure or starting.exception())
+        if error is not None:
+            await self.close()
+            raise error
+        info: EngineInfo = starting.result()
+        return info
+
+    async def _start(self) -> EngineInfo:
+        try:
+            running = self._running = await self._launch()
             self._answers.eos_token_ids = frozenset(running.card.eos_token_ids)
             await self._begin(running)
-            self._check_alive()
-        except BaseException:
-            self._end(None)
-            raise
-        return running.info
-
-    async def _launched(self) -> L:
-        try:
-            return await self._launch()
         except KvoltError:
             raise
         except Exception as error:
             raise EngineFailed(f"{self.title} did not start: {error}", engine=self.name) from error
+        self._check_alive()
+        return running.info
 
     async def _load(self, launch: Callable[[], T], let_go: Callable[[T], object]) -> T:
-        """For `_launch`: in a thread, which nobody can stop. `close` waits for its end, and what comes too late is let
-        go."""
-        self._loading = loading = self._last.start(self._load_in_thread(launch, let_go), "launch")
-        made: T = await asyncio.shield(loading)
-        return made
+        """For `_launch`: in a thread. `let_go`: of what it has made, once, when the engine is closed; in a thread."""
 
-    async def _load_in_thread(self, launch: Callable[[], T], let_go: Callable[[T], object]) -> T:
-        launched = await asyncio.to_thread(launch)
-        if self._unread.is_over:
-            await asyncio.to_thread(let_go, launched)
-        return launched
+        def load() -> T:
+            made = launch()
+            self._let_go = lambda: let_go(made)
+            return made
+
+        return await self._blocking(load)
+
+    async def _blocking(self, call: Callable[[], T]) -> T:
+        """In a thread. Who waits may go; the engine is not shut down before it has ended."""
+        task: asyncio.Task[T] = self._life.start(asyncio.to_thread(call), "call")
+        self._blocked[task] = None
+        task.add_done_callback(lambda task: self._blocked.pop(task, None))
+        return await asyncio.shield(task)
+
+    def _go_on(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start what has to go on for as long as the engine does."""
+        return self._crew.start(self._on_and_on(work, name), name)
+
+    async def _on_and_on(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        await work
+        raise EngineFailed(f"its {name} have come to an end", engine=self.name)
 
     def steps(self) -> AsyncIterator[StepOutput]:
         return self._unread.read()
 
     async def close(self) -> None:
+        await asyncio.shield(self._begin_close())  # whoever waits may go: the next one waits for the same end
+
+    def _begin_close(self) -> asyncio.Task[None]:
         if self._closing is None:
             self._end(None)
-            self._closing = self._last.start(self._close(), "close")
-        await asyncio.shield(self._closing)  # whoever waits may go: the next one waits for the same end
+            self._closing = self._life.start(self._close(), "close")
+        return self._closing
 
     async def _close(self) -> None:
-        if self._loading is not None:
-            await asyncio.wait([self._loading])
+        if self._starting is not None and not self._starting.done():
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        await self._crew.close()
+        if self._blocked:
+            await asyncio.wait([*self._blocked])
         try:
-            await self._crew.close()
-        finally:
-            await self._shut_down()
+            if self._let_go is not None:
+                async with asyncio.timeout(_STOP_S):
+                    await asyncio.to_thread(self._let_go)
+        except Exception as error:  # also that it takes too long: there is no more that could be done
+            log.warning("%s did not end as it should: %r", self.title, error)
+        await self._shut_down()
 
     def _on_error(self, error: BaseException) -> None:
         """One of our tasks ended by an error: nothing goes on without it."""
+        if self._is_over:
+            return
         log.error("%s failed", self.title, exc_info=error)
         said = str(error) or type(error).__name__
         self._end(EngineFailed(f"{self.title} ended: {said}", engine=self.name))
 
     def _end(self, failure: KvoltError | None) -> None:
-        if self._unread.is_over:
+        if self._is_over:
             return
         self._failure = failure
         self._answers.clear()
         self._unread.end(failure)
-        self._on_end()
+        try:
+            self._on_end()
+        except Exception:  # what is over is to be shut down all the same
+            log.exception("%s did not end in order", self.title)
 
     def _check_alive(self) -> None:
-        if self._unread.is_over:
+        if self._is_over:
             raise self._death()
 
     def _death(self) -> KvoltError:
@@ -217,7 +255,7 @@ class ForeignEngine(ABC, Generic[L]):
         try:
             self._hand_over(request, choices)
         except BaseException:
-            self._answers.close(request.request_id)
+            self._drop_all(self._answers.close(request.request_id))
             raise
 
     def _check(self, request: Request) -> None:
@@ -228,8 +266,8 @@ class ForeignEngine(ABC, Generic[L]):
             check_vocabulary(request, running.vocab_size)
         self._check_own(request, running)
         limit = running.limits.max_waiting
-        if self._num_waiting >= limit:
-            raise Overloaded("the engine's queue is full", queue="engine", limit=limit)
+        if self._num_waiting + len(request.open_choices) > limit:
+            raise Overloaded(f"too much waits at {self.title}", queue="engine", limit=limit)
 
     def abort(self, request_id: RequestId) -> None:
         self._drop_all(self._answers.close(request_id))
@@ -240,7 +278,7 @@ class ForeignEngine(ABC, Generic[L]):
         self._drop_all(self._answers.fail(request_id, error))
 
     def _drop_all(self, engine_ids: list[str]) -> None:
-        if engine_ids and not self._unread.is_over:
+        if engine_ids and not self._is_over:
             self._drop(engine_ids)
 
     async def withdraw(self, request_id: RequestId) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,8 @@ from kvolt.runtime.http_client import HttpClient, ServerUrl, Timeouts
 log = logging.getLogger(__name__)
 
 _CLEAR_TIMEOUT_S = 30.0
+_ENDPOINT = re.compile(r"tcp://[^*/\s]+:[1-9][0-9]{0,4}|ipc://[^*\s]{1,100}|inproc://[^*\s]+")
+"""That ZeroMQ can connect to. The path of a socket has 107 bytes."""
 
 
 @dataclass(slots=True)
@@ -61,7 +64,7 @@ class Attached:
 class RemoteEngine(ForeignEngine[Attached]):
     """See the module. One task reads `steps`; everything else is called from the same loop."""
 
-    name, title = ENGINE, "the attached server"
+    name = ENGINE
 
     def __init__(self, spec: EngineSpec, arguments: RemoteArguments) -> None:
         if spec.role is not Role.AGGREGATED:
@@ -76,7 +79,7 @@ class RemoteEngine(ForeignEngine[Attached]):
         self._hint = spec.model
         self._arguments = arguments
         self._where = ServerUrl.parse(arguments.url)
-        self.url = self._where.text
+        self.url = self.title = self._where.text
         self._timeouts = Timeouts(arguments.first_token_timeout_s, arguments.idle_timeout_s)
         self.on_health: Callable[[str | None], None] = lambda reason: None
         """Told when the server goes away, with the reason, and with None when it is back."""
@@ -164,8 +167,8 @@ class RemoteEngine(ForeignEngine[Attached]):
         self._told_load = self._book.load(self._own)
         self._follow()
         watch = Watch(self._server, self._arguments, facts, self._on_figures, self._on_away, self._on_back)
-        self._crew.start(watch.run(), "watch")
-        self._crew.start(self._pump(), "steps")
+        self._go_on(watch.run(), "probes")
+        self._go_on(self._pump(), "steps")
         log.info("attached %s (%s) at %s", facts.model, facts.kind, self.url)
 
     async def _shut_down(self) -> None:
@@ -206,7 +209,8 @@ class RemoteEngine(ForeignEngine[Attached]):
     def _has_begun(self, request_id: RequestId) -> bool:
         """As soon as the server has said something of it: at worst a prompt was computed for nothing."""
         known = [*self._exchanges.values(), *self._unheard.values()]
-        return any(each.has_begun for each in known if each.choice.request.request_id == request_id)
+        mine = [each for each in known if each.choice.request.request_id == request_id]
+        return super()._has_begun(request_id) or any(each.has_begun for each in mine)
 
     def _drop(self, engine_ids: list[str]) -> None:
         for engine_id in engine_ids:
@@ -289,7 +293,7 @@ class RemoteEngine(ForeignEngine[Attached]):
         if self._following is not None:
             self._following.cancel()
             self._following = None
-        self._kv_changes += self._held.once(0, (Cleared(),))
+        self._tell_kv((Cleared(),))
         self._book.forget()
         for exchange in list(self._exchanges.values()):
             call = exchange.call
@@ -311,6 +315,16 @@ class RemoteEngine(ForeignEngine[Attached]):
             self._following = self._crew.start(self._follow_events(self._arguments.kv_events), "kv-events")
 
     async def _follow_events(self, endpoint: str) -> None:
+        """Anew after whatever goes wrong with it: without events a server can still be used."""
+        while True:
+            try:
+                await self._read_events(endpoint)
+            except Exception:
+                log.exception("KV events of %s could not be followed", self.url)
+            self._tell_kv((Cleared(),))
+            await asyncio.sleep(self._arguments.probe_interval_s)
+
+    async def _read_events(self, endpoint: str) -> None:
         arguments = self._arguments
         feed = KvFeed(
             self._known.dialect.kind,
@@ -321,10 +335,13 @@ class RemoteEngine(ForeignEngine[Attached]):
         )
         try:
             async for changes in feed.changes():
-                self._kv_changes += self._held.once(0, changes)
-                self._news.ring()
+                self._tell_kv(changes)
         finally:
             feed.close()
+
+    def _tell_kv(self, changes: tuple[KvChange, ...]) -> None:
+        self._kv_changes += self._held.once(0, changes)
+        self._news.ring()
 
     async def clear_kv(self) -> int:
         num_held = self._held.num_on_device
@@ -346,8 +363,7 @@ class RemoteEngine(ForeignEngine[Attached]):
 def _check_endpoint(key: str, endpoint: str | None) -> None:
     if endpoint is None:
         return
-    is_address = endpoint.startswith(("tcp://", "ipc://", "inproc://"))
-    if not is_address or "*" in endpoint:
+    if not _ENDPOINT.fullmatch(endpoint):
         raise ConfigError(
             f"{key} {endpoint!r} is nowhere to connect to",
             key=key,

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 
 import msgspec
 
@@ -32,9 +33,11 @@ def samples(text: str) -> Iterator[Sample]:
         if found is None:
             continue
         try:
-            yield Sample(found[1], dict(_LABEL.findall(found[2] or "")), float(found[3]))
+            value = float(found[3])
         except ValueError:
             continue
+        if isfinite(value):  # NaN is how Prometheus says that nobody knows
+            yield Sample(found[1], dict(_LABEL.findall(found[2] or "")), value)
 
 
 class CacheFacts(msgspec.Struct, frozen=True):

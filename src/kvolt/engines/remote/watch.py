@@ -46,7 +46,10 @@ class Watch:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(self._arguments.probe_interval_s)
-            await self.look()
+            try:
+                await self.look()
+            except Exception:  # whatever it says of itself: it may say better the next time
+                log.exception("%s could not be looked at", self._client.url.text)
 
     async def look(self) -> None:
         """Once."""

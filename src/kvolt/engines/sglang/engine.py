@@ -30,7 +30,7 @@ from kvolt.engines.models.resolve import resolve
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.described import Described, describe
-from kvolt.engines.sglang.host_life import HostLife
+from kvolt.engines.sglang.host_life import CallCommand, HostLife
 from kvolt.engines.sglang.kv_order import KvOrder
 from kvolt.engines.sglang.loras import Adapters
 from kvolt.engines.sglang.outputs import load_of, news_of
@@ -66,7 +66,7 @@ class SglangEngine(ForeignEngine[Described]):
         super().__init__()
         self._spec = spec
         self._arguments = arguments
-        self._life = HostLife(new_host, self._on_batch, self._end)
+        self._host = HostLife(new_host, self._on_batch, self._end)
         self._nonce = secrets.token_hex(8)
         self._adapters = Adapters(self._ask_lora, self._answers.__contains__)
         self._batches: deque[Batch] = deque()
@@ -74,21 +74,16 @@ class SglangEngine(ForeignEngine[Described]):
         self._news = Bell()
         self._kv = KvOrder(self._news.ring)
         self._loads: dict[int, RankLoad] = {}
-        self._prefills = Prefills(self._life.send)
+        self._prefills = Prefills(self._host.send)
         self._begun: set[str] = set()
         """Choices that have tokens and are not over, by their names in SGLang."""
 
     # --- life
 
     async def _launch(self) -> Described:
-        """Cancelled, it leaves nothing."""
         spec, arguments = self._spec, self._arguments
         model = await asyncio.to_thread(lambda: folder_of(resolve(spec.model, ProgressLog())))
-        try:
-            return describe(spec, arguments, model, await self._life.start(spec, arguments, model))
-        except BaseException:
-            await self._life.close()
-            raise
+        return describe(spec, arguments, model, await self._host.start(spec, arguments, model))
 
     async def _begin(self, running: Described) -> None:
         facts = running.facts
@@ -96,16 +91,16 @@ class SglangEngine(ForeignEngine[Described]):
         for rank, source in enumerate(facts.kv_sources):
             feed = self._kv.add(rank, source, facts.page_size)
             self._crew.start(self._kv.follow(rank, feed), f"KV events of rank {rank}")
-        self._crew.start(self._pump(), "steps")
+        self._go_on(self._pump(), "steps")
 
     async def _shut_down(self) -> None:
         try:
-            await self._life.close()
+            await self._host.close()
         finally:
             self._kv.close()
 
     def _on_end(self) -> None:
-        self._life.end(self._failure or self._death(), self._death())
+        self._host.end(self._failure or self._death(), self._death())
         self._begun.clear()
         self._batches.clear()
 
@@ -199,12 +194,12 @@ class SglangEngine(ForeignEngine[Described]):
             met = {} if ticket is None else meeting(ticket, choice.index)
             if ticket is not None and ticket.rank is not None:
                 met["disagg_prefill_dp_rank"] = ticket.rank
-            self._life.send(self._generation(choice, **met))
+            self._host.send(self._generation(choice, **met))
 
     def _drop(self, engine_ids: list[str]) -> None:
         for engine_id in engine_ids:
             self._begun.discard(engine_id)
-            self._life.send(Abort(f"{engine_id}."))
+            self._host.send(Abort(f"{engine_id}."))
 
     def _generation(self, choice: Choice, **fields: Any) -> Generate:
         return generation(choice, self._known.facts, self._own_seed(choice), **fields)
@@ -235,8 +230,7 @@ class SglangEngine(ForeignEngine[Described]):
         """Unavailable where there is no moment without requests in the time given."""
         before, timeout_s = self._kv.num_held, self._arguments.clear_s
         number = self._kv.num_cleared
-        self._check_alive()
-        error = await self._life.call(lambda call: Flush(call, timeout_s), timeout_s + _CALL_S)
+        error = await self._call(lambda call: Flush(call, timeout_s), timeout_s + _CALL_S)
         if error is not None:
             raise Unavailable(f"SGLang did not forget its blocks: {error}", reason="busy")
         await self._kv.cleared_since(number)
@@ -255,5 +249,10 @@ class SglangEngine(ForeignEngine[Described]):
         return self._adapters.names
 
     async def _ask_lora(self, command: Callable[[int], LoadLora | UnloadLora]) -> str | None:
+        return await self._call(command, _CALL_S)
+
+    async def _call(self, command: Callable[[int], CallCommand], timeout_s: float) -> str | None:
+        """None, or why it was refused."""
         self._check_alive()
-        return await self._life.call(command, _CALL_S)
+        _ = self._known  # it is started
+        return await self._host.call(command, timeout_s)

@@ -60,16 +60,11 @@ class HostLife:
         self._fatal: KvoltError | None = None
         """What it said before it ended."""
         self.host: Host | None = None
-        self._over: KvoltError | None = None
-        """What is said to who comes too late."""
 
     async def start(self, spec: EngineSpec, arguments: SglangArguments, model: Path) -> Facts:
         """Errors of loading as they were raised. `close` it where they are."""
         self._ready = asyncio.get_running_loop().create_future()
         host = await self._new_host(self._on_answer)
-        if self._over is not None:  # it was closed meanwhile, and who closed it knew of no host
-            await _end_now(host)
-            raise self._over
         self.host = host
         self._folder = tempfile.TemporaryDirectory(prefix="kvolt-sglang-")
         self._crew.start(self._watch(self.host), "watch")
@@ -93,11 +88,12 @@ class HostLife:
 
     def _on_error(self, error: BaseException) -> None:
         log.error("the host of SGLang is not watched any more", exc_info=error)
-        self._on_failure(EngineFailed(f"its host is not watched: {type(error).__name__}", engine="sglang"))
+        self._on_failure(
+            EngineFailed(f"SGLang's host is not watched: {type(error).__name__}", engine="sglang")
+        )
 
     def end(self, error: KvoltError, death: KvoltError) -> None:
         """Nothing is computed any more: who waits for its start is told the error, who asked it something its death."""
-        self._over = error
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # it may be that nobody waits yet

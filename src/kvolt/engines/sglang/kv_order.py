@@ -40,7 +40,7 @@ class KvOrder:
 
     @property
     def num_held(self) -> int:
-        return self._blocks.num_on_device
+        return self._blocks.num_blocks
 
     def add(self, rank: int, source: KvSource, page_size: int) -> KvFeed:
         feed = KvFeed(Engine.SGLANG, page_size, source.endpoint, source.replay_endpoint or None)
@@ -60,7 +60,7 @@ class KvOrder:
             self._came.ring()
 
     def _note(self, rank: int, changes: tuple[KvChange, ...]) -> None:
-        if not self._blocks.on_device(rank) and rank not in self._changes:
+        if not self._blocks.num_of(rank) and rank not in self._changes:
             # As when it starts: nobody was told of anything.
             changes = tuple(dropwhile(lambda change: isinstance(change, Cleared), changes))
         if news := self._blocks.once(rank, changes):

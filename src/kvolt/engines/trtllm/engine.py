@@ -7,7 +7,6 @@ come to be there and end is in `sequences`, how it is started in `launch`, what 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from kvolt.core.errors import Cancelled, EngineFailed, InvalidRequest, KvoltError, Unsupported
@@ -26,8 +25,6 @@ from kvolt.engines.trtllm.requests import check_resumable, check_supported
 from kvolt.engines.trtllm.running import Running
 from kvolt.runtime.clock import SystemClock
 
-_STOP_S = 30.0
-"""For TensorRT-LLM's processes to end by themselves."""
 _LONGEST_POLL_S = 1.0
 """While nothing runs."""
 
@@ -69,13 +66,7 @@ class TrtllmEngine(ForeignEngine[Running]):
         self._changes = await running.warm_up(self._arguments.poll_s)
         for name, path in self._arguments.loras.items():
             await self.load_lora(name, path)
-        self._crew.start(self._pump(running), "steps")
-
-    async def _shut_down(self) -> None:
-        if self._running is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STOP_S):
-                    await asyncio.to_thread(self._running.launched.llm.shutdown)
+        self._go_on(self._pump(running), "steps")
 
     def _on_end(self) -> None:
         if self._running is not None:

@@ -89,7 +89,7 @@ class VllmEngine(ForeignEngine[Launched]):
         folder = Path(self._sockets.name)
         return await self._load(
             lambda: self._launcher(self._spec, self._arguments, folder, SystemClock()),
-            lambda launched: launched.llm.shutdown(),
+            lambda launched: launched.llm.shutdown(_STOP_S),
         )
 
     async def _begin(self, running: Launched) -> None:
@@ -97,8 +97,8 @@ class VllmEngine(ForeignEngine[Launched]):
         self._figures.logger = running.llm.logger_manager
         running.tasks = tuple(await core.get_supported_tasks_async())
         self._kv.begin(running.info, running.events, self._crew, bool(self._arguments.tiers.disk))
-        self._crew.start(self._read(), "outputs")
-        self._crew.start(self._send(), "commands")
+        self._go_on(self._read(), "outputs")
+        self._go_on(self._send(), "commands")
         for name, path in self._arguments.loras.items():
             try:
                 await self.load_lora(name, path)
@@ -111,7 +111,6 @@ class VllmEngine(ForeignEngine[Launched]):
 
     async def _shut_down(self) -> None:
         if self._running is not None:
-            await asyncio.to_thread(self._running.llm.shutdown, _STOP_S)
             self._running.llm = None
             gc.collect()  # it is part of a cycle, and its __del__ fails when the interpreter ends
         self._kv.close()

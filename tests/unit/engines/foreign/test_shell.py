@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.unit.engines.remote.lab import greedy
 
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
@@ -53,19 +56,27 @@ class Running:
 class Toy(ForeignEngine[Running]):
     name, title = "toy", "Toy"
 
-    def __init__(self, load: Callable[[], Running] = Running) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Running] = Running,
+        let_go: Callable[[Running], object] = lambda running: setattr(running, "is_let_go", True),
+    ) -> None:
         super().__init__()
         self._make = load
+        self._unmake = let_go
         self.has: dict[str, Choice] = {}
         self.ends = 0
         self.shut_downs = 0
         self.begin_error: Exception | None = None
+        self.begins: asyncio.Event | None = None
         self.refuses: Exception | None = None
 
     async def _launch(self) -> Running:
-        return await self._load(self._make, lambda running: setattr(running, "is_let_go", True))
+        return await self._load(self._make, self._unmake)
 
     async def _begin(self, running: Running) -> None:
+        if self.begins is not None:
+            await self.begins.wait()
         if self.begin_error is not None:
             raise self.begin_error
 
@@ -76,19 +87,26 @@ class Toy(ForeignEngine[Running]):
         self.ends += 1
 
     def _hand_over(self, request: Request, choices: list[Choice]) -> None:
-        if self.refuses is not None:
-            raise self.refuses
-        self.has |= {choice.engine_id: choice for choice in choices}
+        for choice in choices:
+            if self.refuses is not None and choice is choices[-1]:
+                raise self.refuses
+            self.has[choice.engine_id] = choice
 
     def _drop(self, engine_ids: list[str]) -> None:
         for each in engine_ids:
-            del self.has[each]
+            self.has.pop(each, None)
 
     def fail(self, error: Exception) -> None:
         async def failing() -> None:
             raise error
 
         self._crew.start(failing(), "failing")
+
+    def go_on(self, work: Coroutine[Any, Any, None]) -> None:
+        self._go_on(work, "test")
+
+    async def call(self, call: Callable[[], None]) -> None:
+        await self._blocking(call)
 
     def say(self, token: int, finish: FinishReason | None = None) -> None:
         for choice in self.has.values():
@@ -102,6 +120,11 @@ class Toy(ForeignEngine[Running]):
     @property
     def running(self) -> Running | None:
         return self._running
+
+
+def several(name: str, count: int) -> Request:
+    request = greedy(name)
+    return replace(request, sampling=replace(request.sampling, num_choices=count, temperature=1.0))
 
 
 async def rest_of(toy: Toy) -> list[StepOutput]:
@@ -151,14 +174,32 @@ async def test_why_it_did_not_start(raised: Exception, kind: type[Exception], wo
     assert toy.shut_downs == 1
 
 
-async def test_what_begins_badly_is_shut_down() -> None:
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [(ConfigError("a bad adapter", key="args.loras"), ConfigError), (OSError("x"), EngineFailed)],
+)
+async def test_what_begins_badly_is_shut_down(raised: Exception, kind: type[Exception]) -> None:
     toy = Toy()
-    toy.begin_error = ConfigError("a bad adapter", key="args.loras")
-    with pytest.raises(ConfigError):
+    toy.begin_error = raised
+    with pytest.raises(kind):
         await toy.start()
     assert toy.running is not None
+    assert toy.running.is_let_go, "though nobody has closed it"
+    assert toy.shut_downs == 1
     await toy.close()
     assert toy.shut_downs == 1
+
+
+async def test_what_died_while_it_began_says_why() -> None:
+    toy = Toy()
+    toy.begins = asyncio.Event()
+    starting = asyncio.ensure_future(toy.start())
+    await asyncio.sleep(0.01)
+    toy.fail(RuntimeError("a wheel came off\nit wrote last: clank"))
+    await asyncio.sleep(0.01)
+    toy.begins.set()
+    with pytest.raises(EngineFailed, match=r"Toy ended: a wheel came off\nit wrote last"):
+        await starting
 
 
 class Slow:
@@ -221,6 +262,95 @@ async def test_who_waits_for_the_end_may_go() -> None:
     assert toy.shut_downs == 1
     with pytest.raises(EngineDied):
         await starting
+
+
+async def test_loaded_while_the_loop_was_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread has ended, nobody has heard of it yet, and the engine is closed."""
+    slow = Slow()
+    toy = Toy(slow)
+    starting = asyncio.ensure_future(toy.start())
+    await asyncio.to_thread(slow.begun.wait, 10)
+    slow.may_end.set()
+    time.sleep(0.1)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await toy.close()
+    assert slow.made.is_let_go
+
+
+async def test_closed_while_it_begins() -> None:
+    toy = Toy()
+    toy.begins = asyncio.Event()
+    starting = asyncio.ensure_future(toy.start())
+    await asyncio.sleep(0.01)
+    await toy.close()
+    with pytest.raises(EngineDied):
+        await starting
+    assert toy.running is not None
+    assert toy.running.is_let_go
+
+
+async def test_one_that_cannot_be_let_go_is_closed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stuck(running: Running) -> None:
+        if running.is_let_go:
+            raise OSError("it is gone already")
+        time.sleep(0.3)
+
+    monkeypatch.setattr("kvolt.engines.foreign.shell._STOP_S", 0.05)
+    for is_gone, words in ((True, "gone already"), (False, "Timeout")):
+        toy = Toy(lambda is_gone=is_gone: Running(is_let_go=is_gone), stuck)
+        await toy.start()
+        await toy.close()
+        assert toy.shut_downs == 1
+        assert words in caplog.text
+
+
+async def test_calls_in_threads_end_before_it_is_let_go() -> None:
+    order: list[str] = []
+    toy = Toy(Running, lambda running: order.append("let go"))
+    await toy.start()
+    begun = threading.Event()
+
+    def call() -> None:
+        begun.set()
+        time.sleep(0.1)
+        order.append("call")
+
+    toy.go_on(toy.call(call))
+    await asyncio.to_thread(begun.wait, 10)
+    await toy.close()
+    assert order == ["call", "let go"]
+
+
+async def test_what_should_go_on_and_ends_is_its_death() -> None:
+    toy = Toy()
+    await toy.start()
+    toy.go_on(asyncio.sleep(0))
+    with pytest.raises(EngineFailed, match="Toy ended: its test have come to an end"):
+        await rest_of(toy)
+    await toy.close()
+
+
+async def test_of_several_choices_none_stays_after_an_error() -> None:
+    toy = Toy()
+    await toy.start()
+    toy.refuses = RuntimeError("a bug")
+    with pytest.raises(RuntimeError):
+        toy.submit(several("r", 2))
+    assert not toy.has
+    await toy.close()
+
+
+async def test_choices_count_in_the_queue() -> None:
+    toy = Toy()
+    await toy.start()
+    with pytest.raises(Overloaded):
+        toy.submit(several("r", 6))
+    toy.submit(several("r", 5))
+    await toy.close()
 
 
 async def test_a_task_s_error_is_its_death() -> None:

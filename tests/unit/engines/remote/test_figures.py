@@ -28,6 +28,13 @@ def test_a_server_without_figures() -> None:
     assert read_figures("python_info 1.0\nnonsense\nx{ 3\n") is None
 
 
+def test_what_nobody_knows_is_passed_over() -> None:
+    """NaN is how Prometheus' clients say so."""
+    told = "vllm:num_requests_running 3\nvllm:num_requests_running NaN\nvllm:num_requests_waiting +Inf\n"
+    assert read_figures(told) == Figures(running=3)
+    assert read_figures("vllm:num_requests_running NaN\n") is None
+
+
 def test_what_others_do_is_what_is_not_ours() -> None:
     book = LoadBook(block_size=16, num_blocks=100)
     own = Own(running=2, tokens=160)

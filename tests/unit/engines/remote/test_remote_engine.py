@@ -23,7 +23,7 @@ from tests.unit.engines.remote.fake_server import (
 from tests.unit.engines.remote.lab import PATHS, SAID, SPEC, attached, greedy
 
 from kvolt.core.delta import FinishReason
-from kvolt.core.errors import ConfigError, Overloaded, Unavailable, Unsupported, from_info
+from kvolt.core.errors import ConfigError, EngineDied, Overloaded, Unavailable, Unsupported, from_info
 from kvolt.core.request import Role, Sampling
 from kvolt.engines.remote import RemoteArguments, RemoteEngine
 from kvolt.testing.engine_harness import Answer, Run
@@ -206,6 +206,45 @@ async def test_too_many_waiting(server: FakeServer, folder: Path) -> None:
         await answered(run)
 
 
+async def test_choices_wait_each(server: FakeServer, folder: Path) -> None:
+    async with attached(server.url, folder, max_waiting=2) as (run, engine):
+        several = replace(greedy(), sampling=Sampling(temperature=0.0, num_choices=3))
+        with pytest.raises(Overloaded, match=f"too much waits at {engine.url}"):
+            run.engine.submit(several)
+        await answered(run)
+
+
+async def test_one_that_has_told_a_choice_is_not_given_back(server: FakeServer, folder: Path) -> None:
+    async with attached(server.url, folder) as (run, _):
+        server.then(PATHS[server.kind], plays(recorded(server.kind, "greedy")), hangs())
+        answer = run.submit(replace(greedy(), sampling=Sampling(temperature=0.0, num_choices=2)))
+        await run.until(lambda: 0 in answer.finishes)
+        assert not await run.engine.withdraw(answer.request.request_id)
+        run.abort(answer)
+
+
+async def test_half_of_a_request_is_not_left_behind(
+    server: FakeServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with attached(server.url, folder) as (run, engine):
+        send, sent = engine._server.send, []
+
+        def once(*given: Any) -> Any:
+            if sent:
+                raise TypeError("a bug")
+            sent.append(send(*given))
+            return sent[0]
+
+        monkeypatch.setattr(engine._server, "send", once)
+        server.then(PATHS[server.kind], hangs())
+        with pytest.raises(TypeError):
+            run.engine.submit(replace(greedy(), sampling=Sampling(temperature=0.0, num_choices=2)))
+        monkeypatch.undo()
+        assert not engine._exchanges
+        assert (engine._own.waiting, engine._own.running) == (0, 0)
+        await answered(run)
+
+
 async def test_choices_are_calls_of_their_own(server: FakeServer, folder: Path) -> None:
     async with attached(server.url, folder) as (run, _):
         request = replace(greedy(), sampling=Sampling(temperature=0.0, num_choices=3, seed=7))
@@ -377,7 +416,14 @@ async def test_what_can_never_be_attached(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"url": "localhost:8000"}, {"kv_events": "tcp://*:5557"}, {"kv_events": "5557"}],
+    [
+        {"url": "localhost:8000"},
+        {"kv_events": "tcp://*:5557"},
+        {"kv_events": "5557"},
+        {"kv_events": "tcp://host"},
+        {"kv_events": "tcp://host:port"},
+        {"kv_events_replay": f"ipc:///{'long/' * 30}"},
+    ],
     ids=str,
 )
 def test_addresses_that_lead_nowhere(arguments: dict[str, str]) -> None:
@@ -430,6 +476,33 @@ async def test_the_load_of_others_counts(folder: Path) -> None:
         )
         await run.until(lambda: run.load.running == 0)
         assert (run.load.waiting, run.load.kv_used_blocks) == (0, 0)
+
+
+async def test_a_look_that_fails_is_not_the_last(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    busy = b'vllm:num_requests_running{engine="0"} 5\n'
+
+    def fails(text: str) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("a bug of ours")
+
+    async with FakeServer("vllm") as server, attached(server.url, folder, **FAST) as (run, _):
+        monkeypatch.setattr("kvolt.engines.remote.watch.read_figures", fails)
+        server.always["/metrics"] = plays(plain(200, busy))
+        await run.until(lambda: run.load.running == 5)
+    assert "a bug of ours" in caplog.text
+
+
+async def test_closed_while_it_waits_for_the_server(server: FakeServer) -> None:
+    await server.stop()
+    engine = RemoteEngine(SPEC, RemoteArguments(url=server.url, **FAST))
+    starting = asyncio.ensure_future(engine.start())
+    await asyncio.sleep(0.02)
+    await engine.close()
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineDied):
+            await starting
 
 
 # --- KV events

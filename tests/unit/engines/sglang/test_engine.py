@@ -36,12 +36,13 @@ from kvolt.core.errors import (
     to_info,
 )
 from kvolt.core.hashing import SequenceHasher, request_seed
-from kvolt.core.ids import RequestId
-from kvolt.core.kv_events import Stored
+from kvolt.core.ids import RequestId, SequenceHash
+from kvolt.core.kv_events import Cleared, Stored, Tier
 from kvolt.core.request import Role, RoutingHints, Sampling, StopConditions
 from kvolt.engines.registry import EngineSpec, build_engine, check_arguments
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.engine import SglangEngine
+from kvolt.engines.sglang.kv_order import KvOrder
 from kvolt.engines.sglang_host.messages import (
     Abort,
     Answer,
@@ -339,37 +340,66 @@ async def test_close_ends_the_steps_and_comes_twice(tmp_path: Path) -> None:
 
 
 class _Late(FakeHost):
-    """Is there when the engine has been closed."""
+    """Takes its time."""
 
-    was_killed = False
-
-    async def start(self, on_answer: Callable[[Answer], None]) -> FakeHost:
-        self.is_starting.set()
-        await self.may_be_there.wait()
-        return await super().start(on_answer)
+    was_stopped = False
 
     def __init__(self) -> None:
         super().__init__()
         self.is_starting = asyncio.Event()
-        self.may_be_there = asyncio.Event()
 
-    def kill(self) -> None:
-        self.was_killed = True
-        super().kill()
+    async def start(self, on_answer: Callable[[Answer], None]) -> FakeHost:
+        self.is_starting.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.was_stopped = True
+        return await super().start(on_answer)
 
 
-async def test_a_host_that_comes_after_the_close_is_ended(tmp_path: Path) -> None:
+async def test_no_host_comes_after_the_close(tmp_path: Path) -> None:
     host = _Late()
     spec = EngineSpec(model=str(model_folder(tmp_path)), role=Role.AGGREGATED)
     engine = SglangEngine(spec, SglangArguments(), new_host=host.start)
     starting = asyncio.ensure_future(engine.start())
     await host.is_starting.wait()
     await engine.close()
-    host.may_be_there.set()
     with pytest.raises(EngineDied, match="has ended"):
         await starting
-    assert host.was_killed
+    assert host.was_stopped
     assert not host.commands
+
+
+async def test_a_start_that_fails_late_leaves_no_host(tmp_path: Path) -> None:
+    facts = replace(FACTS, kv_sources=(KvSource("tcp://nowhere", ""),))
+    host = FakeHost(facts)
+    spec = EngineSpec(model=str(model_folder(tmp_path)), role=Role.AGGREGATED)
+    engine = SglangEngine(spec, SglangArguments(), new_host=host.start)
+    with pytest.raises(EngineFailed, match="SGLang did not start"):
+        await engine.start()
+    assert host.lost.is_set(), "though nobody has closed the engine"
+
+
+async def test_what_is_asked_of_one_that_is_not_started() -> None:
+    engine = SglangEngine(EngineSpec(model="m", role=Role.AGGREGATED), SglangArguments())
+    with pytest.raises(EngineFailed, match="started"):
+        await engine.clear_kv()
+    await engine.close()
+
+
+async def test_blocks_of_the_host_are_told_as_gone_too(tmp_path: Path) -> None:
+    order = KvOrder(lambda: None)
+    on_host = Stored.of([SequenceHash(1)], None, tier=Tier.HOST)
+    order._note(0, (Cleared(),))
+    assert order.take() == {}, "nobody was told of anything"
+    order._note(0, (on_host, Cleared()))
+    assert order.take() == {0: [on_host, Cleared()]}
+    order._note(0, (on_host,))
+    assert order.num_held == 1
+    order.take()
+    order._note(0, (Cleared(),))
+    assert order.take() == {0: [Cleared()]}
+    order.close()
 
 
 class _Failing(FakeHost):
