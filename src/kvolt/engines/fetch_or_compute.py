@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvolt.core.kv_events import Tier
 from kvolt.core.latency import StepModel, prompt_s
 from kvolt.core.load import StepStats
+from kvolt.engines.step_plan import meeting_tokens
 
 _SPARE = 0.9
 """Of the time to compute blocks again, that to bring them may take: both are guesses, and to compute is certain."""
@@ -101,7 +102,8 @@ class FetchOrCompute:
         while start < end:
             if fetch_s[-1] - fetch_s[start // self._block_size - num_present] <= computed_s:
                 return computed_s
-            num_tokens = min(self._step_tokens, end - start)
+            at_once = meeting_tokens(self._step_tokens, self._block_size) if computed_s else self._step_tokens
+            num_tokens = min(at_once, end - start)
             start += num_tokens
             computed_s += model.step_s(
                 StepStats(prefill_tokens=num_tokens, prefill_context=num_tokens * start)

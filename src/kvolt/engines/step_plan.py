@@ -44,6 +44,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+_MEETINGS = 4
+
+
+def meeting_tokens(max_batch_tokens: int, block_size: int) -> int:
+    """Of a prompt whose last blocks come from elsewhere meanwhile, what a step computes at most: what comes during a
+    step for tokens that are in it came for nothing."""
+    return max(max_batch_tokens // _MEETINGS, block_size)
+
+
 class Scheduling(StrEnum):
     """What goes into a step when there are prompts to compute and answers to go on with."""
 

@@ -33,7 +33,7 @@ from kvolt.core.ids import BlockKey
 from kvolt.core.load import StepStats
 from kvolt.engines.arrivals import Arrivals
 from kvolt.engines.sequence import Phase, Sequence
-from kvolt.engines.step_plan import Limits, Scheduling, StepPlan, Work
+from kvolt.engines.step_plan import Limits, Scheduling, StepPlan, Work, meeting_tokens
 from kvolt.kv import BlockId, BlockPool
 
 _order = attrgetter("order")
@@ -151,6 +151,8 @@ class StepPlanner:
             start = sequence.num_computed
             end = sequence.ahead[0] * self._limits.block_size or sequence.num_to_prefill
             chunk = min(end - start, budget - num_tokens)
+            if sequence.ahead[0]:
+                chunk = min(chunk, meeting_tokens(self._limits.max_batch_tokens, self._limits.block_size))
             num_tokens += chunk
             prefill_context += chunk * (start + chunk)
             prefills.append(Work(sequence, start, chunk))

@@ -48,10 +48,10 @@ def test_an_engine_that_computes_it_all_in_a_step_does_not_share_the_work() -> N
     assert judged(0.03, step_blocks=64) == Verdict(0)
 
 
-def test_three_large_steps_are_two_where_the_last_blocks_come_meanwhile() -> None:
-    """Its third step is planned when the second begins; what that would compute has come by then."""
+def test_after_a_large_step_small_ones_leave_room_for_what_comes() -> None:
     assert judged(0.016, step_blocks=26) == Verdict(64, is_meanwhile=True)
-    assert judged(0.016, step_blocks=32) == Verdict(0), "two would be two all the same"
+    assert judged(0.016, step_blocks=32) == Verdict(64, is_meanwhile=True)
+    assert judged(0.016, step_blocks=60) == Verdict(0), "there is little left to share"
 
 
 def test_a_few_blocks_are_brought_or_computed() -> None:

@@ -55,8 +55,8 @@ def test_what_came_is_not_computed() -> None:
     assert room.bring() == (0, 0), "it waits, and may take them later"
     lab.step()  # blocks 0 and 1
     assert room.bring(2) == (3, 2)
-    lab.begin()  # 2 and 3
-    assert room.bring(5) == (3, 4), "2 to 9 are here, and 2 and 3 are being computed"
+    lab.begin()  # 2 alone: a step is small while more comes
+    assert room.bring(5) == (4, 3), "2 to 9 are here, and 2 is being computed"
     room.settle()
     lab.finish()
     plan = lab.begin()
@@ -65,9 +65,30 @@ def test_what_came_is_not_computed() -> None:
     lab.finish()
     lab.run()
     lab.check_answer(LONG)
-    assert lab.cached[A, 0] == 12
+    assert lab.cached[A, 0] == 14
     assert lab.scheduler.num_used_blocks == 0
     assert lab.scheduler.pool.num_registered >= 10, "others find them"
+
+
+def test_steps_are_small_while_blocks_come_and_others_have_the_rest() -> None:
+    lab = lab_of(max_batch_tokens=8)
+    room = Room(lab, LONG, 10)
+    lab.scheduler.add(LONG)
+    plan = lab.begin()
+    assert plan is not None
+    assert [work.num_tokens for work in plan.prefills] == [8], "nothing has come yet"
+    lab.finish()
+    other = request("b", (9, 9, 9, 9), max_tokens=2)
+    lab.scheduler.add(other)
+    assert room.bring(3) == (3, 4)
+    plan = lab.begin()
+    assert plan is not None
+    assert [work.num_tokens for work in plan.prefills] == [2, 4]
+    lab.finish()
+    room.settle()
+    lab.run()
+    lab.check_answer(LONG)
+    lab.check_answer(other)
 
 
 def test_a_chunk_ends_where_blocks_are_ahead() -> None:
