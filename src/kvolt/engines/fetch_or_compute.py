@@ -102,8 +102,9 @@ class FetchOrCompute:
         while start < end:
             if fetch_s[-1] - fetch_s[start // self._block_size - num_present] <= computed_s:
                 return computed_s
-            at_once = meeting_tokens(self._step_tokens, self._block_size) if computed_s else self._step_tokens
-            num_tokens = min(at_once, end - start)
+            num_tokens = min(self._step_tokens, end - start)
+            if computed_s:  # else nothing has come yet
+                num_tokens = min(num_tokens, meeting_tokens(end - start, self._step_tokens))
             start += num_tokens
             computed_s += model.step_s(
                 StepStats(prefill_tokens=num_tokens, prefill_context=num_tokens * start)

@@ -44,13 +44,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-_MEETINGS = 4
-
-
-def meeting_tokens(max_batch_tokens: int, block_size: int) -> int:
-    """Of a prompt whose last blocks come from elsewhere meanwhile, what a step computes at most: what comes during a
-    step for tokens that are in it came for nothing."""
-    return max(max_batch_tokens // _MEETINGS, block_size)
+def meeting_tokens(num_left: int, max_batch_tokens: int) -> int:
+    """Of a prompt whose last blocks come from elsewhere meanwhile, with so many tokens to compute before those that are
+    here, what a step computes at most. What comes during a step for tokens that are in it came for nothing; but small
+    steps take longer for each token."""
+    return max(num_left, max_batch_tokens + 1) // 2
 
 
 class Scheduling(StrEnum):

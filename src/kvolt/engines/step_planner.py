@@ -152,7 +152,7 @@ class StepPlanner:
             end = sequence.ahead[0] * self._limits.block_size or sequence.num_to_prefill
             chunk = min(end - start, budget - num_tokens)
             if sequence.ahead[0]:
-                chunk = min(chunk, meeting_tokens(self._limits.max_batch_tokens, self._limits.block_size))
+                chunk = min(chunk, meeting_tokens(end - start, self._limits.max_batch_tokens))
             num_tokens += chunk
             prefill_context += chunk * (start + chunk)
             prefills.append(Work(sequence, start, chunk))

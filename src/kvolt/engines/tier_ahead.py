@@ -45,6 +45,8 @@ class AheadBringing:
         self._came: Counter[Tier] = Counter()
         self._num_asked = 0
         """Calls of the engine that it has not answered."""
+        self._is_uncertain = False
+        """Whether the engine was told of blocks, and nobody has heard whether it took some."""
         self._is_useless = False
         """Whether the request could use no more."""
         self._news = Bell()
@@ -53,7 +55,7 @@ class AheadBringing:
     def num_filled(self) -> int:
         """Blocks of the room that can be found, now that nobody fills them: all or none. None where some were taken, or
         the prompt is being computed all the same."""
-        is_whole = self._num_last == len(self._room.blocks)
+        is_whole = self._num_last == len(self._room.blocks) and not self._is_uncertain
         return self._num_last if is_whole and not self._num_taken and not self._num_reached else 0
 
     @property
@@ -114,6 +116,9 @@ class AheadBringing:
         self._num_asked += 1
         try:
             taken = await self._engine.take_kv(self._room, num_given, self._request_id)
+        except asyncio.CancelledError:
+            self._is_uncertain = True
+            raise
         finally:
             self._num_asked -= 1
             self._news.ring()

@@ -28,7 +28,7 @@ from kvolt.runtime.tasks import Crew
 log = logging.getLogger(__name__)
 
 _STOP_S = 30.0
-"""For what an engine does when it is told to end, and for calls of it that are under way then."""
+"""For what an engine does when it is told to end, and for calls that are under way then."""
 _MANY_BLOCKS = 1 << 40
 """Where an engine does not tell how many it has."""
 
@@ -143,7 +143,9 @@ class ForeignEngine(ABC, Generic[L]):
         except asyncio.CancelledError:
             self._begin_close()
             raise
-        error = self._death() if starting.cancelled() else (self._failure or starting.exception())
+        error = self._failure or (None if starting.cancelled() else starting.exception())
+        if error is None and self._is_over:
+            error = self._death()
         if error is not None:
             await self.close()
             raise error
@@ -173,18 +175,19 @@ class ForeignEngine(ABC, Generic[L]):
         return await self._blocking(load)
 
     async def _blocking(self, call: Callable[[], T]) -> T:
-        """In a thread. Who waits may go; the engine is not shut down before it has ended."""
+        """In a thread. Who waits may go; what was loaded is not let go before it has ended, or had its time to."""
+        self._check_alive()
         task: asyncio.Task[T] = self._life.start(asyncio.to_thread(call), "call")
         self._blocked[task] = None
         task.add_done_callback(lambda task: self._blocked.pop(task, None))
         return await asyncio.shield(task)
 
-    def _go_on(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _go_on(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         """Start what has to go on for as long as the engine does."""
-        return self._crew.start(self._on_and_on(work, name), name)
+        self._crew.start(self._on_and_on(work, name), name)
 
-    async def _on_and_on(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        await work
+    async def _on_and_on(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        await work()
         raise EngineFailed(f"its {name} have come to an end", engine=self.name)
 
     def steps(self) -> AsyncIterator[StepOutput]:
@@ -204,19 +207,26 @@ class ForeignEngine(ABC, Generic[L]):
             self._starting.cancel()
             await asyncio.wait([self._starting])
         await self._crew.close()
-        if self._blocked:
+        while self._blocked and self._let_go is None:  # it is being loaded, which nobody can stop
             await asyncio.wait([*self._blocked])
+        if self._blocked:
+            await asyncio.wait([*self._blocked], timeout=_STOP_S)
+        let_go, self._let_go = self._let_go, None
         try:
-            if self._let_go is not None:
+            if let_go is not None:
                 async with asyncio.timeout(_STOP_S):
-                    await asyncio.to_thread(self._let_go)
+                    await asyncio.to_thread(let_go)
         except Exception as error:  # also that it takes too long: there is no more that could be done
             log.warning("%s did not end as it should: %r", self.title, error)
-        await self._shut_down()
+        try:
+            await self._shut_down()
+        except Exception:  # who closes it cannot help it
+            log.exception("%s left something behind", self.title)
 
     def _on_error(self, error: BaseException) -> None:
         """One of our tasks ended by an error: nothing goes on without it."""
         if self._is_over:
+            log.debug("%s: after its end", self.title, exc_info=error)
             return
         log.error("%s failed", self.title, exc_info=error)
         said = str(error) or type(error).__name__
@@ -228,6 +238,8 @@ class ForeignEngine(ABC, Generic[L]):
         self._failure = failure
         self._answers.clear()
         self._unread.end(failure)
+        if self._starting is not None:
+            self._starting.cancel()  # it may wait for an answer that does not come any more
         try:
             self._on_end()
         except Exception:  # what is over is to be shut down all the same
@@ -266,7 +278,7 @@ class ForeignEngine(ABC, Generic[L]):
             check_vocabulary(request, running.vocab_size)
         self._check_own(request, running)
         limit = running.limits.max_waiting
-        if self._num_waiting + len(request.open_choices) > limit:
+        if self._num_waiting >= limit:
             raise Overloaded(f"too much waits at {self.title}", queue="engine", limit=limit)
 
     def abort(self, request_id: RequestId) -> None:

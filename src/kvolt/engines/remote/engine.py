@@ -167,8 +167,8 @@ class RemoteEngine(ForeignEngine[Attached]):
         self._told_load = self._book.load(self._own)
         self._follow()
         watch = Watch(self._server, self._arguments, facts, self._on_figures, self._on_away, self._on_back)
-        self._go_on(watch.run(), "probes")
-        self._go_on(self._pump(), "steps")
+        self._go_on(watch.run, "probes")
+        self._go_on(self._pump, "steps")
         log.info("attached %s (%s) at %s", facts.model, facts.kind, self.url)
 
     async def _shut_down(self) -> None:
@@ -316,12 +316,16 @@ class RemoteEngine(ForeignEngine[Attached]):
 
     async def _follow_events(self, endpoint: str) -> None:
         """Anew after whatever goes wrong with it: without events a server can still be used."""
+        told = ""
         while True:
             try:
                 await self._read_events(endpoint)
-            except Exception:
-                log.exception("KV events of %s could not be followed", self.url)
-            self._tell_kv((Cleared(),))
+            except Exception as error:
+                if repr(error) != told:
+                    log.exception("KV events of %s cannot be followed", self.url)
+                told = repr(error)
+            if self._held.num_blocks:
+                self._tell_kv((Cleared(),))
             await asyncio.sleep(self._arguments.probe_interval_s)
 
     async def _read_events(self, endpoint: str) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -90,8 +91,8 @@ class SglangEngine(ForeignEngine[Described]):
         self._adapters.begin(self._arguments.loras, facts.has_lora)
         for rank, source in enumerate(facts.kv_sources):
             feed = self._kv.add(rank, source, facts.page_size)
-            self._crew.start(self._kv.follow(rank, feed), f"KV events of rank {rank}")
-        self._go_on(self._pump(), "steps")
+            self._go_on(partial(self._kv.follow, rank, feed), f"KV events of rank {rank}")
+        self._go_on(self._pump, "steps")
 
     async def _shut_down(self) -> None:
         try:

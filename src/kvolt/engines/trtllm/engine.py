@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from kvolt.core.errors import Cancelled, EngineFailed, InvalidRequest, KvoltError, Unsupported
 from kvolt.core.ids import RequestId
@@ -66,7 +67,7 @@ class TrtllmEngine(ForeignEngine[Running]):
         self._changes = await running.warm_up(self._arguments.poll_s)
         for name, path in self._arguments.loras.items():
             await self.load_lora(name, path)
-        self._go_on(self._pump(running), "steps")
+        self._go_on(partial(self._pump, running), "steps")
 
     def _on_end(self) -> None:
         if self._running is not None:

@@ -97,8 +97,8 @@ class VllmEngine(ForeignEngine[Launched]):
         self._figures.logger = running.llm.logger_manager
         running.tasks = tuple(await core.get_supported_tasks_async())
         self._kv.begin(running.info, running.events, self._crew, bool(self._arguments.tiers.disk))
-        self._go_on(self._read(), "outputs")
-        self._go_on(self._send(), "commands")
+        self._go_on(self._read, "outputs")
+        self._go_on(self._send, "commands")
         for name, path in self._arguments.loras.items():
             try:
                 await self.load_lora(name, path)

@@ -69,6 +69,7 @@ class Toy(ForeignEngine[Running]):
         self.shut_downs = 0
         self.begin_error: Exception | None = None
         self.begins: asyncio.Event | None = None
+        self.shut_down_error: Exception | None = None
         self.refuses: Exception | None = None
 
     async def _launch(self) -> Running:
@@ -82,6 +83,8 @@ class Toy(ForeignEngine[Running]):
 
     async def _shut_down(self) -> None:
         self.shut_downs += 1
+        if self.shut_down_error is not None:
+            raise self.shut_down_error
 
     def _on_end(self) -> None:
         self.ends += 1
@@ -102,7 +105,7 @@ class Toy(ForeignEngine[Running]):
 
         self._crew.start(failing(), "failing")
 
-    def go_on(self, work: Coroutine[Any, Any, None]) -> None:
+    def go_on(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._go_on(work, "test")
 
     async def call(self, call: Callable[[], None]) -> None:
@@ -319,7 +322,7 @@ async def test_calls_in_threads_end_before_it_is_let_go() -> None:
         time.sleep(0.1)
         order.append("call")
 
-    toy.go_on(toy.call(call))
+    toy.go_on(lambda: toy.call(call))
     await asyncio.to_thread(begun.wait, 10)
     await toy.close()
     assert order == ["call", "let go"]
@@ -328,7 +331,7 @@ async def test_calls_in_threads_end_before_it_is_let_go() -> None:
 async def test_what_should_go_on_and_ends_is_its_death() -> None:
     toy = Toy()
     await toy.start()
-    toy.go_on(asyncio.sleep(0))
+    toy.go_on(lambda: asyncio.sleep(0))
     with pytest.raises(EngineFailed, match="Toy ended: its test have come to an end"):
         await rest_of(toy)
     await toy.close()
@@ -347,10 +350,52 @@ async def test_of_several_choices_none_stays_after_an_error() -> None:
 async def test_choices_count_in_the_queue() -> None:
     toy = Toy()
     await toy.start()
-    with pytest.raises(Overloaded):
-        toy.submit(several("r", 6))
     toy.submit(several("r", 5))
+    with pytest.raises(Overloaded):
+        toy.submit(greedy("more"))
     await toy.close()
+
+
+async def test_one_that_dies_while_it_begins_is_not_waited_for() -> None:
+    toy = Toy()
+    toy.begins = asyncio.Event()  # an answer that never comes
+    starting = asyncio.ensure_future(toy.start())
+    await asyncio.sleep(0.01)
+    toy.fail(RuntimeError("a wheel came off"))
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineFailed, match="Toy ended: a wheel came off"):
+            await starting
+    assert toy.shut_downs == 1
+
+
+async def test_a_call_that_ends_only_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvolt.engines.foreign.shell._STOP_S", 0.05)
+    is_let_go, begun = threading.Event(), threading.Event()
+    toy = Toy(Running, lambda running: is_let_go.set())
+    await toy.start()
+
+    def call() -> None:
+        begun.set()
+        assert is_let_go.wait(10)
+
+    toy.go_on(lambda: toy.call(call))
+    await asyncio.to_thread(begun.wait, 10)
+    async with asyncio.timeout(5):
+        await toy.close()
+    assert is_let_go.is_set()
+    with pytest.raises(EngineDied):
+        await toy.call(call)
+
+
+async def test_why_it_did_not_start_is_told_though_it_cannot_be_shut_down(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    toy = Toy()
+    toy.begin_error = ConfigError("a bad adapter", key="args.loras")
+    toy.shut_down_error = OSError("a file is left")
+    with pytest.raises(ConfigError, match="a bad adapter"):
+        await toy.start()
+    assert "a file is left" in caplog.text
 
 
 async def test_a_task_s_error_is_its_death() -> None:

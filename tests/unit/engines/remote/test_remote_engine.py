@@ -208,10 +208,11 @@ async def test_too_many_waiting(server: FakeServer, folder: Path) -> None:
 
 async def test_choices_wait_each(server: FakeServer, folder: Path) -> None:
     async with attached(server.url, folder, max_waiting=2) as (run, engine):
-        several = replace(greedy(), sampling=Sampling(temperature=0.0, num_choices=3))
+        server.then(PATHS[server.kind], hangs(), hangs())
+        waiting = run.submit(replace(greedy(), sampling=Sampling(temperature=0.0, num_choices=2)))
         with pytest.raises(Overloaded, match=f"too much waits at {engine.url}"):
-            run.engine.submit(several)
-        await answered(run)
+            run.engine.submit(greedy("more"))
+        run.abort(waiting)
 
 
 async def test_one_that_has_told_a_choice_is_not_given_back(server: FakeServer, folder: Path) -> None:
