@@ -44,11 +44,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+_FEWEST_MEETING = 32
+"""Tokens: steps of fewer take about as long."""
+
+
 def meeting_tokens(num_left: int, max_batch_tokens: int) -> int:
     """Of a prompt whose last blocks come from elsewhere meanwhile, with so many tokens to compute before those that are
     here, what a step computes at most. What comes during a step for tokens that are in it came for nothing; but small
     steps take longer for each token."""
-    return max(num_left, max_batch_tokens + 1) // 2
+    return max(num_left // 2, max_batch_tokens // 4, _FEWEST_MEETING)
 
 
 class Scheduling(StrEnum):

@@ -70,7 +70,8 @@ def test_what_came_is_not_computed() -> None:
     assert lab.scheduler.pool.num_registered >= 10, "others find them"
 
 
-def test_steps_are_small_while_blocks_come_and_others_have_the_rest() -> None:
+def test_steps_are_small_while_blocks_come_and_others_have_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvolt.engines.step_plan._FEWEST_MEETING", 4)
     lab = lab_of(max_batch_tokens=8)
     room = Room(lab, LONG, 10)
     lab.scheduler.add(LONG)
@@ -83,7 +84,7 @@ def test_steps_are_small_while_blocks_come_and_others_have_the_rest() -> None:
     assert room.bring(3) == (3, 4)
     plan = lab.begin()
     assert plan is not None
-    assert [work.num_tokens for work in plan.prefills] == [4, 4], "half of a step, though 6 tokens are left"
+    assert [work.num_tokens for work in plan.prefills] == [4, 4], "though 6 tokens are left"
     lab.finish()
     room.settle()
     lab.run()
