@@ -217,7 +217,10 @@ class HttpClient:
         except (OSError, UnicodeError) as error:  # UnicodeError: a name that DNS cannot hold
             self._unreachable(call, getattr(error, "strerror", None) or str(error))
         else:
-            if call.is_over:
+            if connection.is_to_itself:
+                connection.drop()
+                self._unreachable(call, "nobody listens there")
+            elif call.is_over:
                 self.release(connection)
             else:
                 connection.start(call)
@@ -247,6 +250,15 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class is not one by name
         tune_socket(transport)
         self._client.opened(self)
+
+    @property
+    def is_to_itself(self) -> bool:
+        """As it may be at a port of this host that nobody has: the kernel gives it to who connects, and who should
+        listen there cannot."""
+        transport = self._transport
+        if transport is None:
+            return False
+        return bool(transport.get_extra_info("sockname") == transport.get_extra_info("peername"))
 
     def start(self, call: Call) -> None:
         if self._transport is None:  # lost between the dial and now

@@ -7,6 +7,7 @@ lines whose next token is a function of all before it and the seed, as a real on
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from hashlib import blake2b
@@ -110,8 +111,15 @@ class FakeServer:
         self.script.setdefault(path, deque()).extend(behaviours)
 
     async def start(self) -> None:
-        """Again on the same port, where it was there before."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        """Again on the same port, where it was there before: somebody else may have it for a moment."""
+        async with asyncio.timeout(10):
+            while self._server is None:
+                try:
+                    self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
+                    await asyncio.sleep(0.05)
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
