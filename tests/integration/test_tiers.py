@@ -159,6 +159,7 @@ async def test_text_is_the_same_with_tiers_and_after_a_kill(bench: Bench) -> Non
         assert await texts(client, PROMPTS) == expected, "spoiled blocks are computed again"
         await until(lambda: "is not what was written there" in third.err, what="a word about it")
         assert "by NIXL's POSIX" in third.err
+        await Serving(bench, third, at.url).until_stored("disk", 5 * len(PROMPTS))
         third.kill()
 
         bench.worker("fourth", *tiers, "--kv-disk-direct")
