@@ -161,7 +161,6 @@ class ForeignEngine(ABC, Generic[L]):
             raise
         except Exception as error:
             raise EngineFailed(f"{self.title} did not start: {error}", engine=self.name) from error
-        self._check_alive()
         return running.info
 
     async def _load(self, launch: Callable[[], T], let_go: Callable[[T], object]) -> T:
@@ -203,9 +202,8 @@ class ForeignEngine(ABC, Generic[L]):
         return self._closing
 
     async def _close(self) -> None:
-        if self._starting is not None and not self._starting.done():
-            self._starting.cancel()
-            await asyncio.wait([self._starting])
+        if self._starting is not None:
+            await asyncio.wait([self._starting])  # it was cancelled when all was over
         await self._crew.close()
         while self._blocked and self._let_go is None:  # it is being loaded, which nobody can stop
             await asyncio.wait([*self._blocked])

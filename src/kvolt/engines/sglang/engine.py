@@ -101,7 +101,7 @@ class SglangEngine(ForeignEngine[Described]):
             self._kv.close()
 
     def _on_end(self) -> None:
-        self._host.end(self._failure or self._death(), self._death())
+        self._host.end(self._death())
         self._begun.clear()
         self._batches.clear()
 

@@ -64,8 +64,7 @@ class HostLife:
     async def start(self, spec: EngineSpec, arguments: SglangArguments, model: Path) -> Facts:
         """Errors of loading as they were raised. `close` it where they are."""
         self._ready = asyncio.get_running_loop().create_future()
-        host = await self._new_host(self._on_answer)
-        self.host = host
+        self.host = await self._new_host(self._on_answer)
         self._folder = tempfile.TemporaryDirectory(prefix="kvolt-sglang-")
         self._crew.start(self._watch(self.host), "watch")
         level = logging.getLogger().getEffectiveLevel()
@@ -92,11 +91,8 @@ class HostLife:
             EngineFailed(f"SGLang's host is not watched: {type(error).__name__}", engine="sglang")
         )
 
-    def end(self, error: KvoltError, death: KvoltError) -> None:
-        """Nothing is computed any more: who waits for its start is told the error, who asked it something its death."""
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()  # it may be that nobody waits yet
+    def end(self, death: KvoltError) -> None:
+        """Nothing is answered any more: who has asked it something is told so."""
         self._calls.fail(death)
 
     async def close(self) -> None:
