@@ -82,6 +82,7 @@ _GROUPS = {
         "profiles": _later("gpu_profile", "profiles"),
         "transformers": _later("gpu_peer", "beside_transformers"),
     },
+    "shared": {"shared_prefix": _later("gpu_shared_prefix", "shared_prefix")},
     "sweeps": {
         "decode_sweep": _later("gpu_kernels", "decode_sweep"),
         "prefill_sweep": _later("gpu_kernels", "prefill_sweep"),
@@ -89,7 +90,7 @@ _GROUPS = {
 }
 """Each runs in a process of its own: a device that one of them has broken, or a step that hangs, is gone with it."""
 _PHASES = {name: work for group in _GROUPS.values() for name, work in group.items()}
-_SHARES = {"kernels": 110.0, "engine": 330.0, "models": 110.0, "sweeps": 150.0}
+_SHARES = {"kernels": 110.0, "engine": 330.0, "models": 110.0, "shared": 200.0, "sweeps": 150.0}
 """Most seconds of each; what is left of the whole decides too."""
 
 

@@ -56,12 +56,12 @@ def engine_of(bench: Bench) -> EngineCore:
     return core
 
 
-def build(bench: Bench) -> EngineCore:
+def build(bench: Bench, num_blocks: int | None = None) -> EngineCore:
     blocks = 400 if bench.tiny else BATCHES[-1] * (CONTEXT + STEPS + 64) // 16 + 600
     arguments = NativeArguments(
         device=str(bench.device),
         dtype=str(bench.dtype).removeprefix("torch."),  # type: ignore[arg-type]
-        kv_blocks=blocks,
+        kv_blocks=num_blocks or blocks,
         max_num_seqs=8 if bench.tiny else BATCHES[-1],
         max_batch_tokens=64 if bench.tiny else 8192,
     )
@@ -85,25 +85,25 @@ def run_engine(bench: Bench) -> dict[str, Any]:
 
 def decode_rate(bench: Bench, core: EngineCore, batch: int, context: int, steps: int) -> dict[str, float]:
     """Tokens a second of `steps` steps in which all of `batch` sequences decode, and the mean KV they read."""
+    return decode_rate_of(bench, core, random_prompts(bench, batch, context, "decode"), steps)
+
+
+def decode_rate_of(bench: Bench, core: EngineCore, prompts: list[list[int]], steps: int) -> dict[str, float]:
+    """The same for given prompts."""
+    batch = len(prompts)
     # The first ones decode while the last ones prefill: none may end before all were measured.
-    requests = [request_of(prompt, steps + 256) for prompt in random_prompts(bench, batch, context, "decode")]
+    requests = [request_of(prompt, steps + 256) for prompt in prompts]
+    seen: list[StepStats] = []
+    before, core.on_step = core.on_step, seen.append
     for request in requests:
         core.submit(request)
     for _ in range(100_000):
-        if core.scheduler.num_waiting == 0 and _all_decode(core):
-            break
         core.step()
+        if seen[-1].batch == batch and not seen[-1].prefill_tokens:
+            break
     for _ in range(3):
         core.step()
-    read: list[int] = []
-    model_s: list[float] = []
-    before = core.on_step
-
-    def note(stats: StepStats) -> None:
-        read.append(stats.context_tokens)
-        model_s.append(stats.time_s)
-
-    core.on_step = note
+    seen.clear()
     bench.sync()
     started = time.perf_counter()
     tokens = 0
@@ -116,17 +116,14 @@ def decode_rate(bench: Bench, core: EngineCore, batch: int, context: int, steps:
     core.on_step = before
     for request in requests:
         core.abort(request.request_id)
+    seen = seen[:steps]
     assert tokens == batch * steps, f"{tokens} tokens in {steps} steps of {batch}"
     return {
         "tokens_per_s": tokens / took,
         "step_ms": took / steps * 1e3,
-        "context_tokens": sum(read) / len(read),
-        "in_step_ms": sum(model_s) / len(model_s) * 1e3,
+        "context_tokens": sum(step.context_tokens for step in seen) / len(seen),
+        "in_step_ms": sum(step.time_s for step in seen) / len(seen) * 1e3,
     }
-
-
-def _all_decode(core: EngineCore) -> bool:
-    return all(sequence.num_computed >= sequence.num_prompt for sequence in core.scheduler._running)
 
 
 def decode_limit_ms(bench: Bench, context_tokens: float) -> float:
