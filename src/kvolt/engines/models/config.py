@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvolt.core.errors import ConfigError
+from kvolt.engines.models.unsupported_fields import check_hf_fields
 
 if TYPE_CHECKING:
     import torch
@@ -163,6 +164,7 @@ def read_hf_config(document: bytes, stored_dtype: str, context_length: int | Non
     if head_dim is None:
         default = given.hidden_size // max(given.num_attention_heads, 1)
         head_dim = _QWEN3_HEAD_DIM if architecture == QWEN3 else default
+    check_hf_fields(document, rope, head_dim, given.hidden_size)
     biased = given.attention_bias and architecture in (LLAMA, QWEN3)
     return ModelConfig(
         architecture=architecture,
@@ -253,7 +255,7 @@ def _refuse_foreign(given: HfConfig) -> None:
         )
     if given.hidden_act != "silu":
         raise ConfigError(f"the activation {given.hidden_act} is not supported", key="model")
-    rope = given.rope_parameters or {}
+    rope = given.rope_parameters or given.rope_scaling or {}
     if (given.partial_rotary_factor or rope.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ConfigError("rotating only a part of each head is not supported", key="model")
 

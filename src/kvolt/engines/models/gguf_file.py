@@ -40,6 +40,7 @@ from kvolt.engines.models.config import (
     unknown_architecture,
 )
 from kvolt.engines.models.gguf_tokenizer import build_tokenizer_json, end_token_ids, special_token_id
+from kvolt.engines.models.unsupported_fields import check_gguf_fields
 
 ARCHITECTURES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 
@@ -313,6 +314,7 @@ def read_gguf_config(
         _refuse("the file is one of several parts of a model", "join them with llama-gguf-split --merge")
     if metadata.get(f"{own}.expert_count"):
         _refuse("a mixture of experts is not supported")
+    check_gguf_fields(metadata, own)
 
     def number(key: str, default: float | None = None) -> Any:
         value = metadata.get(f"{own}.{key}", default)

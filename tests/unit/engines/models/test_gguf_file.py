@@ -222,6 +222,8 @@ def test_the_hash_is_that_of_the_bytes(tmp_path: Path) -> None:
         ({"general.architecture": "gemma2"}, "architecture is gemma2"),
         ({"split.count": 3}, "one of several parts"),
         ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping = 30.0"),
+        ({"llama.attention.causal": False}, "llama.attention.causal = False"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8"),
         ({"llama.attention.value_length": 32}, "llama.attention.value_length is 32"),
         ({"llama.attention.head_count_kv": [2, 2, 2]}, "llama.attention.head_count_kv is a list"),
