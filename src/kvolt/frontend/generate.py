@@ -157,7 +157,8 @@ class Generation:
             parsed = parse_chat(http.body)
             http.body = b""  # megabytes perhaps, and the answer may take minutes
             body = parsed.request
-            asked = self._begin(http, parsed, ChatWording(self._new_call_id), record, chat_options)
+            wording = ChatWording(self._new_call_id, body.return_tokens_as_token_ids or False)
+            asked = self._begin(http, parsed, wording, record, chat_options)
             await self._prepare_chat(asked, body)
             return await self._answer(asked)
 
@@ -167,7 +168,8 @@ class Generation:
             parsed = parse_completion(http.body)
             http.body = b""  # megabytes perhaps, and the answer may take minutes
             body = parsed.request
-            asked = self._begin(http, parsed, CompletionWording(), record, completion_options)
+            wording = CompletionWording(body.return_tokens_as_token_ids or False)
+            asked = self._begin(http, parsed, wording, record, completion_options)
             await self._prepare_completion(asked, body)
             record.stage("tokenize")
             return await self._answer(asked)

@@ -273,6 +273,31 @@ def test_stop_strings_end_the_work_of_the_engine(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_name_tokens_by_id_when_asked(stream: bool) -> None:
+    decode = Vocabulary(sim().card.tokenizer_json).decode
+
+    def logprobs(answer: Answer) -> list[Any]:
+        bodies = answer.chunks if stream else [answer.json]
+        return [choice["logprobs"] for body in bodies for choice in body["choices"] if choice["logprobs"]]
+
+    def text_of(names: list[str]) -> str:
+        return decode([int(name.removeprefix("token_id:")) for name in names])
+
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        fields = {"max_tokens": 5, "seed": 1, "stream": stream, "return_tokens_as_token_ids": True}
+        chat = await edge.chat(logprobs=True, top_logprobs=1, **fields)
+        entries = [entry for each in logprobs(chat) for entry in each["content"]]
+        assert text_of([entry["token"] for entry in entries]) == chat.text() != ""
+        assert all(top["token"].startswith("token_id:") for entry in entries for top in entry["top_logprobs"])
+        text = await edge.complete(logprobs=1, **fields)
+        assert text_of([token for each in logprobs(text) for token in each["tokens"]]) == text.text() != ""
+        tops = [top for each in logprobs(text) for top in each["top_logprobs"]]
+        assert all(name.startswith("token_id:") for top in tops for name in top)
+
+    served(body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities(stream: bool) -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
         chat = await edge.chat(max_tokens=5, logprobs=True, top_logprobs=2, seed=1, stream=stream)

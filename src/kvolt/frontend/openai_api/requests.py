@@ -110,6 +110,7 @@ class _GenerationFields(GuidedFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     prompt_logprobs: _TopLogprobs | None = None
     return_tokens_as_token_ids: bool | None = None
+    """Name the tokens of `logprobs` "token_id:N", so that tokens of equal text are distinguishable."""
 
     cache_salt: Annotated[Salt, Meta(min_length=1)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None

@@ -109,8 +109,9 @@ class ChatWording:
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
-    def __init__(self, new_call_id: CallIds) -> None:
+    def __init__(self, new_call_id: CallIds, tokens_as_ids: bool = False) -> None:
         self._new_call_id = new_call_id
+        self._name_token = _name_as_id if tokens_as_ids else Vocabulary.token_text
 
     def plain(self, index: int) -> tuple[bytes, bytes]:
         return b'{"index":%d,"delta":{"content":"' % index, b'"},"logprobs":null,"finish_reason":null}'
@@ -162,20 +163,18 @@ class ChatWording:
 
     def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[Placed], offset: int) -> Any:
         known = [token.logprobs for token in tokens if token.logprobs is not None]
-        return {"content": [_chat_logprob(vocabulary, token) for token in known], "refusal": None}
+        return {"content": [self._logprob(vocabulary, token) for token in known], "refusal": None}
 
+    def _logprob(self, vocabulary: Vocabulary, token: TokenLogprobs) -> dict[str, Any]:
+        top = [self._token_entry(vocabulary, token_id, logprob) for token_id, logprob in token.top]
+        return {**self._token_entry(vocabulary, token.token_id, token.logprob), "top_logprobs": top}
 
-def _chat_logprob(vocabulary: Vocabulary, token: TokenLogprobs) -> dict[str, Any]:
-    top = [_token_entry(vocabulary, token_id, logprob) for token_id, logprob in token.top]
-    return {**_token_entry(vocabulary, token.token_id, token.logprob), "top_logprobs": top}
-
-
-def _token_entry(vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
-    return {
-        "token": vocabulary.token_text(token_id),
-        "logprob": max(logprob, -9999.0),
-        "bytes": list(vocabulary.token_bytes(token_id)),
-    }
+    def _token_entry(self, vocabulary: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._name_token(vocabulary, token_id),
+            "logprob": max(logprob, -9999.0),
+            "bytes": list(vocabulary.token_bytes(token_id)),
+        }
 
 
 def prompt_logprobs(vocabulary: Vocabulary, tokens: Sequence[TokenLogprobs | None]) -> list[Any]:
@@ -196,6 +195,9 @@ class CompletionWording:
     id_prefix = "cmpl-"
     whole = "text_completion"
     chunk = "text_completion"
+
+    def __init__(self, tokens_as_ids: bool = False) -> None:
+        self._name_token = _name_as_id if tokens_as_ids else _name
 
     def plain(self, index: int) -> tuple[bytes, bytes]:
         return b'{"index":%d,"text":"' % index, b'","logprobs":null,"finish_reason":null}'
@@ -221,15 +223,16 @@ class CompletionWording:
     def logprobs(self, vocabulary: Vocabulary, tokens: Sequence[Placed], offset: int) -> Any:
         known = [token.logprobs for token in tokens]
         return {
-            "tokens": [_name(vocabulary, token.token_id) for token in tokens],
+            "tokens": [self._name_token(vocabulary, token.token_id) for token in tokens],
             "token_logprobs": [each and max(each.logprob, -9999.0) for each in known],
-            "top_logprobs": [each and _top(vocabulary, each) for each in known],
+            "top_logprobs": [each and self._top(vocabulary, each) for each in known],
             "text_offset": [offset + token.start for token in tokens],
         }
 
-
-def _top(vocabulary: Vocabulary, token: TokenLogprobs) -> dict[str, float]:
-    return {_name(vocabulary, token_id): max(logprob, -9999.0) for token_id, logprob in token.top}
+    def _top(self, vocabulary: Vocabulary, token: TokenLogprobs) -> dict[str, float]:
+        return {
+            self._name_token(vocabulary, token_id): max(logprob, -9999.0) for token_id, logprob in token.top
+        }
 
 
 def _name(vocabulary: Vocabulary, token_id: int) -> str:
@@ -238,3 +241,8 @@ def _name(vocabulary: Vocabulary, token_id: int) -> str:
     if "\ufffd" not in text:
         return text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in vocabulary.token_bytes(token_id))
+
+
+def _name_as_id(vocabulary: Vocabulary, token_id: int) -> str:
+    """A token's name with `return_tokens_as_token_ids`, as vLLM writes it."""
+    return f"token_id:{token_id}"

@@ -178,3 +178,15 @@ def test_halves_of_characters_are_told_apart() -> None:
     told = CompletionWording().logprobs(vocabulary(), [Placed(0, first, likely)], 0)
     assert told["tokens"] == ["bytes:\\xc3"]
     assert told["top_logprobs"] == [{"bytes:\\xc3": -0.5, "bytes:\\xa9": -2.0}]
+
+
+def test_tokens_named_by_their_ids() -> None:
+    chat_told = ChatWording(lambda: "", tokens_as_ids=True).logprobs(vocabulary(), LOGPROBS, 0)
+    first = chat_told["content"][0]
+    assert first["token"] == "token_id:300"
+    assert bytes(first["bytes"]).decode() == vocabulary().token_text(300), "the bytes stay the token's own"
+    assert [top["token"] for top in first["top_logprobs"]] == ["token_id:300", "token_id:301"]
+    told = CompletionWording(tokens_as_ids=True).logprobs(vocabulary(), LOGPROBS, 5)
+    assert told["tokens"] == ["token_id:300", "token_id:301"]
+    assert told["top_logprobs"] == [{"token_id:300": -0.5, "token_id:301": -2.0}, {}]
+    assert told["text_offset"] == [5, 12]
