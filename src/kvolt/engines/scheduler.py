@@ -24,6 +24,7 @@ from kvolt.engines.arrivals import Arrivals
 from kvolt.engines.holds import Holds
 from kvolt.engines.scheduler_check import check_books
 from kvolt.engines.sequence import Naming, Phase, Sequence, TokenNaming
+from kvolt.engines.step_pace import StepPace
 from kvolt.engines.step_plan import (
     Advanced,
     Limits,
@@ -108,6 +109,15 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return self._num_live > 0
+
+    @property
+    def pace(self) -> StepPace | None:
+        """Predicted step times, by which prompts are cut; None where they are unknown."""
+        return self._planner.pace
+
+    @pace.setter
+    def pace(self, pace: StepPace | None) -> None:
+        self._planner.pace = pace
 
     # --- requests
 

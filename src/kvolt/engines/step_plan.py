@@ -87,6 +87,16 @@ class StepPlan:
     stats: StepStats
 
 
+def with_chunk(step: StepStats, start: int, num_tokens: int) -> StepStats:
+    """A step with a chunk more of a prompt."""
+    return StepStats(
+        step.batch,
+        step.prefill_tokens + num_tokens,
+        step.prefill_context + num_tokens * (start + num_tokens),
+        step.context_tokens,
+    )
+
+
 class Advanced(msgspec.Struct, frozen=True, gc=False):
     """A sequence has a new token, which may be its last."""
 

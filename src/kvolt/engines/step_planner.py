@@ -7,6 +7,8 @@ step: that is `scheduler`'s, whose rules these are.
   new sequences. A sequence computes all its tokens but the one sampled last, so that a decode is nothing but the
   last chunk of a prefill. (With `Scheduling.SGLANG` prefills and new sequences get all of the step, and decodes run
   in steps that have neither. `max_num_seqs` and the blocks bound how long they wait.)
+- Where step times are known (`pace`), a chunk ends at the last block boundary whose step is predicted to take no longer
+  than `StepPace.limit_s`. The first prompt of a step gets a block in any case, so that every prompt ends.
 - Sequences go by priority, then by arrival, wherever one has to go before the other: waiting and running lists
   are sorted by it. The first that waits is admitted or none is: a large request does not starve behind small ones.
 - A sequence is admitted when all its tokens have room, and a block is left for each that runs already: what was
@@ -24,16 +26,19 @@ step: that is `scheduler`'s, whose rules these are.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from itertools import chain
+from math import inf
 from operator import attrgetter
 
 from kvolt.core.ids import BlockKey
+from kvolt.core.latency import StepModel
 from kvolt.core.load import StepStats
 from kvolt.engines.arrivals import Arrivals
 from kvolt.engines.sequence import Phase, Sequence
-from kvolt.engines.step_plan import Limits, Scheduling, StepPlan, Work, meeting_tokens
+from kvolt.engines.step_pace import StepPace
+from kvolt.engines.step_plan import Limits, Scheduling, StepPlan, Work, meeting_tokens, with_chunk
 from kvolt.kv import BlockId, BlockPool
 
 _order = attrgetter("order")
@@ -46,6 +51,8 @@ class StepPlanner:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.pace: StepPace | None = None
+        """Predicted step times; None where they are unknown, and only tokens limit a step."""
         self._pool = pool
         self._arrivals = arrivals
         self._limits = limits
@@ -102,9 +109,8 @@ class StepPlanner:
 
     def _plan_mixed(self) -> StepPlan:
         decodes, prefilling, context_tokens = self._plan_decodes()
-        budget = self._limits.max_batch_tokens - len(decodes)
-        prefills, num_tokens, prefill_context = self._plan_prefills(prefilling, budget)
-        stats = StepStats(len(decodes), num_tokens, prefill_context, context_tokens)
+        beside = StepStats(len(decodes), context_tokens=context_tokens)
+        prefills, stats = self._plan_prefills(prefilling, beside, others_decode=bool(decodes))
         return StepPlan(decodes, prefills, stats)
 
     def _plan_apart(self) -> StepPlan:
@@ -118,8 +124,9 @@ class StepPlanner:
 
     def _plan_prompts(self) -> StepPlan:
         prefilling = [one for one in self.running if one.num_computed < one.num_to_prefill]
-        prefills, num_tokens, prefill_context = self._plan_prefills(prefilling, self._limits.max_batch_tokens)
-        return StepPlan([], prefills, StepStats(0, num_tokens, prefill_context))
+        others_decode = len(prefilling) < len(self.running)
+        prefills, stats = self._plan_prefills(prefilling, StepStats(), others_decode=others_decode)
+        return StepPlan([], prefills, stats)
 
     def _plan_decodes(self) -> tuple[list[Work], list[Sequence], int]:
         """The decodes, each with a block for its token; who prefills; how much KV the decodes read.
@@ -143,22 +150,40 @@ class StepPlanner:
             context_tokens += start + 1
         return decodes, prefilling, context_tokens
 
-    def _plan_prefills(self, prefilling: list[Sequence], budget: int) -> tuple[list[Work], int, int]:
-        """Chunks of those that prefill, then of new ones; their tokens, and their part in StepStats.prefill_context."""
+    def _plan_prefills(
+        self, prefilling: list[Sequence], beside: StepStats, *, others_decode: bool
+    ) -> tuple[list[Work], StepStats]:
+        """Chunks of those that prefill, then of new ones, beside the decodes of the step; and the step as a whole."""
         prefills: list[Work] = []
-        num_tokens = prefill_context = 0
+        stats, pace = beside, self.pace
+        budget = self._limits.max_batch_tokens - beside.batch
+        limit_s = inf if pace is None else pace.limit_s(beside.batch, beside.context_tokens, others_decode)
         for sequence in chain(prefilling, self._admissions()):
             start = sequence.num_computed
             end = sequence.ahead[0] * self._limits.block_size or sequence.num_to_prefill
-            chunk = min(end - start, budget - num_tokens)
+            wanted = min(end - start, budget - stats.prefill_tokens)
             if sequence.ahead[0]:
-                chunk = min(chunk, meeting_tokens(end - start, self._limits.max_batch_tokens))
-            num_tokens += chunk
-            prefill_context += chunk * (start + chunk)
+                wanted = min(wanted, meeting_tokens(end - start, self._limits.max_batch_tokens))
+            chunk = wanted if pace is None else self._tokens_within(limit_s, pace.model, stats, start, wanted)
+            if not chunk:
+                if prefills:
+                    break
+                chunk = min(wanted, self._limits.block_size)
+            stats = with_chunk(stats, start, chunk)
             prefills.append(Work(sequence, start, chunk))
-            if num_tokens == budget:
+            if stats.prefill_tokens == budget or chunk < wanted:
                 break
-        return prefills, num_tokens, prefill_context
+        return prefills, stats
+
+    def _tokens_within(
+        self, limit_s: float, model: StepModel, stats: StepStats, start: int, wanted: int
+    ) -> int:
+        """Tokens after `start` that may join a step: all, or up to a block boundary, or none."""
+        if model.step_s(with_chunk(stats, start, wanted)) <= limit_s:
+            return wanted
+        ends = range(-start % self._limits.block_size, wanted, self._limits.block_size)
+        count = bisect_right(ends, limit_s, key=lambda chunk: model.step_s(with_chunk(stats, start, chunk)))
+        return ends[count - 1] if count else 0
 
     def _preempt(self, sequence: Sequence) -> None:
         self.leave(sequence)

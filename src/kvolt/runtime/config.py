@@ -95,7 +95,7 @@ def check_file(
 
 def default_discovery_path(environ: Mapping[str, str]) -> str:
     """Where discovery is when nobody has named a directory; the one above it is this user's own."""
-    return os.path.join(_state_dir(environ), "discovery")
+    return os.path.join(state_dir(environ), "discovery")
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -356,7 +356,8 @@ def _absolute(text: str, base: Path, environ: Mapping[str, str]) -> str:
     return os.path.normpath(os.path.join(base, text))
 
 
-def _state_dir(environ: Mapping[str, str]) -> str:
+def state_dir(environ: Mapping[str, str]) -> str:
+    """Directory of this user's processes on this machine."""
     if environ.get("XDG_RUNTIME_DIR"):
         return os.path.join(environ["XDG_RUNTIME_DIR"], "kvolt")
     return os.path.join(environ.get("TMPDIR") or "/tmp", f"kvolt-{os.getuid()}")

@@ -194,6 +194,8 @@ class EngineCore:
         )
         if self.has_work:
             self._ended_at = ended
+        if (pace := self.scheduler.pace) is not None:
+            pace.observe(stats)
         self.on_step(stats)
         self.capabilities.tell_computed()
         return self._told(advanced, by_sequence, stats)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -41,10 +41,12 @@ from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, RankSlabs, SlabSha
 from kvolt.engines.native.trial_runner import measured_latency
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.scheduler import Scheduler
+from kvolt.engines.step_pace import StepPace
 from kvolt.engines.step_plan import Limits
 from kvolt.kv import BlockPool
 from kvolt.runtime.clock import Clock, SystemClock
 from kvolt.runtime.cores import usable_cores
+from kvolt.runtime.turns import host_turn
 
 if TYPE_CHECKING:
     from kvolt.engines.native.grammar.compiler import GrammarCompiler
@@ -75,6 +77,8 @@ class CoreHooks:
     """For a rank and a number of bytes: a descriptor of memory for its KV slab, on the host only, to be closed here;
     None to allocate it here."""
     clock: Clock = field(default_factory=SystemClock)
+    turn: Callable[[Sequence[str]], AbstractContextManager[None]] = host_turn
+    """Exclusive use of the named cores or devices while steps are measured."""
 
 
 class LoadHooks(Protocol):
@@ -222,17 +226,26 @@ def build_core(
     if arguments.measure_steps:
         hooks.progress("measuring steps")
         try:
-            latency = measured_latency(runner, limits, num_blocks, hooks.clock.monotonic)
+            with hooks.turn(_computes_on(setup.device)):
+                latency = measured_latency(runner, limits, num_blocks, hooks.clock.monotonic)
         except Exception:  # without its times routers guess; the engine is as good as it was
             log.warning("steps cannot be measured, and nobody is told what they take", exc_info=True)
         else:
             core.info = msgspec.structs.replace(info, latency=latency)
+            scheduler.pace = None if latency is None else StepPace(latency)
     if arguments.step_log is not None:
         core.on_step = _step_log(Path(arguments.step_log), core, setup)
     hooks.progress(
         f"{name} is loaded after {hooks.clock.monotonic() - started:.1f} s, {num_blocks} KV blocks"
     )
     return core
+
+
+def _computes_on(device: torch.device) -> list[str]:
+    """Names of what the steps of an engine keep busy: two engines that measure on the same see each other's steps."""
+    if device.type == "cuda":
+        return [f"gpu-{torch.cuda.get_device_properties(device).uuid}"]
+    return [f"core-{core}" for core in usable_cores().ids]
 
 
 def _set_threads(arguments: NativeArguments) -> None:

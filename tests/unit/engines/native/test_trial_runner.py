@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,17 @@ from tests.unit.engines.native.equality_lab import answer, ask, assert_at_rest, 
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats, decode_step_log
 from kvolt.core.request import Role
+from kvolt.engines.models.checkpoint import open_checkpoint
 from kvolt.engines.native import loading
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.core import EngineCore
-from kvolt.engines.native.loading import load_core
+from kvolt.engines.native.loading import CoreHooks, build_core, load_core
 from kvolt.engines.native.step_trials import Trial, Trials
 from kvolt.engines.native.trial_runner import TrialRunner, told
 from kvolt.engines.registry import EngineSpec
+from kvolt.engines.step_pace import StepPace
+from kvolt.runtime.cores import usable_cores
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 PROMPTS = make_prompts(seed=2, vocabulary=900)
@@ -68,6 +71,36 @@ def test_in_every_role_and_unless_told_otherwise(folder: Path, role: Role) -> No
     arguments = NativeArguments(device="cpu", dtype="float32", threads=1, kv_blocks=64, context_length=256)
     with closing(load_core(EngineSpec(model=str(folder), role=role), arguments)) as core:
         assert (core.info.role, core.info.latency is not None) == (role, True)
+
+
+def test_steps_are_measured_in_turn_with_others_on_the_same_cores(folder: Path) -> None:
+    turns: list[tuple[str, object]] = []
+
+    @contextmanager
+    def turn(names: Sequence[str]) -> Iterator[None]:
+        turns.append(("take", list(names)))
+        yield
+        turns.append(("leave", list(names)))
+
+    checkpoint, arguments = (
+        open_checkpoint(folder, 256),
+        NativeArguments(device="cpu", threads=1, kv_blocks=64),
+    )
+    spec = EngineSpec(model=str(folder), role=Role.AGGREGATED)
+    hooks = CoreHooks(progress=lambda text: turns.append(("say", text)), turn=turn)
+    build_core(spec, "m", checkpoint, arguments, hooks).close()
+    cores = [f"core-{core}" for core in usable_cores().ids]
+    begins = turns.index(("say", "measuring steps"))
+    assert turns[begins + 1 : begins + 3] == [("take", cores), ("leave", cores)]
+    assert cores
+
+
+def test_real_steps_correct_the_times_that_prompts_are_cut_by(folder: Path) -> None:
+    with closing(core_of(folder)) as core:
+        core.scheduler.pace = pace = StepPace(LatencyModel(base_s=10.0, prefill_token_s=10.0))
+        answer(core, ask("long", (1,) * 100, 8))
+        assert 0 < pace.model.base_s < 8.0, "steps take milliseconds"
+        assert 0 < pace.model.prefill_token_s < 8.0
 
 
 def test_nothing_is_left_behind(measured: EngineCore, plain: EngineCore) -> None:

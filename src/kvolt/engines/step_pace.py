@@ -1,0 +1,78 @@
+"""StepPace: an engine's step model, corrected by the steps it runs; and the longest step that may be planned.
+
+Pure. The model is measured once, at start, on a machine that may be busier or quieter later. Each step moves the
+correction of prompts and that of decodes towards what the step took, each by its share of the predicted time:
+
+    log(factor) += gain * share * log(actual / predicted)
+
+A single stall therefore changes little, and a machine that stays busy is believed after about ten steps.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from kvolt.core.latency import LatencyModel
+from kvolt.core.load import StepStats
+
+SHARED_STEP_S = 0.2
+"""Longest predicted step with a chunk of a prompt while other sequences decode: they wait for it."""
+LONGEST_STEP_S = 1.0
+"""Longest predicted step where none decodes. Cancellations act between steps."""
+
+_GAIN = 0.2
+_MOST_RATIO = 8.0
+"""A step counts as at most so many times slower or faster than predicted."""
+_MOST_FACTOR = 64.0
+_LEAST_FACTOR = 1 / 8
+_PROMPT_PRICES = ("prefill_token_s", "prefill_context_s", "prefill_step_s")
+
+
+class StepPace:
+    """See the module."""
+
+    def __init__(self, measured: LatencyModel) -> None:
+        self._measured = measured
+        self._log_decodes = 0.0
+        self._log_prompts = 0.0
+        self.model = measured
+        """The corrected model."""
+
+    def observe(self, step: StepStats) -> None:
+        """A step took `step.time_s`."""
+        predicted_s = self.model.step_s(step)
+        if predicted_s <= 0.0 or step.time_s <= 0.0:
+            return
+        decodes_s = self.model.decode_s(step.batch, step.context_tokens)
+        share = min(decodes_s / predicted_s, 1.0)
+        ratio = min(max(step.time_s / predicted_s, 1 / _MOST_RATIO), _MOST_RATIO)
+        moved = _GAIN * math.log(ratio)
+        self._log_decodes = _bounded(self._log_decodes + share * moved)
+        self._log_prompts = _bounded(self._log_prompts + (1.0 - share) * moved)
+        self.model = self._corrected()
+
+    def limit_s(self, batch: int, context_tokens: int, others_decode: bool) -> float:
+        """Longest predicted time of a step with prompts, beside the decodes that are in it.
+
+        Where the decodes alone take most of the time, prompts still get as long as they do, up to the limit: with
+        less, a prompt would take many times as long, and the batch would shrink while it is computed.
+        """
+        if not others_decode:
+            return LONGEST_STEP_S
+        decodes_s = self.model.decode_s(batch, context_tokens) if batch else 0.0
+        return max(SHARED_STEP_S, decodes_s + min(decodes_s, SHARED_STEP_S))
+
+    def _corrected(self) -> LatencyModel:
+        of_decodes, of_prompts = math.exp(self._log_decodes), math.exp(self._log_prompts)
+        return LatencyModel(
+            **{
+                name: price * (of_prompts if name in _PROMPT_PRICES else of_decodes)
+                for name, price in msgspec.structs.asdict(self._measured).items()
+            }
+        )
+
+
+def _bounded(log_factor: float) -> float:
+    return min(max(log_factor, math.log(_LEAST_FACTOR)), math.log(_MOST_FACTOR))

@@ -1,0 +1,156 @@
+"""Step times: what a plan may take, and how real steps correct the prediction."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.engines.scheduler_lab import Lab, limits, request, scheduler
+
+from kvolt.core.latency import LatencyModel
+from kvolt.core.load import StepStats
+from kvolt.engines.step_pace import LONGEST_STEP_S, SHARED_STEP_S, StepPace
+from kvolt.engines.step_plan import Scheduling, StepPlan
+
+SLOW = LatencyModel(base_s=0.02, prefill_token_s=0.005, prefill_context_s=1e-6, batch_s=0.01)
+"""About a small model on one core: 1,000 prompt tokens take six seconds."""
+BOUNDS = limits(max_num_seqs=16, max_batch_tokens=2048, context_length=2048, block_size=16)
+
+
+def slow_lab(model: LatencyModel = SLOW, scheduling: Scheduling = Scheduling.VLLM) -> Lab:
+    lab = Lab(scheduler(512, BOUNDS, scheduling))
+    lab.scheduler.pace = StepPace(model)
+    return lab
+
+
+def planned(lab: Lab) -> StepPlan:
+    plan = lab.begin()
+    assert plan is not None
+    lab.finish()
+    return plan
+
+
+def test_a_prompt_alone_is_cut_into_steps_of_a_second() -> None:
+    lab = slow_lab()
+    asked = request("long", (1,) * 1464, max_tokens=1)
+    lab.scheduler.add(asked)
+    plans = []
+    while lab.scheduler.has_work:
+        plans.append(planned(lab))
+    times = [SLOW.step_s(plan.stats) for plan in plans]
+    assert max(times) <= LONGEST_STEP_S
+    assert min(times[:-1]) > 0.8 * LONGEST_STEP_S, "no more cuts than needed"
+    assert all(not work.num_tokens % 16 for plan in plans[:-1] for work in plan.prefills)
+    lab.check_answer(asked)
+
+
+def test_no_step_with_a_prompt_is_above_the_limit_while_others_decode() -> None:
+    lab = slow_lab()
+    short = [request(f"short-{number}", (2, 3), max_tokens=400) for number in range(4)]
+    for each in short:
+        lab.scheduler.add(each)
+    planned(lab)
+    asked = [request(f"long-{number}", (number,) * 700, max_tokens=2) for number in range(3)]
+    for each in asked:
+        lab.scheduler.add(each)
+    times = []
+    while True:
+        plan = planned(lab)
+        if not plan.prefills:
+            break
+        assert len(plan.decodes) >= 4
+        times.append(SLOW.step_s(plan.stats))
+    assert len(times) > 50
+    assert max(times) <= SHARED_STEP_S
+    lab.run()
+    for each in (*short, *asked):
+        lab.check_answer(each)
+
+
+def test_a_prompt_at_most_doubles_a_step_whose_decodes_alone_take_long() -> None:
+    decodes = LatencyModel(base_s=0.15, prefill_token_s=0.002)
+    lab = slow_lab(decodes)
+    lab.scheduler.add(request("short", (2, 3), max_tokens=50))
+    planned(lab)
+    lab.scheduler.add(request("long", (1,) * 300, max_tokens=2))
+    plan = planned(lab)
+    assert 0.25 < decodes.step_s(plan.stats) <= 0.3
+    slower = LatencyModel(base_s=2.0, prefill_token_s=0.005)
+    lab.scheduler.pace = StepPace(slower)
+    assert slower.step_s(planned(lab).stats) - slower.base_s <= SHARED_STEP_S
+
+
+@pytest.mark.parametrize("scheduling", Scheduling)
+def test_every_prompt_ends_where_one_token_is_predicted_above_every_limit(scheduling: Scheduling) -> None:
+    lab = slow_lab(LatencyModel(base_s=5.0, prefill_token_s=5.0), scheduling)
+    asked = [request(f"long-{number}", (number,) * 40, max_tokens=3) for number in range(3)]
+    for each in asked:
+        lab.scheduler.add(each)
+    plan = planned(lab)
+    assert [(work.start, work.num_tokens) for work in plan.prefills] == [(0, 16)]
+    lab.run()
+    for each in asked:
+        lab.check_answer(each)
+
+
+def test_prompts_alone_in_a_step_are_cut_while_answers_wait() -> None:
+    lab = slow_lab(scheduling=Scheduling.SGLANG)
+    lab.scheduler.add(request("short", (2, 3), max_tokens=50))
+    planned(lab)
+    lab.scheduler.add(request("long", (1,) * 300, max_tokens=2))
+    plan = planned(lab)
+    assert plan.prefills
+    assert not plan.decodes
+    assert SLOW.step_s(plan.stats) <= SHARED_STEP_S
+
+
+def test_a_prompt_that_is_aborted_between_two_cuts_is_computed_no_further() -> None:
+    lab = slow_lab()
+    asked = request("long", (1,) * 1464, max_tokens=1)
+    lab.scheduler.add(asked)
+    first = planned(lab)
+    assert first.stats.prefill_tokens < 200
+    assert lab.scheduler.abort(asked.request_id)
+    assert lab.begin() is None
+    assert lab.scheduler.num_used_blocks == 0
+
+
+def test_steps_that_take_longer_than_predicted_make_smaller_cuts() -> None:
+    pace = StepPace(SLOW)
+    lab = Lab(scheduler(512, BOUNDS))
+    lab.scheduler.pace = pace
+    for number in range(12):
+        lab.scheduler.add(request(str(number), (number,) * 1000, max_tokens=1))
+    sizes = []
+    for _ in range(40):
+        plan = planned(lab)
+        sizes.append(plan.stats.prefill_tokens)
+        real_s = 10 * SLOW.step_s(plan.stats)
+        pace.observe(StepStats(0, plan.stats.prefill_tokens, plan.stats.prefill_context, 0, real_s))
+    assert sizes[0] > 5 * sizes[-1]
+    assert pace.model.prefill_s(512) == pytest.approx(10 * SLOW.prefill_s(512), rel=0.25)
+
+
+def test_prompts_and_decodes_are_corrected_apart() -> None:
+    pace = StepPace(LatencyModel(base_s=0.02, prefill_token_s=0.005))
+    for _ in range(50):
+        pace.observe(StepStats(batch=4, context_tokens=100, time_s=0.06))
+    assert pace.model.decode_s(4, 100) == pytest.approx(0.06, rel=0.01)
+    assert pace.model.prefill_token_s == 0.005
+
+
+def test_one_stall_changes_little_and_no_time_changes_nothing() -> None:
+    pace = StepPace(SLOW)
+    pace.observe(StepStats(batch=1, time_s=600.0))
+    assert pace.model.decode_s(1, 0) < 2 * SLOW.decode_s(1, 0)
+    before = pace.model
+    pace.observe(StepStats(batch=1, time_s=0.0))
+    assert pace.model is before
+
+
+def test_a_correction_is_bounded() -> None:
+    pace = StepPace(SLOW)
+    for _ in range(200):
+        pace.observe(StepStats(batch=1, time_s=1e6))
+    assert pace.model.base_s == pytest.approx(64 * SLOW.base_s)
+    for _ in range(200):
+        pace.observe(StepStats(batch=1, time_s=1e-9))
+    assert pace.model.base_s == pytest.approx(SLOW.base_s / 8)
