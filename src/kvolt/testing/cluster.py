@@ -49,8 +49,9 @@ from kvolt.runtime.tasks import Crew
 from kvolt.testing.deltas import Deltas
 from kvolt.testing.leftovers import leftovers
 from kvolt.testing.link import LinkProfile
+from kvolt.testing.loop import in_process
 from kvolt.testing.network import VirtualNetwork
-from kvolt.testing.ports import VirtualProcess
+from kvolt.testing.ports import VirtualProcess, resume_process, stall_process
 
 MODEL = "sim-tiny"
 NAMESPACE = "twin"
@@ -115,6 +116,9 @@ class ClusterProcess:
         return self._runtime
 
     def start(self) -> None:
+        in_process(self.name, self._start)
+
+    def _start(self) -> None:
         cluster = self._cluster
         self._lives += 1
         ports = cluster.ports(self.name, self._lives)
@@ -143,7 +147,16 @@ class ClusterProcess:
             return
         self._cluster.note(f"{self.name} crashes{' silently' if silent else ''}")
         self._cluster.network.crash(self.name, silent)
+        self.resume()  # the ends of its tasks have no effect any more
         await self._end(self._runtime, self._crew, drain_s=None)
+
+    def stall(self) -> None:
+        """Run nothing of it until `resume`, as after SIGSTOP; its connections stay up."""
+        stall_process(self._cluster.network, self.name)
+
+    def resume(self) -> None:
+        """As after SIGCONT. A process that is not stalled runs on."""
+        resume_process(self._cluster.network, self.name)
 
     def restart(self) -> None:
         if self._crew is None:
@@ -152,6 +165,7 @@ class ClusterProcess:
 
     async def stop(self) -> None:
         """In order, as on SIGTERM."""
+        self.resume()
         if self._crew is not None and self._runtime is not None:
             await self._end(self._runtime, self._crew, drain_s=1.0)
 

@@ -143,7 +143,8 @@ class Pipe:
         """Set the timer of the next arrival, if there is one to wait for."""
         if self.timer is None and self._readable():
             at = self.segments[0].arrive_at
-            self.timer = self.loop.call_at(at, self._arrive, context=self.receiver.context)
+            # Not in the receiver's context: bytes arrive at its host, whether or not its process runs.
+            self.timer = self.loop.call_at(at, self._arrive, context=contextvars.Context())
 
     def _readable(self) -> bool:
         if self.dead or not self.segments or self.receiver.reading_paused or self.receiver.host.paused:
@@ -161,7 +162,7 @@ class Pipe:
             if self.network.log is not None:
                 what = f"{len(segment.data)} bytes" if segment.data else segment.kind.name.lower()
                 self.network.note(f"{self.sender.address}>{self.receiver.address} {what}")
-            self.receiver.receive(segment)
+            self.receiver.context.run(self.receiver.receive, segment)
         self.sender.context.run(self.sender.flush)
         self.arm()
 

@@ -4,6 +4,9 @@ Owns the order in which callbacks run. A run depends on nothing but what it was 
 sockets, no threads, no wall clock; equal timers run in the order in which they were set; the time is
 exactly the timer's own, so nothing drifts. It must not know what runs on it.
 
+Several processes may share the loop: what a process starts runs in a context that names it (`in_process`), and
+`stall` holds back everything in that context, as SIGSTOP would, until `resume`.
+
 A test cannot hang on it: waiting for nothing is a `Deadlock`, spinning is a `Runaway`, and what is
 left when `run_virtual` ends is a `Leak`.
 """
@@ -35,6 +38,8 @@ _MAX_SETTLING_ITERATIONS = 10_000
 _COMPACT_FROM = 128
 """Below this many dead entries, sweeping a list costs more than carrying them."""
 
+_PROCESS: contextvars.ContextVar[str | None] = contextvars.ContextVar("virtual process", default=None)
+
 _CLEANUP_S = 60.0
 """Virtual seconds that cancelled tasks get for their `finally` blocks after a failed run."""
 
@@ -64,6 +69,13 @@ class Unhandled(AssertionError):
     """A callback or an unwatched task failed, and nobody but the loop's exception handler was told."""
 
 
+def in_process(name: str, call: Callable[[], T]) -> T:
+    """Run a call as part of the virtual process `name`; so is every task, timer and listener that it starts."""
+    context = contextvars.copy_context()
+    context.run(_PROCESS.set, name)
+    return context.run(call)
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """An asyncio loop on virtual time, starting at 0.0."""
 
@@ -88,6 +100,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._max_iterations = max_iterations
         self._num_iterations = 0
         self._iteration_limit = min(max_iterations, _MAX_ITERATIONS_PER_INSTANT)
+        self._stalled: dict[str, list[asyncio.Handle]] = {}
+        """Stalled processes, with the callbacks that came due since."""
         self.unhandled: list[str] = []
 
     def time(self) -> float:
@@ -140,8 +154,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._refuse_to_spin()
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+            if handle._cancelled or (self._stalled and self._hold_back(handle)):
+                continue
+            handle._run()
 
     def _jump(self) -> None:
         timers = self._timers
@@ -161,6 +176,31 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._iteration_limit = min(
                 self._max_iterations, self._num_iterations + _MAX_ITERATIONS_PER_INSTANT
             )
+
+    # -- stalled processes
+
+    def stall(self, process: str) -> None:
+        """Run nothing of a process until `resume`; time goes on without it."""
+        self._stalled.setdefault(process, [])
+
+    def resume(self, process: str) -> None:
+        """Run what came due, in the order of a real loop: callbacks that were ready, arrived bytes, timers."""
+        for handle in self._stalled.pop(process, ()):
+            if handle._cancelled:
+                continue
+            if isinstance(handle, asyncio.TimerHandle):
+                self._num_timers_set += 1
+                handle._scheduled = True  # type: ignore[attr-defined]
+                heapq.heappush(self._timers, (self._now, self._num_timers_set, handle))
+            else:
+                self._ready.append(handle)
+
+    def _hold_back(self, handle: Any) -> bool:
+        held = self._stalled.get(handle._context.get(_PROCESS))
+        if held is None:
+            return False
+        held.append(handle)
+        return True
 
     def _refuse_to_spin(self) -> NoReturn:
         names = ", ".join(task.get_name() for task in self.pending_tasks())
@@ -243,6 +283,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def abandon(self) -> None:
         """Cancel what is left, oldest first, give it a little virtual time to clean up, and close."""
+        for process in list(self._stalled):
+            self.resume(process)
         tasks = self.pending_tasks()
         for task in tasks:
             task.cancel()
