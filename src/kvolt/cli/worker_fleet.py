@@ -189,12 +189,14 @@ class _SharedDiscovery(Discovery):
         self._lease = lease
         self._keys: dict[str, None] = {}
 
-    async def lease(self, ttl_s: float) -> LeaseId:
+    async def lease(self, ttl_s: float, name: LeaseId | None = None) -> LeaseId:
         return self._lease
 
-    async def put(self, key: str, value: bytes, lease: LeaseId) -> None:
+    async def put(
+        self, key: str, value: bytes, lease: LeaseId, on_lost: Callable[[], None] | None = None
+    ) -> None:
         self._keys[key] = None
-        await self._whole.put(key, value, lease)
+        await self._whole.put(key, value, lease, on_lost)
 
     async def delete(self, key: str) -> None:
         self._keys.pop(key, None)

@@ -159,6 +159,14 @@ class DiscoveryLost(NetworkFault):
     code = "discovery_lost"
 
 
+class KeyConflict(KvoltError):
+    """Another live lease owns the discovery key; it is free once that lease ends. Fields: key."""
+
+    code = "key_conflict"
+    fault = Fault.OPERATOR
+    retryable = True
+
+
 class ProtocolError(NetworkFault):
     """The peer sent bytes that break the protocol; the connection is closed. Fields: rule."""
 

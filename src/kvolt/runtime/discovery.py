@@ -4,8 +4,9 @@ Keys are slash-separated paths; values are opaque bytes. What is put under a lea
 the process that holds the lease keeps it alive; keeping it alive, and putting everything back after
 the store was lost, is the implementation's work, not the caller's.
 
-A key should contain its owner's id (an instance, a process): then no two owners ever want the same key,
-and a restarted owner does not fight over it with the lease it left behind.
+A key belongs to the lease that put it until it is deleted or the lease ends. A put by any other lease
+raises KeyConflict. A key should contain its owner's id (an instance, a process): then a restarted owner
+need not wait until the lease it left behind has expired.
 
 Losing the store is never news about the cluster: a watch reports no deletes for it. It goes on with
 the last known state and catches up when the store is back.
@@ -13,7 +14,7 @@ the last known state and catches up when the store is back.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import NewType, Protocol
 
 import msgspec
@@ -60,16 +61,27 @@ class Discovery(Protocol):
     and `close` return, and a watch ends at once.
     """
 
-    async def lease(self, ttl_s: float) -> LeaseId:
-        """A new lease, kept alive until revoked, closed, or this process dies."""
+    async def lease(self, ttl_s: float, name: LeaseId | None = None) -> LeaseId:
+        """A new lease, kept alive until revoked, closed, or this process dies.
+
+        With a `name`, a lease of that name which an earlier process left behind goes on with its keys. The
+        name must be known to its owner only: letters and digits, at most 64.
+        """
         ...
 
-    async def put(self, key: str, value: bytes, lease: LeaseId) -> None:
+    async def put(
+        self, key: str, value: bytes, lease: LeaseId, on_lost: Callable[[], None] | None = None
+    ) -> None:
         """Set a key. Once it returned, the key is put back by itself if the store loses it.
 
-        A key has one owner: a second lease that puts it takes it over. A key that is empty or has no UTF-8
-        form is an InvalidRequest; a lease that this client does not have (another's, revoked) is NotFound.
-        When it raises DiscoveryLost the key is, in the end, what it was before: a late write is undone.
+        A key of another live lease is a KeyConflict, also when both leases are this client's. A key that is
+        empty or has no UTF-8 form is an InvalidRequest; a lease that this client does not have (another's,
+        revoked) is NotFound. When it raises DiscoveryLost the key is, in the end, what it was before: a late
+        write is undone.
+
+        `on_lost` is called once if the key passes to another lease later, which can happen only after this
+        lease expired unnoticed (the process or its network stood still). The key is then not put back: the
+        caller puts it again.
         """
         ...
 

@@ -33,6 +33,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from kvolt.core.errors import KeyConflict
 from kvolt.runtime.discovery import LeaseId
 from kvolt.runtime.discovery_view import LeaseSeen, Record, Snapshot
 from kvolt.runtime.private_directory import make_private
@@ -67,7 +68,8 @@ class Renewal(msgspec.Struct, frozen=True):
     """What the owner of a lease learned when it looked after its files."""
 
     keys: dict[str, OwnKey]
-    taken_over: list[str]
+    lost: list[str]
+    """Keys that another lease has now."""
 
 
 class _KeyFile(msgspec.Struct, frozen=True):
@@ -166,8 +168,35 @@ class Directory:
     # -- writing
 
     def write_lease(self, lease: LeaseId, ttl_s: float, stamp_ns: int) -> None:
+        with suppress(FileNotFoundError):  # the same lease, taken up again after its end
+            os.unlink(self._leases / f"{lease}{_ENDED}")
         content = msgspec.json.encode(LeaseFile(ttl_s, os.getpid()))
         self._write(self._leases / lease, content, stamp_ns)
+
+    def claim(
+        self, record: Record, stamp_ns: int, is_alive: Callable[[LeaseId, LeaseSeen], bool]
+    ) -> Signature:
+        """Write a record unless another live lease has the key: then KeyConflict.
+
+        Of two leases that claim a free key at the same instant the later write stays, and the other lease
+        learns of it at its next renewal.
+        """
+        present = _record_at(self._keys / file_name(record.key))
+        if present is not None and present.lease != record.lease and present.value is not None:
+            owner = self._lease_at(present.lease)
+            if owner is not None and is_alive(present.lease, owner):
+                raise KeyConflict(f"another live lease owns {record.key}", key=record.key)
+        return self.write_record(record, stamp_ns)
+
+    def _lease_at(self, lease: LeaseId) -> LeaseSeen | None:
+        """A lease's file as it is now; None if it is missing or no lease, as after the end of a lease."""
+        path = self._leases / lease
+        try:
+            info = os.lstat(path)
+            content = _read_lease(path, info)
+        except FileNotFoundError:
+            return None
+        return None if content is None else LeaseSeen(content.ttl_s, info.st_mtime_ns, ended=False)
 
     def write_record(self, record: Record, stamp_ns: int) -> Signature:
         return self._write(self._keys / file_name(record.key), msgspec.msgpack.encode(record), stamp_ns)
@@ -188,17 +217,17 @@ class Directory:
             self.write_lease(lease, ttl_s, stamp_ns)
             self._remove_unwanted(lease, keys)
         renewed: dict[str, OwnKey] = {}
-        taken_over: list[str] = []
+        lost: list[str] = []
         for key, own in keys.items():
             path = self._keys / file_name(key)
             if _signature_of(path) == own.signature:
                 continue
             present = _record_at(path)
             if present is not None and present.lease != lease:
-                taken_over.append(key)
+                lost.append(key)
             else:
                 renewed[key] = OwnKey(own.value, self.write_record(Record(key, lease, own.value), stamp_ns))
-        return Renewal(renewed, taken_over)
+        return Renewal(renewed, lost)
 
     def end_lease(self, lease: LeaseId, keys: list[str]) -> None:
         """Revoke: one rename hides all keys from every reader, then the files go."""

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from kvolt.core.errors import (
     DeadlineExceeded,
     DiscoveryLost,
+    KeyConflict,
     NotFound,
     Overloaded,
     PayloadTooLarge,
@@ -35,7 +36,7 @@ from kvolt.runtime.blocking_lane import BlockingLane
 from kvolt.runtime.clock import Blocking, Clock, new_id
 from kvolt.runtime.discovery import LeaseId, WatchEvent, check_key
 from kvolt.runtime.discovery_directory import MAX_VALUE_BYTES, Directory, OwnKey, Signature
-from kvolt.runtime.discovery_view import DEAD_TTLS_KEPT, Record, View
+from kvolt.runtime.discovery_view import DEAD_TTLS_KEPT, LeaseSeen, Record, View
 from kvolt.runtime.discovery_watch import Watches
 from kvolt.runtime.tasks import Crew
 
@@ -54,6 +55,7 @@ class _OwnLease:
     ttl_s: float
     keeper: asyncio.Task[Any] | None = None
     keys: dict[str, OwnKey] = field(default_factory=dict)
+    on_lost: dict[str, Callable[[], None]] = field(default_factory=dict)
     tombstones: dict[str, float] = field(default_factory=dict)
     """Deleted keys and when."""
     doubtful: bool = False
@@ -96,18 +98,24 @@ class FileDiscovery:
 
     # -- the port
 
-    async def lease(self, ttl_s: float) -> LeaseId:
-        name = LeaseId(new_id(self._rng))
+    async def lease(self, ttl_s: float, name: LeaseId | None = None) -> LeaseId:
+        continued = name is not None
+        name = name or LeaseId(new_id(self._rng))
         async with self._turn:
             self._check_open()
+            if name in self._own:
+                return name
             stamp_ns = self._stamp()
             await self._do("write", lambda: self._directory.write_lease(name, ttl_s, stamp_ns))
-            own = self._own[name] = _OwnLease(ttl_s)
+            # What it left behind and is not put again goes with the first renewal.
+            own = self._own[name] = _OwnLease(ttl_s, doubtful=continued)
             if not self._closed:
                 own.keeper = self._crew.start(self._keep(name, ttl_s), f"keeper-{name}")
         return name
 
-    async def put(self, key: str, value: bytes, lease: LeaseId) -> None:
+    async def put(
+        self, key: str, value: bytes, lease: LeaseId, on_lost: Callable[[], None] | None = None
+    ) -> None:
         _check_entry(key, value)
         async with self._turn:
             self._check_open()
@@ -116,9 +124,11 @@ class FileDiscovery:
                 raise NotFound("no such lease in this process", kind="lease", name=lease)
             signature = await self._write_record(Record(key, lease, value), own)
             for other in self._own.values():
-                other.keys.pop(key, None)
                 other.tombstones.pop(key, None)
             own.keys[key] = OwnKey(value, signature)
+            own.on_lost.pop(key, None)
+            if on_lost is not None:
+                own.on_lost[key] = on_lost
 
     async def delete(self, key: str) -> None:
         async with self._turn:
@@ -127,8 +137,10 @@ class FileDiscovery:
                 if key in own.keys:
                     # Before the attempt: even if it fails, the key must not be put back.
                     del own.keys[key]
+                    own.on_lost.pop(key, None)
                     own.tombstones[key] = self._clock.monotonic()
-                    await self._write_record(Record(key, lease, None), own)
+                    with suppress(KeyConflict):  # it is another lease's key by now
+                        await self._write_record(Record(key, lease, None), own)
                     return
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
@@ -165,9 +177,18 @@ class FileDiscovery:
     # -- owning
 
     async def _write_record(self, record: Record, own: _OwnLease) -> Signature:
-        stamp_ns, doubtful = self._stamp(), own.doubtful
+        stamp_ns, doubtful, wall_s = self._stamp(), own.doubtful, self._clock.wall()
+
+        def is_alive(lease: LeaseId, seen: LeaseSeen) -> bool:
+            # After a pause of the whole machine the clock alone would call every lease dead.
+            return wall_s - seen.mtime_ns / 1e9 < seen.ttl_s or self._view.believes_alive(lease)
+
         own.doubtful = True
-        signature = await self._do("write", lambda: self._directory.write_record(record, stamp_ns))
+        try:
+            signature = await self._do("write", lambda: self._directory.claim(record, stamp_ns, is_alive))
+        except KeyConflict:
+            own.doubtful = doubtful
+            raise
         own.doubtful = doubtful
         return signature
 
@@ -193,8 +214,13 @@ class FileDiscovery:
             )
             own.doubtful = False
             own.keys.update(renewal.keys)
-            for key in renewal.taken_over:
+            if renewal.keys and not rewrite:
+                log.warning("discovery keys missing or damaged, written again: keys=%s", list(renewal.keys))
+            for key in renewal.lost:
                 del own.keys[key]
+                on_lost = own.on_lost.pop(key, None)
+                if on_lost is not None:
+                    on_lost()
             await self._remove_tombstones(lease, own)
 
     async def _remove_tombstones(self, lease: LeaseId, own: _OwnLease) -> None:

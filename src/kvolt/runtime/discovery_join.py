@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,11 +21,10 @@ from typing import Any
 
 import msgspec
 
-from kvolt.core.errors import DiscoveryLost, InvalidRequest, KvoltError, NotFound
+from kvolt.core.errors import DiscoveryLost, InvalidRequest, KeyConflict, KvoltError, NotFound
 from kvolt.runtime import join_server as join
 from kvolt.runtime.call import Deadlines, ResponseStream
 from kvolt.runtime.client import open_stream
-from kvolt.runtime.clock import new_id
 from kvolt.runtime.discovery import LeaseId, WatchEvent, check_key
 from kvolt.runtime.join_mirror import Mirror
 from kvolt.runtime.join_state import Backoff, ServerState
@@ -41,10 +41,13 @@ _decode_watch: Decode = msgspec.msgpack.Decoder(join.WatchItem).decode
 
 @dataclass(slots=True, eq=False)
 class _OwnLease:
-    name: LeaseId
+    secret: LeaseId
+    """Not from the injected generator: its other output is public, and would let others predict this."""
+    task: str
     ttl_s: float
     keys: dict[str, bytes] = field(default_factory=dict)
     """What was put and not deleted: put back whenever the server lost it."""
+    on_lost: dict[str, Callable[[], None]] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Whoever has it may change what the lease has at the server."""
     held: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,6 +87,7 @@ class JoinDiscovery:
         )
         self._state = ServerState(address, on_state)
         self._own: dict[LeaseId, _OwnLease] = {}
+        self._num_leases = 0
         self._mirrors: dict[str, Mirror] = {}
         self._followers: dict[str, asyncio.Task[Any]] = {}
         self._crew = Crew("discovery-join")
@@ -91,31 +95,39 @@ class JoinDiscovery:
 
     # -- the port
 
-    async def lease(self, ttl_s: float) -> LeaseId:
+    async def lease(self, ttl_s: float, name: LeaseId | None = None) -> LeaseId:
         self._check_open()
-        own = _OwnLease(LeaseId(new_id(self._rng)), ttl_s)
-        self._own[own.name] = own
-        own.keeper = self._crew.start(self._keep(own), f"keeper {own.name}")
+        if name is not None and name in self._own:
+            return name
+        self._num_leases += 1
+        own = _OwnLease(name or LeaseId(secrets.token_hex(16)), f"keeper {self._num_leases}", ttl_s)
+        self._own[own.secret] = own
+        own.keeper = self._crew.start(self._keep(own), own.task)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await own.held.wait()
         except TimeoutError:
-            self._drop(own.name)
+            self._drop(own.secret)
             raise self._lost(own.trouble or f"no answer within {self._timeout_s:g} s") from None
         except asyncio.CancelledError:
-            self._drop(own.name)
+            self._drop(own.secret)
             raise
-        return own.name
+        return own.secret
 
-    async def put(self, key: str, value: bytes, lease: LeaseId) -> None:
+    async def put(
+        self, key: str, value: bytes, lease: LeaseId, on_lost: Callable[[], None] | None = None
+    ) -> None:
         check_key(key)
         self._check_open()
         own = self._own.get(lease)
         if own is None:
-            raise NotFound("no such lease in this process", kind="lease", name=lease)
+            raise NotFound("no such lease in this process", kind="lease")
         async with self._in_time():
             while not await self._try_put(own, key, value):
                 await own.held.wait()
+        own.on_lost.pop(key, None)
+        if on_lost is not None:
+            own.on_lost[key] = on_lost
 
     async def delete(self, key: str) -> None:
         self._check_open()
@@ -124,8 +136,9 @@ class JoinDiscovery:
             return
         # Before the attempt: even if it fails, the key must not be put back.
         del own.keys[key]
+        own.on_lost.pop(key, None)
         async with self._in_time():
-            await self._change(own, join.DELETE, join.KeyRequest(own.name, key))
+            await self._change(own, join.DELETE, join.KeyRequest(own.secret, key))
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
         self._check_open()
@@ -180,7 +193,7 @@ class JoinDiscovery:
             except KvoltError as error:
                 if not own.in_doubt:
                     own.trouble = str(error.fields.get("reason", error.message))
-                    self._state.failed(own.name, error.message)
+                    self._state.failed(own.task, error.message)
             own.held.clear()
             own.hold, own.in_doubt = None, False
             await backoff.pause()
@@ -188,41 +201,46 @@ class JoinDiscovery:
     async def _hold(self, own: _OwnLease, backoff: Backoff) -> None:
         async with AsyncExitStack() as stack:
             async with own.turn:
-                request = join.HoldRequest(own.name, own.ttl_s)
+                request = join.HoldRequest(own.secret, own.ttl_s)
                 stream = await self._open(join.HOLD, request, self._standing, _decode_hold)
                 await stack.enter_async_context(stream)
                 held = await self._next(stream)
                 await self._put_back(own, held.keys)
                 own.hold = stream
             backoff.reset()
-            self._state.works(own.name)
+            self._state.works(own.task)
             own.held.set()
             while True:
-                taken = await self._next(stream)
-                own.keys.pop(taken.key, None)
+                self._lose(own, (await self._next(stream)).key)
 
     async def _put_back(self, own: _OwnLease, there: tuple[str, ...]) -> None:
-        """Make the server have what we own: no more, no less, and nothing that another has taken over."""
+        """Make the server have what we own: no more, no less, and nothing that another lease owns by now."""
         for key in there:
             if key not in own.keys:
-                await self._ask(join.DELETE, join.KeyRequest(own.name, key))
+                await self._ask(join.DELETE, join.KeyRequest(own.secret, key))
         for key in list(own.keys):
             value = own.keys.get(key)
             if value is not None:
-                is_ours = await self._ask(join.PUT, join.PutRequest(own.name, key, value, restore=True))
-                if not is_ours:
-                    own.keys.pop(key, None)
+                try:
+                    await self._ask(join.PUT, join.PutRequest(own.secret, key, value))
+                except KeyConflict:
+                    self._lose(own, key)
+
+    @staticmethod
+    def _lose(own: _OwnLease, key: str) -> None:
+        own.keys.pop(key, None)
+        on_lost = own.on_lost.pop(key, None)
+        if on_lost is not None:
+            on_lost()
 
     async def _try_put(self, own: _OwnLease, key: str, value: bytes) -> bool:
         """False: the server does not know our lease (it was restarted), so the keeper has to go there first."""
         try:
-            await self._change(own, join.PUT, join.PutRequest(own.name, key, value))
+            await self._change(own, join.PUT, join.PutRequest(own.secret, key, value))
         except NotFound:
-            if self._own.get(own.name) is not own:
+            if self._own.get(own.secret) is not own:
                 raise
             return False
-        for other in self._own.values():
-            other.keys.pop(key, None)
         own.keys[key] = value
         return True
 
@@ -232,7 +250,7 @@ class JoinDiscovery:
             async with own.turn:
                 await self._ask(endpoint, request)
             in_doubt = False
-        except InvalidRequest:
+        except (InvalidRequest, KeyConflict):
             in_doubt = False
             raise
         finally:
@@ -252,7 +270,7 @@ class JoinDiscovery:
             return False
         if own.keeper is not None:
             own.keeper.cancel()
-        self._state.forget(lease)
+        self._state.forget(own.task)
         return True
 
     # -- reading
@@ -312,7 +330,8 @@ class JoinDiscovery:
     def _translated(self, error: KvoltError) -> KvoltError:
         """What a caller of the port may see: its own mistakes as they are, all else as a loss."""
         unknown_lease = isinstance(error, NotFound) and error.fields.get("kind") == "lease"
-        return error if unknown_lease or isinstance(error, InvalidRequest) else self._lost(error.message)
+        own_mistake = unknown_lease or isinstance(error, InvalidRequest | KeyConflict)
+        return error if own_mistake else self._lost(error.message)
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvolt.core.errors import DiscoveryLost, NotFound
+from kvolt.core.errors import DiscoveryLost, KeyConflict, NotFound
 from kvolt.runtime.clock import Clock, new_id
 from kvolt.runtime.discovery import LeaseId, WatchEvent, check_key
 from kvolt.runtime.discovery_watch import Change, Watches
@@ -80,11 +80,12 @@ class MemStore:
             raise DiscoveryLost("the in-memory store is offline", address="mem")
 
     def add_lease(self, name: LeaseId, ttl_s: float, clock: Clock) -> None:
-        self._leases[name] = _Lease(ttl_s, clock)
+        left_behind = self._leases.get(name)
+        self._leases[name] = _Lease(ttl_s, clock, {} if left_behind is None else left_behind.keys)
 
     def put(self, key: str, value: bytes, name: LeaseId) -> None:
-        self._forget(key)
-        self._owners[key] = name
+        if self._owners.setdefault(key, name) != name:
+            raise KeyConflict(f"another live lease owns {key}", key=key)
         self._leases[name].keys[key] = value
         self._publish([(key, value)])
 
@@ -187,14 +188,17 @@ class MemDiscovery:
         self.watches = Watches()
         store.join(self)
 
-    async def lease(self, ttl_s: float) -> LeaseId:
+    async def lease(self, ttl_s: float, name: LeaseId | None = None) -> LeaseId:
         self._check()
-        name = LeaseId(new_id(self._rng))
+        name = name or LeaseId(new_id(self._rng))
         self._store.add_lease(name, ttl_s, self._clock)
         self.leases[name] = None
         return name
 
-    async def put(self, key: str, value: bytes, lease: LeaseId) -> None:
+    async def put(
+        self, key: str, value: bytes, lease: LeaseId, on_lost: Callable[[], None] | None = None
+    ) -> None:
+        """`on_lost` is never called: a lease of this store ends only with its client."""
         check_key(key)
         self._check()
         if lease not in self.leases:

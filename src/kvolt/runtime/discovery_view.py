@@ -95,6 +95,10 @@ class View:
             if (record := self._visible[key]).value is not None and key.startswith(prefix)
         }
 
+    def believes_alive(self, lease: LeaseId) -> bool:
+        known = self._leases.get(lease)
+        return known is not None and known.alive
+
     def update(self, snapshot: Snapshot, now_s: float, wall_s: float) -> list[Change]:
         """Returns what changed, in key order."""
         elapsed_s = 0.0

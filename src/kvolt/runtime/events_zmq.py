@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Sequence
 from contextlib import suppress
 from struct import Struct as Packing
@@ -29,6 +30,7 @@ from kvolt.runtime.discovery import Delete, Discovery, LeaseId, Put
 from kvolt.runtime.events import Event
 from kvolt.runtime.events_queue import NO_COUNTERS, EventCounters, Numbering, Subscription, Subscriptions
 from kvolt.runtime.network import is_wildcard
+from kvolt.runtime.registration import RegisteredKey
 from kvolt.runtime.tasks import Crew
 from kvolt.runtime.wire import MALFORMED
 
@@ -311,9 +313,15 @@ class ZmqEvents:
     async def _register(self, address: str) -> None:
         self._lease = await self._discovery.lease(self._options.lease_ttl_s)
         key = registrations_prefix(self._options.namespace) + self._publisher
-        await self._discovery.put(
-            key, msgspec.msgpack.encode(Registration(address, MESSAGE_VERSION)), self._lease
+        registered = RegisteredKey(
+            self._discovery,
+            self._lease,
+            key,
+            self._crew,
+            random.Random(self._publisher),
+            lambda missing: None,
         )
+        await registered.publish(msgspec.msgpack.encode(Registration(address, MESSAGE_VERSION)))
         if self._sender is None:
             raise Unavailable("the event plane was closed while it started", reason="closed")
 

@@ -1,11 +1,15 @@
 """The join server: this process's discovery, served to other machines over the request plane.
 
 What clients put goes into the store it stands on (`mem` in a process of its own, `file` in `kvolt
-serve`), so both see the same cluster; here is only who owns what. A client's lease lives as long as its
-`hold` stream; when the stream breaks, the lease gets its ttl to be held again.
+serve`), so both see the same cluster; the store refuses a put over another lease's key. A client's lease
+lives as long as its `hold` stream; when the stream breaks, the lease gets its ttl to be held again.
 
-    hold    keeps a lease; says what the lease has here, then what others take over from it
-    put     sets a key; `restore` leaves a key alone that somebody else has by now
+A lease id is a secret of its client: 128 random bits that are never shown or logged here. A connection
+that does not know it can neither hold, use nor revoke the lease; a client that reconnects proves by it
+that the lease is its own.
+
+    hold    keeps a lease; says what the lease has here, then the keys that it loses
+    put     sets a key; KeyConflict if another live lease has it
     watch   what the store's own watch says, after how long the server is still settling
 
 After a restart the server settles: until then nobody may take "not back yet" for "gone".
@@ -14,16 +18,18 @@ After a restart the server settles: until then nobody may take "not back yet" fo
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from kvolt.core.errors import DiscoveryLost, NotFound, Unavailable
+from kvolt.core.errors import DiscoveryLost, KeyConflict, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.discovery import Delete, Discovery, LeaseId, Put
@@ -37,8 +43,11 @@ HOLD, PUT, DELETE, REVOKE, GET, WATCH = (
 )
 
 
+LeaseSecret = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
 class HoldRequest(msgspec.Struct, frozen=True):
-    lease: str
+    lease: LeaseSecret
     ttl_s: Annotated[float, Meta(gt=0, le=86_400)]
     """Bounded, and nan is out of bounds: it becomes a timer here."""
 
@@ -49,21 +58,19 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
     keys: tuple[str, ...]
 
 
-class TakenOver(msgspec.Struct, frozen=True, tag="taken"):
-    """Another lease put this key: it is no longer this one's."""
+class KeyLost(msgspec.Struct, frozen=True, tag="lost"):
+    """The store lost this key to another lease while the server's own lease there had expired."""
 
     key: str
 
 
-HoldItem = Held | TakenOver
+HoldItem = Held | KeyLost
 
 
 class PutRequest(msgspec.Struct, frozen=True):
     lease: str
     key: str
     value: bytes
-    restore: bool = False
-    """Put back after a loss: not if the key has another owner now. The answer says whether it was put."""
 
 
 class KeyRequest(msgspec.Struct, frozen=True):
@@ -98,11 +105,11 @@ class _Hold:
     """One stream that keeps a lease."""
 
     over: bool = False
-    taken: dict[str, None] = field(default_factory=dict)
+    lost: dict[str, None] = field(default_factory=dict)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def tell(self, key: str) -> None:
-        self.taken[key] = None
+    def report_lost(self, key: str) -> None:
+        self.lost[key] = None
         self.news.set()
 
     def end(self) -> None:
@@ -135,7 +142,6 @@ class JoinServer:
         self._clock = clock
         self._settled_at = clock.monotonic() + settle_s
         self._leases: dict[str, _Lease] = {}
-        self._owners: dict[str, _Lease] = {}
         self._crew = Crew("join-server")
 
     def add_to(self, server: EndpointServer) -> None:
@@ -175,10 +181,10 @@ class JoinServer:
             while not hold.over:
                 await hold.news.wait()  # ends with the stream: the caller goes, or its connection
                 hold.news.clear()
-                while hold.taken:
-                    key = next(iter(hold.taken))
-                    del hold.taken[key]
-                    yield TakenOver(key)
+                while hold.lost:
+                    key = next(iter(hold.lost))
+                    del hold.lost[key]
+                    yield KeyLost(key)
         finally:
             if lease.hold is hold:
                 lease.hold = None
@@ -188,11 +194,11 @@ class JoinServer:
     async def _new_lease(self, request: HoldRequest) -> _Lease:
         if self._crew.closed:
             raise Unavailable("the join server is going away", reason="draining")
-        stored = await self._store.lease(request.ttl_s)
+        # Named after the secret: after a restart of this server the lease goes on, and its keys with it.
+        name = LeaseId(hashlib.blake2b(request.lease.encode(), digest_size=16).hexdigest())
+        stored = await self._store.lease(request.ttl_s, name)
         other = self._leases.get(request.lease)
-        if other is not None:  # its client came twice while the store was slow; the second lease is not used
-            if not self._crew.closed:
-                self._crew.start(self._end_stored(stored), "unused")
+        if other is not None:  # its client came twice while the store was slow
             return other
         lease = self._leases[request.lease] = _Lease(stored, request.ttl_s)
         return lease
@@ -211,7 +217,7 @@ class JoinServer:
                 self._start_expiry(name, lease)
 
     def _expire(self, name: str, lease: _Lease) -> None:
-        log.warning("a joined process is gone: its lease %s ends", name)
+        log.warning("lease of a joined process expired: keys=%s", list(lease.keys))
         self._forget(name, lease)
         self._crew.start(self._end_stored(lease.stored), "expire")
 
@@ -219,8 +225,6 @@ class JoinServer:
         """At once and whole, so that whoever comes back under this name starts with a new lease."""
         lease.stop_expiry()
         del self._leases[name]
-        for key in lease.keys:
-            del self._owners[key]
         lease.keys.clear()
         if lease.hold is not None:
             lease.hold.end()
@@ -241,31 +245,26 @@ class JoinServer:
     async def _put(self, request: PutRequest) -> AsyncIterator[bool]:
         lease = self._leases.get(request.lease)
         if lease is None:
-            raise NotFound("no such lease: hold it first", kind="lease", name=request.lease)
-        if request.restore and self._owners.get(request.key, lease) is not lease:
-            yield False
-            return
-        await self._store.put(request.key, request.value, lease.stored)
+            raise NotFound("no such lease: hold it first", kind="lease")
+        on_lost = partial(self._lose, lease, request.key)
+        try:
+            await self._store.put(request.key, request.value, lease.stored, on_lost)
+        except KeyConflict as error:
+            log.warning("put refused, another live lease owns the key: key=%r", request.key)
+            raise error
         if self._leases.get(request.lease) is lease:
-            self._take_over(request.key, lease)
+            lease.keys[request.key] = None
         yield True
 
-    def _take_over(self, key: str, lease: _Lease) -> None:
-        before = self._owners.get(key)
-        if before is not None and before is not lease:
-            del before.keys[key]
-            if before.hold is not None:
-                before.hold.tell(key)
-        self._owners[key] = lease
-        lease.keys[key] = None
+    def _lose(self, lease: _Lease, key: str) -> None:
+        if lease.keys.pop(key, key) is None and lease.hold is not None:
+            lease.hold.report_lost(key)
 
     async def _delete(self, request: KeyRequest) -> AsyncIterator[bool]:
         lease = self._leases.get(request.lease)
         if lease is not None and request.key in lease.keys:
             await self._store.delete(request.key)
-            if self._owners.get(request.key) is lease:
-                del self._owners[request.key]
-                del lease.keys[request.key]
+            lease.keys.pop(request.key, None)
         yield True
 
     async def _get(self, prefix: str) -> AsyncIterator[dict[str, bytes]]:

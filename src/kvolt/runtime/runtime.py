@@ -25,6 +25,7 @@ from kvolt.runtime.events import EventPlane
 from kvolt.runtime.health import Health, State
 from kvolt.runtime.network import Network
 from kvolt.runtime.plane import PlaneFactory, RequestPlane
+from kvolt.runtime.registration import RegisteredKey
 from kvolt.runtime.server import EndpointServer, Handler, StreamHandler, decoder
 from kvolt.runtime.stop import graceful_stop
 from kvolt.runtime.tasks import Crew, Scope
@@ -96,7 +97,7 @@ class ControlRequest(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class _Served:
     instance: Instance
-    registered: bool = False
+    registration: RegisteredKey
 
 
 class Runtime:
@@ -201,6 +202,7 @@ class Runtime:
     ) -> Instance:
         """Serve an endpoint with a handler that gets the streams themselves; registers it."""
         assert self.plane.address is not None, "start() first"
+        assert self._lease is not None
         instance = Instance(
             id=InstanceId(new_id(self.ports.rng)),
             endpoint=endpoint,
@@ -210,7 +212,15 @@ class Runtime:
             info=msgspec.Raw(msgspec.msgpack.encode(info)),
         )
         self.server.add(str(endpoint), instance.id, handler)
-        served = self._served[str(endpoint)] = _Served(instance)
+        registration = RegisteredKey(
+            self.discovery,
+            self._lease,
+            instance.key,
+            self._crew,
+            self.ports.rng,
+            lambda missing: self._set_registered(str(endpoint), missing),
+        )
+        served = self._served[str(endpoint)] = _Served(instance, registration)
         await self._publish(served)
         self.health.set(str(endpoint), State.READY)
         return instance
@@ -230,7 +240,7 @@ class Runtime:
             self.server.remove(str(endpoint))
             self.health.remove(str(endpoint))
             try:
-                await self.discovery.delete(served.instance.key)
+                await served.registration.withdraw()
             except DiscoveryLost as error:
                 log.warning("could not withdraw %s: %s", endpoint, error.message)
 
@@ -336,24 +346,15 @@ class Runtime:
             self.server.refuse(endpoint, None if state is InstanceState.READY else state.value)
 
     async def _publish(self, served: _Served) -> None:
-        assert self._lease is not None
-        try:
-            await self.discovery.put(served.instance.key, encode_instance(served.instance), self._lease)
-        except DiscoveryLost as error:
-            # The process goes on with discovery away; what it meant to say is said when it is back.
-            log.warning("could not publish %s: %s", served.instance.endpoint, error.message)
-            if not self._crew.closed:
-                self._crew.start(self._publish_later(served), "publish")
+        await served.registration.publish(encode_instance(served.instance))
 
-    async def _publish_later(self, served: _Served) -> None:
-        assert self._lease is not None
-        while self._served.get(str(served.instance.endpoint)) is served:
-            await asyncio.sleep(_RETRY_S)
-            try:
-                await self.discovery.put(served.instance.key, encode_instance(served.instance), self._lease)
-            except DiscoveryLost:
-                continue
-            return
+    def _set_registered(self, endpoint: str, missing: str | None) -> None:
+        """Without its registration an endpoint gets no requests: the process is not ready until it is back."""
+        check = f"{endpoint} registration"
+        if missing is None:
+            self.health.remove(check)
+        else:
+            self.health.set(check, State.UNHEALTHY, missing)
 
     async def _serve_status(self, request: Any) -> AsyncIterator[ProcessStatus]:
         yield await self.status()

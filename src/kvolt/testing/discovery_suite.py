@@ -17,12 +17,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-from kvolt.core.errors import DiscoveryLost, InvalidRequest, KvoltError, NotFound
+from kvolt.core.errors import DiscoveryLost, InvalidRequest, KeyConflict, KvoltError, NotFound
 from kvolt.runtime.discovery import LeaseId, Put, Synced
 from kvolt.runtime.tasks import Crew
 from kvolt.testing.discovery_harness import Case, Harness, lasting, leased, name, run_case
 from kvolt.testing.discovery_loss_cases import LOSS_CASES
-from kvolt.testing.discovery_observer import Observer, expect, observing
+from kvolt.testing.discovery_observer import SOON_S, Observer, expect, observing
 
 __all__ = ["CASES", "Case", "Harness", "name", "run_case"]
 
@@ -221,27 +221,44 @@ async def crash_expires_after_ttl(harness: Harness) -> None:
     expect(await reader.get_prefix("x/") == {"x/lives": b"x"}, "an expired key is gone for get, too")
 
 
-async def takeover(harness: Harness) -> None:
-    first, old = await leased(harness)
-    second, new = await leased(harness)
+async def put_over_a_live_lease_is_refused(harness: Harness) -> None:
+    first, old = await lasting(harness)
+    second, new = await lasting(harness)
     async with observing(await harness.client(), "o/") as [observer]:
         await first.put("o/1", b"first", old)
-        await first.put("o/2", b"first", old)
+        sibling = await first.lease(10.0)
+        await _raises(KeyConflict, second.put("o/1", b"second", new), "a put over another client's key")
+        await _raises(KeyConflict, first.put("o/1", b"sibling", sibling), "a put over a sibling lease's key")
+        await second.delete("o/1")
+        await second.revoke(old)
+        await first.put("o/1", b"still first", old)
+        await observer.until_content({"o/1": b"still first"})
+        await first.delete("o/1")
         await second.put("o/1", b"second", new)
-        await observer.until_content({"o/1": b"second", "o/2": b"first"})
-        await first.revoke(old)
         await observer.until_content({"o/1": b"second"})
-        await asyncio.sleep(2 * harness.ttl_s)
-        expect(observer.content == {"o/1": b"second"}, "the new owner's key outlives the old lease")
-        expect(observer.deletes == ["o/2"], f"only the old owner's key was deleted: {observer.deletes}")
+        await second.revoke(new)
+        await first.put("o/1", b"first again", old)
+        await observer.until_content({"o/1": b"first again"})
+        written = [b"still first", b"second", b"first again"]
+        seen = [value for value in observer.values("o/1") if value != b"first"]
+        expect(seen == written, f"no refused value was ever there: {observer.values('o/1')}")
 
 
-async def takeover_of_a_crashed_owner(harness: Harness) -> None:
+async def key_of_a_crashed_owner_is_free_after_its_ttl(harness: Harness) -> None:
     first, old = await leased(harness)
     second, new = await leased(harness)
     await first.put("o/1", b"first", old)
     await harness.crash(first)
-    await second.put("o/1", b"second", new)
+    num_refused = 0
+    async with asyncio.timeout(SOON_S):
+        while True:
+            try:
+                await second.put("o/1", b"second", new)
+                break
+            except KeyConflict:
+                num_refused += 1
+                await asyncio.sleep(harness.ttl_s / 10)
+    expect(num_refused > 0, "the key stays with the crashed owner's lease until that has expired")
     async with observing(await harness.client(), "o/") as [observer]:
         await asyncio.sleep(2 * harness.ttl_s)
         expect(observer.content == {"o/1": b"second"} and not observer.deletes, "the key stays")
@@ -296,8 +313,8 @@ CASES: tuple[Case, ...] = (
     revoke_deletes_at_once,
     lease_is_kept_alive,
     crash_expires_after_ttl,
-    takeover,
-    takeover_of_a_crashed_owner,
+    put_over_a_live_lease_is_refused,
+    key_of_a_crashed_owner_is_free_after_its_ttl,
     misuse_has_names,
     closed_means_lost,
     *LOSS_CASES,

@@ -94,7 +94,7 @@ def test_renew_puts_back_what_is_missing_and_gives_up_what_was_taken(
     (tmp_path / "leases" / L1).unlink()
     renewal = directory.renew(L1, 3.0, keys, STAMP_NS + 2, rewrite=False)
     assert sorted(renewal.keys) == ["broken", "lost"]
-    assert renewal.taken_over == ["taken"]
+    assert renewal.lost == ["taken"]
     snapshot = directory.scan(relist=True)
     assert {key: record.value for key, record in snapshot.records.items()} == {
         "stays": b"v",
