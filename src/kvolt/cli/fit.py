@@ -36,6 +36,7 @@ The model: a step takes the sum of
   batch_s            for each answer that it gives one more token
   context_token_s    for each token of theirs that is read again
   prefill_step_s     if it computes prompt tokens at all
+  shared_kv_read     is the share of context_token_s that a block costs for each answer that reads it after the first
 None of them is ever negative. Four fifths of the log make the model; the errors to look at are those on the fifth that
 was held out. A coefficient that the log cannot determine is 0, and named with what a better log needs.
 """
@@ -47,6 +48,7 @@ _MEANING = {
     "batch_s": "an answer that goes on",
     "context_token_s": "a token that it reads",
     "prefill_step_s": "a step with prompt tokens",
+    "shared_kv_read": "cost of reading a shared block for one more answer, over the first read",
 }
 
 
@@ -188,7 +190,8 @@ def _coefficients(fit: Fit) -> Iterator[str]:
     doubts = {doubt.coefficient: doubt for doubt in fit.doubts}
     for name in fit.latency.__struct_fields__:
         value = getattr(fit.latency, name)
-        line = f"  {name:<19}{value:<13g}{_time(value) + ' for ' + _MEANING[name] if value else ''}"
+        meaning = _MEANING[name] if name == "shared_kv_read" else f"{_time(value)} for {_MEANING[name]}"
+        line = f"  {name:<19}{value:<13g}{meaning if value else ''}"
         if name in doubts:
             line += f"not determined: {doubts[name].reason}; {doubts[name].remedy}"
         elif not value:
@@ -226,5 +229,10 @@ def _time(seconds: float) -> str:
 
 
 def _compact(model: LatencyModel) -> str:
-    known = {name: value for name, value in msgspec.structs.asdict(model).items() if value}
+    defaults = LatencyModel()
+    known = {
+        name: value
+        for name, value in msgspec.structs.asdict(model).items()
+        if value != getattr(defaults, name)
+    }
     return msgspec.json.encode(known).decode()

@@ -50,6 +50,9 @@ class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
     prefill_step_s: float = 0.0
     """What the first prompt token costs besides: engines replay steps that only decode, and launch the others
     kernel by kernel."""
+    shared_kv_read: float = 1.0
+    """Cost of reading a KV block once more for another sequence, as a share of the first read: 1 where each sequence
+    reads its own (paged attention), 0 where a block that several share is read once (cascade attention)."""
 
     def step_s(self, step: StepStats) -> float:
         time_s = (
@@ -57,7 +60,7 @@ class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
             + self.prefill_token_s * step.prefill_tokens
             + self.prefill_context_s * step.prefill_context
             + self.batch_s * step.batch
-            + self.context_token_s * step.context_tokens
+            + self.context_token_s * kv_tokens_read(step, self.shared_kv_read)
         )
         return time_s + self.prefill_step_s if step.prefill_tokens else time_s
 
@@ -89,6 +92,8 @@ class OccupancyModel(msgspec.Struct, frozen=True, kw_only=True):
     decode_least_s: float = 0.0
     kv_tokens: int = 1
     """Tokens that the whole cache holds."""
+    shared_kv_read: float = 1.0
+    """As LatencyModel's."""
 
     def step_s(self, step: StepStats) -> float:
         time_s = 0.0
@@ -97,7 +102,7 @@ class OccupancyModel(msgspec.Struct, frozen=True, kw_only=True):
                 self.prefill_base_s + (self.prefill_token_s + self.prefill_square_s * num_tokens) * num_tokens
             )
         if step.batch:
-            share = min(step.context_tokens / self.kv_tokens, 1.0)
+            share = min(kv_tokens_read(step, self.shared_kv_read) / self.kv_tokens, 1.0)
             decode_s = self.decode_base_s + (self.decode_share_s + self.decode_square_s * share) * share
             time_s += max(decode_s, self.decode_least_s)
         return time_s
@@ -112,6 +117,11 @@ class OccupancyModel(msgspec.Struct, frozen=True, kw_only=True):
         share = np.minimum(context_tokens / self.kv_tokens, 1.0)
         decode_s = self.decode_base_s + (self.decode_share_s + self.decode_square_s * share) * share
         return np.where(batches > 0, np.maximum(decode_s, self.decode_least_s), 0.0)
+
+
+def kv_tokens_read(step: StepStats, shared_kv_read: float) -> float:
+    """Context tokens of a step, of which repeated reads of shared blocks count for `shared_kv_read` each."""
+    return step.context_tokens - (1.0 - shared_kv_read) * step.shared_tokens
 
 
 Model = TypeVar("Model", LatencyModel, OccupancyModel)
@@ -133,15 +143,17 @@ def prompt_s(model: StepModel, num_tokens: int, num_cached: int, chunk: int) -> 
     return time_s
 
 
-def features(step: StepStats) -> tuple[float, float, float, float, float, float]:
-    """The row of a step in the linear fit, in the order of LatencyModel's fields."""
+def features(step: StepStats) -> tuple[float, float, float, float, float, float, float]:
+    """The row of a step in the linear fit, in the order of LatencyModel's fields; the last column is fitted as the
+    cost of a repeated read, and `shared_kv_read` is its ratio to `context_token_s`."""
     return (
         1.0,
         step.prefill_tokens,
         step.prefill_context,
         step.batch,
-        step.context_tokens,
+        step.context_tokens - step.shared_tokens,
         1.0 if step.prefill_tokens else 0.0,
+        step.shared_tokens,
     )
 
 

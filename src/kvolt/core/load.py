@@ -23,6 +23,8 @@ class StepStats(msgspec.Struct, frozen=True, omit_defaults=True):
     context_tokens: int = 0
     """KV tokens read by the decoding sequences."""
     time_s: float = 0.0
+    shared_tokens: int = 0
+    """Of `context_tokens`, those in blocks that an earlier decoding sequence of the step reads too."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, omit_defaults=True):

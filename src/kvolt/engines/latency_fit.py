@@ -41,6 +41,7 @@ _OF_MEDIAN = 1.4826
 _LEAST_USUAL = 0.002
 """Errors below this are as good as none: a log without noise would else call everything an outlier."""
 _DIGITS = 6
+_SHARED = "shared_kv_read"
 _LEAST_SHARE = 1e-6
 """Of any step's time: what adds less to every step is what rounding left, and is told as 0."""
 
@@ -148,19 +149,25 @@ def fit_all(steps: Sequence[StepStats]) -> tuple[LatencyModel, list[Doubt]]:
     usable = independent_columns(
         [[value / step.time_s for value, step in zip(column, steps, strict=True)] for column in columns]
     )
+    usable_names = [names[at] for at in usable]
     doubts = [
         _doubt(name, steps, [names[each] for each in usable if each < at])
         for at, name in enumerate(names)
         if at not in usable
+        and name != _SHARED  # without shared blocks in the log: each sequence reads its own
     ]
     coefficients = _robust_fit([columns[at] for at in usable], steps)
-    told = {
+    fitted = {
         # Fewer digits than a float has: the last ones depend on the order in which a Python version adds.
         names[at]: float(f"{value:.{_DIGITS}g}")
         for at, value in zip(usable, coefficients, strict=True)
         if any(value * x > _LEAST_SHARE * step.time_s for x, step in zip(columns[at], steps, strict=True))
     }
-    return LatencyModel(**told), doubts
+    if _SHARED in usable_names:
+        # A repeated read never costs more than the first: what is beyond is noise.
+        repeated, first = fitted.pop(_SHARED, 0.0), fitted.get("context_token_s", 0.0)
+        fitted[_SHARED] = round(min(repeated / first, 1.0), _DIGITS) if first else 1.0
+    return LatencyModel(**fitted), doubts
 
 
 def _robust_fit(columns: Sequence[Sequence[float]], steps: Sequence[StepStats]) -> list[float]:

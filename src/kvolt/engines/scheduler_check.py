@@ -43,6 +43,13 @@ def check_books(one: Scheduler) -> None:
     for sequence in chain(one._planner.waiting, held_back):
         assert not sequence.blocks, f"{sequence} waits with blocks"
     _check_arrivals(one)
+    readers = Counter(chain(*one._planner.shared._blocks.values()))
+    assert one._planner.shared._blocks.keys() <= set(one._planner.running), (
+        "a reader is counted that runs no more"
+    )
+    assert readers == Counter(one._planner.shared._num_readers), (
+        "readers of shared blocks are counted wrongly"
+    )
     for sequence in one._planner.running:
         _check_running(one, sequence)
 

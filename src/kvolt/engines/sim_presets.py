@@ -44,6 +44,9 @@ PRESETS: dict[str, Preset] = {
     ),
     # kvolt fit benchmarks/engine/results/gpu_steps.jsonl --name h200-llama-8b
     # A test holds it against that log. Median error 2% on decodes and 9% on steps with prompts; p90 7% and 19%.
+    # No step of that log shares blocks. shared_kv_read is from benchmarks/engine/gpu_shared_prefix.py: 0.60 to 0.70
+    # with prefixes of 4,000 and 16,000 tokens and batches of 8 to 128 (each sequence reads its own; the L2 cache
+    # serves a third of the repeated reads).
     "h200-llama-8b": Preset(
         about="native engine, Llama-3.1-8B in bfloat16 on one H200",
         source="fitted to benchmarks/engine/results/gpu_steps.jsonl",
@@ -54,6 +57,7 @@ PRESETS: dict[str, Preset] = {
             batch_s=3.05266e-05,
             context_token_s=3.72576e-08,
             prefill_step_s=0.00677211,
+            shared_kv_read=0.65,
         ),
     ),
     # kvolt fit benchmarks/engine/results/h200_published_steps.jsonl --name h200-vllm-llama-8b-fp8
@@ -87,6 +91,7 @@ PRESETS: dict[str, Preset] = {
     ),
     # Milliseconds there: prefill 4.209989e-7 n^2 + 1.518344e-2 n + 16.50142 with n prompt tokens of the step; decode
     # max(1, -25.74 u^2 + 54.01 u + 5.74) with u the share of the cache that is read; a mixed step takes the sum.
+    # The share counts blocks in use, each once however many sequences read it: shared_kv_read=0.
     # Its engine has block_size=64 and kv_blocks=16384 unless told otherwise: give the sim the same.
     "dynamo-mocker": Preset(
         about="NVIDIA Dynamo's mocker; with block_size=64 as that has",
@@ -99,6 +104,7 @@ PRESETS: dict[str, Preset] = {
             decode_share_s=54.01e-3,
             decode_square_s=-25.74e-3,
             decode_least_s=1e-3,
+            shared_kv_read=0.0,
         ),
     ),
 }

@@ -45,7 +45,8 @@ class StepPace:
         predicted_s = self.model.step_s(step)
         if predicted_s <= 0.0 or step.time_s <= 0.0:
             return
-        decodes_s = self.model.decode_s(step.batch, step.context_tokens)
+        decodes = msgspec.structs.replace(step, prefill_tokens=0, prefill_context=0)
+        decodes_s = self.model.step_s(decodes)
         share = min(decodes_s / predicted_s, 1.0)
         ratio = min(max(step.time_s / predicted_s, 1 / _MOST_RATIO), _MOST_RATIO)
         moved = _GAIN * math.log(ratio)
@@ -66,12 +67,12 @@ class StepPace:
 
     def _corrected(self) -> LatencyModel:
         of_decodes, of_prompts = math.exp(self._log_decodes), math.exp(self._log_prompts)
-        return LatencyModel(
-            **{
-                name: price * (of_prompts if name in _PROMPT_PRICES else of_decodes)
-                for name, price in msgspec.structs.asdict(self._measured).items()
-            }
-        )
+        prices = {
+            name: price * (of_prompts if name in _PROMPT_PRICES else of_decodes)
+            for name, price in msgspec.structs.asdict(self._measured).items()
+            if name.endswith("_s")
+        }
+        return msgspec.structs.replace(self._measured, **prices)
 
 
 def _bounded(log_factor: float) -> float:

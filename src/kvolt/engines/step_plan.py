@@ -94,6 +94,8 @@ def with_chunk(step: StepStats, start: int, num_tokens: int) -> StepStats:
         step.prefill_tokens + num_tokens,
         step.prefill_context + num_tokens * (start + num_tokens),
         step.context_tokens,
+        step.time_s,
+        step.shared_tokens,
     )
 
 

@@ -37,6 +37,7 @@ from kvolt.core.latency import StepModel
 from kvolt.core.load import StepStats
 from kvolt.engines.arrivals import Arrivals
 from kvolt.engines.sequence import Phase, Sequence
+from kvolt.engines.shared_reads import SharedReads
 from kvolt.engines.step_pace import StepPace
 from kvolt.engines.step_plan import Limits, Scheduling, StepPlan, Work, meeting_tokens, with_chunk
 from kvolt.kv import BlockId, BlockPool
@@ -56,6 +57,7 @@ class StepPlanner:
         self._pool = pool
         self._arrivals = arrivals
         self._limits = limits
+        self.shared = SharedReads(limits.block_size)
         self._prompts_first = scheduling is Scheduling.SGLANG
 
     def plan(self) -> StepPlan:
@@ -68,6 +70,7 @@ class StepPlanner:
 
     def leave(self, sequence: Sequence) -> None:
         """One that runs or waits does neither any more; its blocks are the caller's."""
+        self.shared.remove(sequence)
         queue = self.running if sequence.phase is Phase.RUNNING else self.waiting
         del queue[bisect_left(queue, sequence.order, key=_order)]
 
@@ -109,7 +112,7 @@ class StepPlanner:
 
     def _plan_mixed(self) -> StepPlan:
         decodes, prefilling, context_tokens = self._plan_decodes()
-        beside = StepStats(len(decodes), context_tokens=context_tokens)
+        beside = StepStats(len(decodes), context_tokens=context_tokens, shared_tokens=self.shared.num_tokens)
         prefills, stats = self._plan_prefills(prefilling, beside, others_decode=bool(decodes))
         return StepPlan(decodes, prefills, stats)
 
@@ -119,7 +122,8 @@ class StepPlanner:
             return plan
         decodes, _, context_tokens = self._plan_decodes()
         if decodes:
-            return StepPlan(decodes, [], StepStats(len(decodes), 0, 0, context_tokens))
+            stats = StepStats(len(decodes), 0, 0, context_tokens, 0.0, self.shared.num_tokens)
+            return StepPlan(decodes, [], stats)
         return self._plan_prompts()  # nobody, or one that yielded: what it let go may be room for another
 
     def _plan_prompts(self) -> StepPlan:
@@ -146,6 +150,8 @@ class StepPlanner:
             if start >= len(sequence.blocks) * block_size and not self.grow(sequence):
                 prefilling += self.running[len(decodes) + len(prefilling) :]
                 break
+            if start == sequence.num_to_prefill:
+                self.shared.add(sequence)
             decodes.append(Work(sequence, start, 1))
             context_tokens += start + 1
         return decodes, prefilling, context_tokens

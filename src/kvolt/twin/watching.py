@@ -10,6 +10,8 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass
 
+import msgspec
+
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Tier
 from kvolt.core.latency import StepModel, prompt_s
@@ -95,7 +97,10 @@ class EngineWatch:
 
     def _decode_s(self, stats: StepStats) -> float:
         """What the step would have taken without prompts."""
-        return self._model.decode_s(stats.batch, stats.context_tokens) / self._speed if stats.batch else 0.0
+        if not stats.batch:
+            return 0.0
+        alone = msgspec.structs.replace(stats, prefill_tokens=0, prefill_context=0)
+        return self._model.step_s(alone) / self._speed
 
     def _see(self, work: Work, begin_s: float, end_s: float) -> None:
         sequence = work.sequence

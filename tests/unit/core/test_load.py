@@ -75,9 +75,13 @@ def test_features_are_the_models_terms() -> None:
         context_token_s=11.0,
         prefill_step_s=13.0,
     )
-    weights = [getattr(model, name) for name in model.__struct_fields__]
-    for step in STEPS:
-        predicted = sum(weight * feature for weight, feature in zip(weights, features(step), strict=True))
+    weights = [getattr(model, name) for name in model.__struct_fields__ if name.endswith("_s")]
+    repeated_read_s = model.shared_kv_read * model.context_token_s
+    for step in [*STEPS, StepStats(batch=3, context_tokens=900, shared_tokens=400)]:
+        predicted = sum(
+            weight * feature
+            for weight, feature in zip([*weights, repeated_read_s], features(step), strict=True)
+        )
         assert predicted == model.step_s(step)
 
 

@@ -202,11 +202,17 @@ class Lab:
         assert sum(work.num_tokens for work in self._works()) <= bounds.max_batch_tokens
         assert len({work.sequence for work in self._works()}) == len(self._works())
         assert self.scheduler.num_running <= bounds.max_num_seqs
+        prompt_blocks = [
+            block
+            for work in plan.decodes
+            for block in work.sequence.blocks[: work.sequence.num_to_prefill // bounds.block_size]
+        ]
         assert plan.stats == StepStats(
             batch=len(plan.decodes),
             prefill_tokens=sum(work.num_tokens for work in plan.prefills),
             prefill_context=sum(work.num_tokens * (work.start + work.num_tokens) for work in plan.prefills),
             context_tokens=sum(len(work.sequence.tokens) for work in plan.decodes),
+            shared_tokens=bounds.block_size * (len(prompt_blocks) - len(set(prompt_blocks))),
         )
 
     def _check_writes(self, work: Work, table: list[BlockId]) -> None:

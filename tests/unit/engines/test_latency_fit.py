@@ -167,7 +167,7 @@ def test_a_constant_batch_says_so(with_prompts: bool) -> None:
 def test_steps_that_are_all_alike_leave_only_the_base() -> None:
     fit = fit_latency([StepStats(batch=4, context_tokens=400, time_s=0.01)] * 100)
     assert fit.latency == LatencyModel(base_s=0.01)
-    assert set(doubts(fit)) == set(values(TRUE)) - {"base_s"}
+    assert set(doubts(fit)) == set(values(TRUE)) - {"base_s", "shared_kv_read"}
     assert doubts(fit)["context_token_s"] == "it cannot be told apart from base_s"
 
 
@@ -211,3 +211,25 @@ def test_whatever_the_log_no_coefficient_is_negative_and_all_are_numbers(log: li
     for name, value in values(fit.latency).items():
         assert 0 <= value < float("inf"), name
     assert fit == fit_latency(log)
+
+
+def make_shared_step(rng: random.Random) -> StepStats:
+    """As `make_step`, with a prefix that all or some of the answers share."""
+    step = make_step(rng)
+    if step.batch < 2:
+        return step
+    prefix = rng.randint(500, 4000)
+    shared = prefix * rng.randint(0, step.batch - 1)
+    return replace(step, context_tokens=step.context_tokens + prefix + shared, shared_tokens=shared)
+
+
+@pytest.mark.parametrize("shared_kv_read", [0.0, 0.35, 1.0])
+def test_the_cost_of_a_repeated_read_is_found(shared_kv_read: float) -> None:
+    model = replace(TRUE, shared_kv_read=shared_kv_read)
+    assert fit_latency(make_log(noise=0.0, model=model, make=make_shared_step)).latency == model
+
+
+def test_without_shared_blocks_each_answer_is_taken_to_read_its_own() -> None:
+    fit = fit_latency(make_log())
+    assert fit.latency.shared_kv_read == 1.0
+    assert not fit.doubts

@@ -37,6 +37,7 @@ def test_a_fitted_preset_is_what_the_fit_gives_today(name: str, log: str, median
     model = PRESETS[name].model
     assert isinstance(model, LatencyModel)
     # Not to the last digit: Python versions add floats differently.
+    model = msgspec.structs.replace(model, shared_kv_read=fit.latency.shared_kv_read)  # measured apart
     assert msgspec.structs.asdict(model) == pytest.approx(msgspec.structs.asdict(fit.latency), rel=1e-4)
     assert log in PRESETS[name].source
     held_out = fit.errors[0].held_out

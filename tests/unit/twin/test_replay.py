@@ -130,3 +130,40 @@ def test_workers_tell_of_their_blocks_where_the_router_reads_it(router: str, is_
     run.run([record(0, hash_ids=(1,)), record(900, hash_ids=(1,))], look)
     assert len(told) == 2
     assert any(told) is is_told
+
+
+def shared_prefix_trace(
+    prefix: int, num: int, gap_ms: float, tail: int = 256, output: int = 128
+) -> list[TraceRecord]:
+    """Prompts that begin with the same `prefix` tokens, at even intervals."""
+    blocks = tuple(range(prefix // 64))
+    return [
+        record(
+            gap_ms * number,
+            tokens=prefix + tail,
+            output=output,
+            hash_ids=(*blocks, *range(10_000 + 4 * number, 10_000 + 4 * number + 4)),
+            block_size=64,
+        )
+        for number in range(num)
+    ]
+
+
+@pytest.mark.parametrize(("shared_kv_read", "step_tokens"), [(0.0, 16_000 + 8 * 320), (1.0, 8 * 16_320)])
+def test_a_shared_prefix_is_read_as_often_as_the_preset_says(shared_kv_read: float, step_tokens: int) -> None:
+    model = LatencyModel(base_s=0.001, context_token_s=1e-7, shared_kv_read=shared_kv_read)
+    engine = SimArguments(latency=model, block_size=64, kv_blocks=16_384, context_length=65_536)
+    warm, *batch = shared_prefix_trace(16_000, 9, 0.0)
+    _, (_, *samples) = replay(
+        TwinSettings(engine=engine, link_s=LINK_S), [warm, *(replace(one, timestamp=5000.0) for one in batch)]
+    )
+    for sample in samples:  # in the middle of its answer each has 64 tokens of it
+        assert sample.tpot_s == pytest.approx(0.001 + 1e-7 * step_tokens, rel=0.01)
+
+
+def test_a_shared_prefix_takes_as_long_as_in_dynamos_replay() -> None:
+    """E2E mean 1,026 ms in Dynamo 1.4.2's offline replay of this trace, round-robin over 8 workers."""
+    engine = SimArguments(preset="dynamo-mocker", block_size=64, kv_blocks=16_384, context_length=65_536)
+    settings = TwinSettings(engine=engine, num_workers=8, router="round-robin")
+    _, samples = replay(settings, shared_prefix_trace(16_000, 300, 1000 / 60))
+    assert sum(sample.e2e_s or 0.0 for sample in samples) / 300 == pytest.approx(1.026, rel=0.05)

@@ -191,6 +191,7 @@ class EngineCore:
             plan.stats.prefill_context,
             plan.stats.context_tokens,
             ended - started,
+            plan.stats.shared_tokens,
         )
         if self.has_work:
             self._ended_at = ended

@@ -128,7 +128,8 @@ class Trials(msgspec.Struct, frozen=True, kw_only=True):
         if self.latency is None:
             return Errors(0)
         different = {features(step) for step in self.steps}
-        num_prices = sum(value > 0 for value in msgspec.structs.astuple(self.latency))
+        prices = [name for name in self.latency.__struct_fields__ if name.endswith("_s")]
+        num_prices = sum(getattr(self.latency, name) > 0 for name in prices)
         # With about as many prices as there are different steps any would be met.
         return errors_of(self.latency, steps) if len(different) > num_prices + 1 else Errors(0)
 
