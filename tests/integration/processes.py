@@ -27,6 +27,7 @@ from typing import Any, Self
 import httpx
 import msgspec
 import psutil
+from tokenizers import Tokenizer
 
 from kvolt.cli.cluster import ProcessView, visit
 from kvolt.cli.process import running
@@ -38,7 +39,8 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
-from kvolt.engines.sim_model import WORDS, next_token, word_token_ids
+from kvolt.engines.sim_answer import answer_tokens
+from kvolt.engines.sim_model import WORDS, tokenizer_json, word_token_ids
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.config import load
 from kvolt.runtime.runtime import Runtime
@@ -318,22 +320,27 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+_SIM_PROMPT = (1, 2, 3)
+
+
 def sim_request(number: int, max_tokens: int) -> Request:
     """A request of whose answer every token is known beforehand: see `sim_tokens`."""
     return Request(
         request_id=RequestId(f"{uuid.uuid4().hex[:8]}-{number}"),
         model=MODEL,
-        token_ids=(1, 2, 3),
+        token_ids=_SIM_PROMPT,
         stop=StopConditions(max_tokens=max_tokens, ignore_eos=True),
         sampling=Sampling(seed=number),
     )
 
 
 def sim_tokens(number: int, num_tokens: int) -> list[int]:
-    return [next_token(number, position) for position in range(num_tokens)]
+    return answer_tokens(_SIM_PROMPT, number, num_tokens, word_token_ids())
 
 
-def sim_text(number: int, num_tokens: int) -> str:
-    """The same as words: what a frontend makes of a request with the number as its seed."""
+def sim_text(prompt: str, seed: int, num_tokens: int) -> str:
+    """The answer of the sim model to a rendered prompt, as words."""
+    token_ids = Tokenizer.from_buffer(tokenizer_json()).encode(prompt).ids
     by_token = dict(zip(word_token_ids(), WORDS, strict=True))
-    return "".join(f" {by_token[token]}" for token in sim_tokens(number, num_tokens))
+    answer = answer_tokens(token_ids, seed, num_tokens, word_token_ids())
+    return "".join(f" {by_token[token]}" for token in answer)

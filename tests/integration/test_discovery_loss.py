@@ -163,7 +163,7 @@ async def long_streams(client: httpx.AsyncClient) -> AsyncIterator[None]:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
     for seed, text in enumerate(texts):
-        assert sim_text(seed, 3000).startswith(text)
+        assert sim_text("Hi", seed, 3000).startswith(text)
 
 
 async def test_a_process_stops_while_discovery_hangs(bench: Bench) -> None:

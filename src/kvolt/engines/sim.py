@@ -1,7 +1,8 @@
 """The simulated engine: real scheduling, real blocks and streaming, time from a step model, no computing.
 
-Scheduler, pool and the rules of moving blocks are those of the native engine. In the place of the model there is a
-script of what answers say (`sim_runner`, `sim_script`) and a memory whose bytes name what they stand for (`sim_kv`).
+Scheduler, pool and the rules of moving blocks are those of the native engine. In the place of the model there are
+answers that follow from all tokens before them, or a script (`sim_runner`, `sim_answer`, `sim_script`), and a memory
+whose bytes name the tokens that they were computed from (`sim_kv`): wrong KV makes wrong text.
 A step takes as long as the latency model says, on whatever loop it runs.
 
 Of the sampling parameters `seed`, `n`, `allowed_token_ids`, `logprobs` and `prompt_logprobs` are honoured, the
@@ -97,7 +98,8 @@ class SimEngine:
             arguments.words,
             reads_prompts=not arguments.paper,
         )
-        self._runner = SimRunner(speaker, None if arguments.paper else memory, arguments.block_size)
+        runner_memory = None if arguments.paper else memory
+        self._runner = SimRunner(speaker, runner_memory, self._card.name, arguments.block_size)
         self._exchange = KvExchange(self._scheduler, memory, BLOCK_BYTES)
         self._own_transfers = SimTransfers(links_of(arguments), _now)
         self._transfers = transfers or self._own_transfers

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError
@@ -258,15 +256,3 @@ def _plain_words(vocabulary: dict[str, int]) -> tuple[int, ...]:
         if words:
             return tuple(words[: len(WORDS)])
     return ()
-
-
-def draw(words: Sequence[int], seed: int, positions: Iterable[int]) -> list[int]:
-    """A word for each position. It depends on nothing but that, the words and the seed, so that a resumed
-    answer goes on unchanged."""
-    digest, num_words = xxhash.xxh3_64_intdigest, len(words)
-    return [words[digest(position.to_bytes(8, "little"), seed) % num_words] for position in positions]
-
-
-def next_token(seed: int, position: int) -> int:
-    """What an unscripted answer of the generated model says there."""
-    return draw(word_token_ids(), seed, (position,))[0]

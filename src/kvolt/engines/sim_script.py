@@ -1,8 +1,8 @@
 """What a simulated answer says: a scripted text, or words without end.
 
-A token is a function of (request, seed, position) and of nothing else, so that a resumed answer goes on
-unchanged; only KV that is wrong makes another one of it. Knows no scheduling: the engine asks for one token after
-the other, and ends the answer.
+A token is a function of the request, its seed and all tokens before it (`sim_answer`), so that a resumed answer
+goes on unchanged if it is resumed with the right tokens; KV that is wrong makes another one of it. Knows no
+scheduling: the engine asks for one token after the other, and ends the answer.
 
 A script is a text that is said exactly, cut into tokens by the model's own tokenizer, then EOS. The names
 of special tokens in it are spelled out and not said as tokens: they would be taken out of the text again,
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -22,7 +22,7 @@ from kvolt.core.delta import TokenLogprobs
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.hashing import token_bytes
 from kvolt.core.request import Request
-from kvolt.engines.sim_model import SimModel, draw
+from kvolt.engines.sim_model import SimModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,8 +32,6 @@ MAX_LOGPROBS = 20
 """Alternatives per token that may be asked for, as of most engines: an answer's size stays bounded."""
 
 _NEVER = sys.maxsize
-_RUN = 16
-"""Tokens worked out at a time."""
 _CHOICE_STEP = 0x9E3779B97F4A7C15
 _LOGPROBS_SALT = 0xA5A5A5A5A5A5A5A5
 
@@ -73,20 +71,15 @@ class Choice:
         says_eos = length is not None and may_end
         self._eos_at = max(length or 0, stop.min_tokens) if says_eos else _NEVER
 
-    def tokens(self, position: int, confusion: int = 0) -> Iterator[int]:
-        """What it says from `position` on, without end. With a `confusion`, as of KV that is wrong, other words."""
-        while True:
-            run = self._run(position, position + _RUN, confusion)
-            yield from run
-            position += len(run)
-
-    def _run(self, start: int, end: int, confusion: int) -> list[int]:
-        """From one position to another, or to the EOS before that."""
+    def token(self, position: int, state: int, confusion: int = 0) -> int:
+        """The token at `position`, after the history of that state. Wrong KV (a `confusion`) makes it another word."""
         if confusion:
-            return draw(self._words, self.seed ^ confusion, range(start, end))
-        said = [*self._script[start:end]]
-        said += draw(self._words, self.seed, range(start + len(said), min(end, self._eos_at)))
-        return said if len(said) == end - start else [*said, self._eos]
+            return self._words[(state ^ confusion) % len(self._words)]
+        if position < len(self._script):
+            return self._script[position]
+        if position >= self._eos_at:
+            return self._eos
+        return self._words[state % len(self._words)]
 
     def logprobs(self, position: int, token: int) -> TokenLogprobs | None:
         if self._num_logprobs is None:

@@ -80,16 +80,20 @@ async def test_async_and_many_at_once(aclient: AsyncOpenAI) -> None:
     ]
 
 
+PROMPT = "<|im_start|>user\nTell me a story.<|im_end|>\n<|im_start|>assistant\n"
+"""`ask()` as the model's template renders it."""
+
+
 @pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
 def test_length(client: OpenAI, limit: str) -> None:
     more: dict[str, Any] = {limit: 3, "seed": 4}
     answer = client.chat.completions.create(model=MODEL, messages=ask(), **more)
     assert answer.choices[0].finish_reason == "length"
-    assert answer.choices[0].message.content == sim_text(4, 3)
+    assert answer.choices[0].message.content == sim_text(PROMPT, 4, 3)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 3
     chunks = chunks_of(client, ask(), **more)
-    assert text_of(chunks) == sim_text(4, 3)
+    assert text_of(chunks) == sim_text(PROMPT, 4, 3)
     assert chunks[-1].choices[0].finish_reason == "length"
 
 

@@ -56,13 +56,13 @@ def test_markup_is_text_here(client: OpenAI) -> None:
 
 def test_length_and_seed(client: OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="Once", max_tokens=5, seed=8)
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (sim_text(8, 5), "length")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (sim_text("Once", 8, 5), "length")
 
 
 def test_no_limit_given(client: OpenAI) -> None:
     """OpenAI's completions end after 16 tokens when nothing is said."""
     answer = client.completions.create(model=MODEL, prompt="Once", seed=8, timeout=3)
-    assert answer.choices[0].text == sim_text(8, 16)
+    assert answer.choices[0].text == sim_text("Once", 8, 16)
     assert answer.choices[0].finish_reason == "length"
 
 

@@ -10,33 +10,35 @@ from tests.unit.engines.lab import is_empty, make_request
 from tests.unit.engines.test_sim import Steps, run_engine
 
 from kvolt.core.errors import Cancelled, EngineFailed
-from kvolt.core.ids import BlockKey, RequestId
+from kvolt.core.ids import RequestId
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, Stored
 from kvolt.core.latency import LatencyModel
 from kvolt.engines.sim import SimArguments, SimEngine
-from kvolt.engines.sim_kv import BLOCK_BYTES, SimMemory
+from kvolt.engines.sim_answer import answer_tokens
+from kvolt.engines.sim_kv import BLOCK_BYTES, ExpectedKv, SimMemory
+from kvolt.engines.sim_model import word_token_ids
 from kvolt.kv import BlockId
 from kvolt.runtime.tasks import Scope
 
 STEP = LatencyModel(base_s=1.0)
 ARGUMENTS = SimArguments(latency=STEP, hold_s=50.0)
-KEYS = [BlockKey(bytes([number]) * 16) for number in range(3)]
+CONTENTS = [bytes([number]) * 16 for number in range(3)]
 BLOCKS = [BlockId(0), BlockId(1), BlockId(2)]
 
 
 def test_blocks_are_known_by_their_bytes() -> None:
     memory = SimMemory()
-    assert memory.confusion(BLOCKS[:1], KEYS[:1]), "a block that was never filled"
-    for block, key in zip(BLOCKS, KEYS, strict=True):
-        memory.compute(block, key)
+    assert memory.confusion(BLOCKS[:1], CONTENTS[:1]), "a block that was never filled"
+    for block, fingerprint in zip(BLOCKS, CONTENTS, strict=True):
+        memory.compute(block, fingerprint)
         assert len(memory.read(block)) == BLOCK_BYTES
-    assert memory.confusion(BLOCKS, KEYS) == 0
-    swapped = memory.confusion([BLOCKS[1], BLOCKS[0]], KEYS[:2])
+    assert memory.confusion(BLOCKS, CONTENTS) == 0
+    swapped = memory.confusion([BLOCKS[1], BLOCKS[0]], CONTENTS[:2])
     memory.write(BLOCKS[2], bytes([memory.read(BLOCKS[2])[0] ^ 1]) + memory.read(BLOCKS[2])[1:])
-    flipped = memory.confusion(BLOCKS, KEYS)
+    flipped = memory.confusion(BLOCKS, CONTENTS)
     assert len({0, swapped, flipped}) == 3
-    assert memory.confusion(BLOCKS[:2], KEYS[:2]) == 0, "its neighbours are as they were"
+    assert memory.confusion(BLOCKS[:2], CONTENTS[:2]) == 0, "its neighbours are as they were"
 
 
 def damaged(block: KvBlock) -> KvBlock:
@@ -75,6 +77,63 @@ def test_an_answer_from_wrong_bytes_is_a_wrong_answer(at: int, say: str | None) 
     run_engine(replace(ARGUMENTS, say=say), right)
     assert len(blocks) == 3
     run_engine(replace(ARGUMENTS, say=say), wrong)
+
+
+def test_blocks_overwritten_under_a_running_answer_change_it() -> None:
+    request = make_request(prompt=64, tokens=40)
+    right = answer_tokens(request.token_ids, 1, 40, word_token_ids())
+
+    async def body(engine: SimEngine, steps: Steps) -> None:
+        engine.submit(request)
+        await asyncio.sleep(10.5)
+        block = engine._scheduler.pool.block_of(engine.kv_keys(request)[2])
+        assert block is not None
+        engine._memory.write(block, bytes(BLOCK_BYTES))
+        await asyncio.sleep(60)
+        answer = steps.tokens("r")
+        assert answer[:10] == right[:10]
+        assert sum(one == other for one, other in zip(answer[14:], right[14:], strict=True)) < 5
+
+    run_engine(ARGUMENTS, body)
+
+
+def test_kv_computed_from_wrong_kv_is_wrong_as_well() -> None:
+    """The first block is wrong; the blocks behind it are computed here, and found by the next request."""
+    request = make_request(prompt=65, tokens=12)
+
+    async def body(engine: SimEngine, steps: Steps) -> None:
+        engine.submit(replace(request, request_id=RequestId("first"), token_ids=request.token_ids[:17]))
+        await asyncio.sleep(20)
+        keys = engine.kv_keys(request)
+        good = await engine.export_kv(keys[:1])
+        await engine.clear_kv()
+        await engine.import_kv([damaged(good[0])])
+        engine.submit(replace(request, request_id=RequestId("second")))
+        await asyncio.sleep(20)
+        poisoned = await engine.export_kv(keys)
+        await engine.clear_kv()
+        engine.submit(replace(request, request_id=RequestId("third")))
+        await asyncio.sleep(20)
+        sound = await engine.export_kv(keys)
+        assert len(poisoned) == len(sound) == 4
+        assert all(one.data != other.data for one, other in zip(poisoned, sound, strict=True))
+        right = answer_tokens(request.token_ids, 1, 12, word_token_ids())
+        assert steps.tokens("third") == right != steps.tokens("second")
+
+    run_engine(ARGUMENTS, body)
+
+
+@pytest.mark.parametrize("field", ["salt", "lora"])
+def test_kv_of_another_tenant_or_adapter_is_wrong_kv(field: str) -> None:
+    request = make_request(prompt=40)
+    changed: dict[str, str] = {field: "other"}
+    other = replace(request, **changed)  # type: ignore[arg-type]
+    fingerprints = []
+    for each in (request, other):
+        expected = ExpectedKv("m", 16, each)
+        expected.reach([*each.token_ids], 2)
+        fingerprints.append(expected.fingerprints)
+    assert not set(fingerprints[0]) & set(fingerprints[1])
 
 
 def test_what_happens_at_rest_is_told_at_once() -> None:

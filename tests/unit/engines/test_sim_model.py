@@ -17,14 +17,13 @@ from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
+from kvolt.engines.sim_answer import answer_tokens, fold, next_state, prompt_state
 from kvolt.engines.sim_model import (
     CHAT_TEMPLATE,
     SPECIAL,
     WORDS,
-    draw,
     foreign_model,
     generated_model,
-    next_token,
     sim_card,
     tokenizer_json,
     word_token_ids,
@@ -57,18 +56,39 @@ def test_special_tokens_come_first() -> None:
     assert [encode(token) for token in SPECIAL] == [(0,), (1,), (2,)]
 
 
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40))
-def test_a_token_is_a_word_and_a_function_of_its_place(seed: int, position: int) -> None:
-    token = next_token(seed, position)
-    assert token in word_token_ids()
-    drawn = draw(generated_model(CARD).words, seed, (position, position + 1))
-    assert drawn == [token, next_token(seed, position + 1)]
-    assert token < generated_model(CARD).vocabulary_size == TOKENIZER.get_vocab_size()
+PROMPTS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=30)
 
 
-def test_tokens_are_spread() -> None:
-    assert len({next_token(1, position) for position in range(200)}) > 80
-    assert [next_token(1, i) for i in range(20)] != [next_token(2, i) for i in range(20)]
+@given(PROMPTS, st.integers(-(2**64), 2**64), st.integers(0, 30), st.data())
+def test_an_answer_goes_on_from_any_of_its_tokens(
+    prompt: list[int], seed: int, num_tokens: int, data: st.DataObject
+) -> None:
+    words = generated_model(CARD).words
+    answer = answer_tokens(prompt, seed, num_tokens, words)
+    assert set(answer) <= set(word_token_ids())
+    assert max(words) < generated_model(CARD).vocabulary_size == TOKENIZER.get_vocab_size()
+    cut = data.draw(st.integers(0, num_tokens))
+    state = fold(prompt_state(prompt, seed), answer[:cut])
+    for token in answer[cut:]:
+        assert words[state % len(words)] == token
+        state = next_state(state, token)
+
+
+def test_a_token_follows_from_all_before_it() -> None:
+    words = word_token_ids()
+    prompt = list(range(3, 40))
+    answer = answer_tokens(prompt, 1, 200, words)
+    assert len(set(answer)) > 80
+    histories = [
+        answer,
+        answer_tokens(prompt, 2, 200, words),
+        answer_tokens(prompt[::-1], 1, 200, words),
+        answer_tokens([4, *prompt[1:]], 1, 200, words),
+        answer_tokens(prompt[:-1], 1, 200, words),
+    ]
+    assert len({tuple(each[:12]) for each in histories}) == len(histories)
+    reversed_state = fold(prompt_state(prompt, 1), answer[1::-1])
+    assert reversed_state != fold(prompt_state(prompt, 1), answer[:2])
 
 
 # --- the chat template

@@ -19,7 +19,8 @@ from kvolt.core.delta import Delta, FinishReason, plain_delta
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.request import Request
 from kvolt.engines.sim import SimArguments
-from kvolt.engines.sim_model import EOS, SPECIAL, next_token, tokenizer_json, word_token_ids
+from kvolt.engines.sim_answer import answer_tokens, fold, prompt_state
+from kvolt.engines.sim_model import EOS, SPECIAL, tokenizer_json, word_token_ids
 from kvolt.engines.sim_script import MAX_LOGPROBS, scripted_texts
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import run_virtual
@@ -140,7 +141,7 @@ def test_the_last_span_counts(prompt: str, texts: tuple[str, ...] | None) -> Non
 
 def test_without_a_span_answers_are_as_ever() -> None:
     plain = tell(ARGUMENTS, ask(tokens=9))
-    assert plain.tokens() == [next_token(1, position) for position in range(9)]
+    assert plain.tokens() == answer_tokens(ask().token_ids, 1, 9, word_token_ids())
     assert tell(BY_PROMPT, ask(tokens=9)) == plain
     assert plain.end() == (FinishReason.LENGTH, None)
 
@@ -152,9 +153,8 @@ def test_a_span_goes_before_the_text_of_all() -> None:
 
 
 def test_without_the_argument_a_span_is_only_words() -> None:
-    assert (
-        tell(ARGUMENTS, ask("<say>this</say>", tokens=9)).tokens() == tell(ARGUMENTS, ask(tokens=9)).tokens()
-    )
+    request = ask("<say>this</say>", tokens=9)
+    assert tell(ARGUMENTS, request).tokens() == answer_tokens(request.token_ids, 1, 9, word_token_ids())
 
 
 def test_choices_take_turns_with_the_alternatives() -> None:
@@ -199,11 +199,15 @@ def test_a_script_of_a_foreign_tokenizer(tmp_path: Path) -> None:
 def test_where_eos_may_not_be_said_words_go_on() -> None:
     request = ask(tokens=10)
     script = TOKENIZER.encode("abc").ids
-    words = [next_token(1, position) for position in range(10)]
+    words: list[int] = []
+    state = fold(prompt_state(request.token_ids, 1), script)
+    for _ in range(7):
+        words.append(word_token_ids()[state % len(word_token_ids())])
+        state = fold(state, words[-1:])
     ignored = tell(saying("abc"), with_stop(request, ignore_eos=True))
-    assert (ignored.tokens(), ignored.end()) == (script + words[3:], (FinishReason.LENGTH, None))
+    assert (ignored.tokens(), ignored.end()) == (script + words, (FinishReason.LENGTH, None))
     minimum = tell(saying("abc"), with_stop(request, min_tokens=7))
-    assert (minimum.tokens(), minimum.end()) == ([*script, *words[3:7], EOS], (FinishReason.STOP, None))
+    assert (minimum.tokens(), minimum.end()) == ([*script, *words[:4], EOS], (FinishReason.STOP, None))
     for num_tokens in (0, 2, 3):
         assert tell(saying("abc"), with_stop(request, min_tokens=num_tokens)).tokens() == [*script, EOS]
 

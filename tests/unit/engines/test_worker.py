@@ -35,7 +35,8 @@ from kvolt.core.errors import (
 from kvolt.core.ids import RequestId
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Grammar, GrammarKind
-from kvolt.engines.sim_model import next_token
+from kvolt.engines.sim_answer import answer_tokens
+from kvolt.engines.sim_model import word_token_ids
 from kvolt.engines.worker import WorkerOptions
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.call import Deadlines, ResponseStream
@@ -65,7 +66,7 @@ def test_a_request_is_answered_and_leaves_nothing() -> None:
             for seed, stream in enumerate(streams):
                 deltas = await read(stream)
                 tokens = [token for delta in deltas for token in delta.token_ids]
-                assert tokens == [next_token(seed, position) for position in range(9)]
+                assert tokens == answer_tokens(make_request().token_ids, seed, 9, word_token_ids())
                 assert [delta.finish for delta in deltas][-1] is FinishReason.LENGTH
             assert not running.worker._open
             assert is_empty(running.engine)

@@ -44,7 +44,8 @@ from kvolt.engines.contract import KvRoom
 from kvolt.engines.kv_moving import KvOffer
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
-from kvolt.engines.sim_model import next_token
+from kvolt.engines.sim_answer import answer_tokens
+from kvolt.engines.sim_model import word_token_ids
 from kvolt.engines.worker import Worker, stats_of
 from kvolt.journey.take_back import ask_back
 from kvolt.runtime.call import Deadlines
@@ -216,7 +217,7 @@ def whole(handoff: Handoff, deltas: Sequence[Delta]) -> list[int]:
     return [*handoff.first_tokens, *tokens_of(deltas)]
 
 
-EXPECTED = [next_token(1, position) for position in range(TOKENS)]
+EXPECTED = answer_tokens(asked().token_ids, 1, TOKENS, word_token_ids())
 
 
 async def at_rest(*workers: RunningWorker, timeout_s: float = 1.0) -> None:
