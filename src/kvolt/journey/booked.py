@@ -4,19 +4,22 @@ back. Everything that was booked is freed once."""
 from __future__ import annotations
 
 from kvolt.core.delta import Usage
+from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision, Router
 
 
 class Booked:
     """Of one journey, which says when."""
 
-    __slots__ = ("_decision", "_router", "_to_begin", "other")
+    __slots__ = ("_decision", "_has_failed", "_router", "_to_begin", "other")
 
     def __init__(self) -> None:
         self._router: Router | None = None
         self._decision: Decision | None = None
         self._to_begin = False
         """Whether it waits to hear of a first token."""
+        self._has_failed = False
+        """Whether a worker was reported to have failed it."""
         self.other: Decision | None = None
         """Booked as well, while its worker is asked to give it back."""
 
@@ -46,10 +49,16 @@ class Booked:
         self.free()
         self._decision = decision
 
-    def free(self, usage: Usage | None = None) -> None:
-        """The place that it has, if it has any; with what its worker counted."""
+    def free(self, usage: Usage | None = None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        """The place that it has, if it has any; with what its worker counted.
+
+        A request counts as a failure of one worker at most: the next one that fails on it may be right to.
+        """
         decision, self._decision = self._decision, None
+        if outcome is Outcome.FAILED:
+            outcome = Outcome.UNKNOWN if self._has_failed else outcome
+            self._has_failed = True
         if self._router is not None and decision is not None:
             if decision.recall is not None:
                 decision.recall.move = None
-            self._router.free(decision, usage)
+            self._router.free(decision, usage, outcome)

@@ -2,9 +2,9 @@
 
 A prompt may be computed by another worker than its answer; where nobody can, whoever answers computes it. A request of
 which nothing was delivered may be tried elsewhere from its beginning; once something was, only from where it broke off
-(a migration). Both are bounded, and only for what another worker can do better: never for the request's own fault, a
-deadline or a caller who has gone. One that still waits at its worker may be taken back and sent elsewhere, which is no
-failure of anybody.
+(a migration). Both are bounded, and whatever the error is unless another worker would fail as well: never for the
+request's own fault, a deadline of the whole request or a caller who has gone. One that still waits at its worker may be
+taken back and sent elsewhere, which is no failure of anybody.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from kvolt.core.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineDied,
+    EngineFailed,
+    Fault,
     KvoltError,
     Overloaded,
     Unavailable,
@@ -133,6 +135,9 @@ class End(NamedTuple):
 Action = Prefill | Route | Open | Wait | End
 
 
+_NOT_THE_WORKER = (Fault.CALLER, Fault.NOBODY)
+"""Another worker would fail as well."""
+
 _MAX_PREFILLS = 2
 """Workers that are asked for a prompt alone."""
 
@@ -153,6 +158,7 @@ class JourneyMachine:
         "_migration_limit",
         "_num_deaths",
         "_num_prefills",
+        "_num_silent",
         "failure",
         "gpu_work",
         "num_attempts",
@@ -176,6 +182,8 @@ class JourneyMachine:
         """Workers that were asked for the prompt alone."""
         self._num_deaths = 0
         """Engines that died with it inside."""
+        self._num_silent = 0
+        """Workers that had it and no first token by the deadline."""
         self._instance: InstanceId | None = None
         self._excluded: frozenset[InstanceId] = frozenset()
         self._loss: KvoltError | None = None
@@ -216,11 +224,11 @@ class JourneyMachine:
             self.gpu_work = GpuWork.UNKNOWN
         self._num_prefills += 1
         self._excluded |= {event.instance_id}
-        is_final = self._is_final(error)
+        is_slow = isinstance(error, DeadlineExceeded)
+        is_final = not is_slow and self._is_final(error)
         if self._num_deaths > 1:
             return self._end(error)
-        is_slow = isinstance(error, DeadlineExceeded)
-        if (is_slow or not is_final) and self._num_prefills < _MAX_PREFILLS:
+        if not is_final and self._num_prefills < _MAX_PREFILLS:
             return Prefill(self._excluded)
         return self._route_anew()  # what is wrong with the request itself, whoever answers says as well
 
@@ -258,11 +266,14 @@ class JourneyMachine:
         return self._look_elsewhere(event.error, State.ROUTING)
 
     def _is_final(self, error: KvoltError) -> bool:
-        """Whether nobody else is to be asked. Two engines that died of the same request, wherever in it: it may be the
-        request, and a third would be one too many."""
+        """Whether no other worker is asked. Two engines that died of the same request, wherever in it: it may be the
+        request, and a third would be one too many. Likewise two workers that had no first token for it in time."""
+        if isinstance(error, DeadlineExceeded):
+            self._num_silent += error.fields.get("stage") == "first"
+            return error.fields.get("stage") != "first" or self._num_silent > 1
         if isinstance(error, EngineDied):
             self._num_deaths += 1
-        return not error.retryable or self._num_deaths > 1
+        return error.fault in _NOT_THE_WORKER or self._num_deaths > 1
 
     def _look_elsewhere(self, error: KvoltError, state: State) -> Action:
         assert self._instance is not None
@@ -332,6 +343,9 @@ class JourneyMachine:
 
     def _end(self, error: KvoltError | None) -> Action:
         self.state = State.DONE
+        if isinstance(error, EngineDied) and self._num_deaths > 1:  # to be sent again by no client either
+            died = f"{self._num_deaths} engines died with this request, the last one so: {error.message}"
+            error = EngineFailed(died, **error.fields)
         return End(error)
 
 

@@ -19,6 +19,7 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.journey.decided import as_decided
 from kvolt.journey.take_back import let_go
+from kvolt.router.breaker import Outcome, outcome_of
 from kvolt.router.port import Decision, Router
 from kvolt.runtime.address import Instance
 from kvolt.runtime.call import Call, Deadlines
@@ -111,7 +112,14 @@ class PrefillCall:
             raise
         finally:
             self.took_s = loop.time() - sent_at
-            self._leg.router.free(decision, None)
+            self._leg.router.free(decision, None, self._outcome())
+
+    def _outcome(self) -> Outcome:
+        """What its end says about the worker: nothing where that never had it."""
+        if not self._is_sent or not self._done.done() or self._done.cancelled():
+            return Outcome.UNKNOWN
+        error = self._done.exception()
+        return outcome_of(error) if error is None or isinstance(error, KvoltError) else Outcome.UNKNOWN
 
     def cancel(self) -> None:
         """Stop here and there; `run` raises Cancelled."""

@@ -6,6 +6,7 @@ from kvolt.core.delta import Usage
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
+from kvolt.router.breaker import Breakers, Outcome
 from kvolt.router.eligible import Eligible
 from kvolt.router.port import Decision
 from kvolt.runtime.client import EndpointClient
@@ -14,8 +15,10 @@ from kvolt.runtime.client import EndpointClient
 class DirectRouter:
     """To the pinned instance; InvalidRequest for a request without a pin. A Router."""
 
-    def __init__(self, client: EndpointClient, role: Role = Role.AGGREGATED) -> None:
-        self._eligible = Eligible(client, role)
+    def __init__(
+        self, client: EndpointClient, role: Role = Role.AGGREGATED, breakers: Breakers | None = None
+    ) -> None:
+        self.eligible = Eligible(client, role, breakers)
         self._role = role
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
@@ -24,14 +27,16 @@ class DirectRouter:
                 "this router takes no decisions: name the worker, for example in the header x-kvolt-worker-instance-id",
                 param="nvext.backend_instance_id",
             )
-        (instance,) = self._eligible.of(request, excluded)
-        return Decision(instance, dp_rank=request.routing.pinned_dp_rank)
+        (instance,) = self.eligible.of(request, excluded)
+        attempt = self.eligible.breakers.send(instance.id)
+        return Decision(instance, dp_rank=request.routing.pinned_dp_rank, attempt=attempt)
 
     def begun(self, decision: Decision, cached_tokens: int | None) -> None:
-        """Who is busy does not matter here."""
+        self.eligible.breakers.first_token(decision.instance.id, decision.attempt)
 
-    def free(self, decision: Decision, usage: Usage | None) -> None:
-        """Nothing was booked."""
+    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        """No other instance may take what is pinned; the breaker is kept for metrics."""
+        self.eligible.breakers.end(decision.instance.id, decision.attempt, outcome)
 
     async def close(self) -> None:
         """It has nothing of its own."""

@@ -5,22 +5,35 @@ What every router begins with; which of them it takes is its own affair.
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.adapters import Adapters
+from kvolt.router.breaker import Breakers, BreakerState, BreakerView
 from kvolt.router.registered import Registered
 from kvolt.router.roster import ranks_of
 from kvolt.runtime.address import Instance, InstanceState
 from kvolt.runtime.client import EndpointClient
 
+log = logging.getLogger(__name__)
+
 
 class Eligible:
     """Of one endpoint, for as long as its client lives."""
 
-    def __init__(self, client: EndpointClient, role: Role = Role.AGGREGATED) -> None:
+    def __init__(
+        self, client: EndpointClient, role: Role = Role.AGGREGATED, breakers: Breakers | None = None
+    ) -> None:
+        """`breakers`: on the loop's time unless they are given."""
         self._client = client
         self._role = role
+        self.breakers = breakers or Breakers(asyncio.get_running_loop().time)
+        """Of these instances, as this router sees them. Routers say what they send, and how it ended."""
+        self.breakers.on_change = self._log_breaker
+        client.on_change(self._drop_breakers)
         self._adapters = Adapters(client)
         self.registered = Registered(client)
 
@@ -29,6 +42,7 @@ class Eligible:
         hints = request.routing
         return (
             not excluded
+            and not self.breakers.is_any_open
             and not request.lora
             and self._role not in hints.pins
             and not hints.allowed
@@ -54,7 +68,8 @@ class Eligible:
             left = [each for each in left if hints.pinned_dp_rank in ranks_of(infos.get(each.id))]
         if not left:
             raise self._nobody(hints, lora, excluded)
-        return left
+        blocked = self.breakers.blocked(each.id for each in left)
+        return [each for each in left if each.id not in blocked] if blocked else left
 
     def why_not(self, instance: Instance, request: Request) -> str | None:
         """Why a registered instance may not take a request, for people; None for one that may."""
@@ -75,7 +90,26 @@ class Eligible:
         rank = hints.pinned_dp_rank
         if rank is not None and rank not in ranks_of(self.registered.infos().get(instance.id)):
             return f"it has no data-parallel rank {rank}"
+        breaker = self.breakers.views().get(instance.id)
+        if breaker is not None and breaker.state is BreakerState.OPEN:
+            share, wait_s = breaker.failure_rate, breaker.retry_in_s
+            return f"its circuit breaker is open: it fails {share:.0%} of its requests; next probe in {wait_s:.1f} s"
         return None
+
+    def _drop_breakers(self) -> None:
+        if self.breakers:
+            self.breakers.keep(each.id for each in self._client.instances())
+
+    def _log_breaker(self, instance_id: InstanceId, view: BreakerView) -> None:
+        if view.state is BreakerState.CLOSED:
+            log.info("breaker closed: worker=%s", instance_id)
+            return
+        log.warning(
+            "breaker open: worker=%s failure_rate=%.2f retry_in_s=%.1f",
+            instance_id,
+            view.failure_rate,
+            view.retry_in_s,
+        )
 
     def _nobody(self, hints: RoutingHints, lora: str | None, excluded: frozenset[InstanceId]) -> Unavailable:
         pinned = hints.pins.get(self._role)

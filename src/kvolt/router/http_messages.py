@@ -22,6 +22,7 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.load import WorkerLoad
 from kvolt.core.packed_hashes import HASH_BYTES, packed, unpacked
 from kvolt.core.request import Request, Role, RoutingHints
+from kvolt.router.breaker import Outcome
 from kvolt.router.by_hand import UNKNOWN, hashes_of, request_of, worker_info
 from kvolt.router.posted import PostedEvent
 from kvolt.router.selector import Choice
@@ -276,6 +277,14 @@ class EndToPost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     prompt_tokens: _Tokens = 0
     completion_tokens: _Tokens | None = None
     cached_tokens: _Tokens = 0
+    outcome: Outcome | None = None
+    """For the breaker of its worker; `answered` where there are counts and nothing else is given."""
+
+    @property
+    def worker_outcome(self) -> Outcome:
+        if self.outcome is not None:
+            return self.outcome
+        return Outcome.UNKNOWN if self.completion_tokens is None else Outcome.ANSWERED
 
 
 # --- reading it

@@ -278,7 +278,7 @@ class RouterHttp:
         if end.completion_tokens is not None:
             usage = Usage(end.prompt_tokens, end.completion_tokens, end.cached_tokens)
         model, reservation_id = self._reserved(request)
-        model.free(reservation_id, usage)
+        model.free(reservation_id, usage, end.worker_outcome)
         return _json({})
 
     # --- for people

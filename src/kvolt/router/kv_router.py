@@ -14,6 +14,7 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import Tier
 from kvolt.core.load import LoadReport
 from kvolt.core.request import KvSource, Request, Role
+from kvolt.router.breaker import Breakers, Outcome
 from kvolt.router.eligible import Eligible
 from kvolt.router.forecast import Forecast
 from kvolt.router.gossip import PlaceBookings
@@ -45,7 +46,7 @@ class KvRouter:
         watch: Watch | None = None,
     ) -> None:
         self._client = client
-        self._eligible = Eligible(client, role)
+        self.eligible = Eligible(client, role, Breakers(now))
         self._known_version: int | None = None
         self._givers: tuple[Place, ...] = ()
         """Those that give others what they have."""
@@ -53,7 +54,7 @@ class KvRouter:
         self.on_relief: Callable[[], None] = _nobody_waits
         """Called when a worker may have got room without `begun` or `free`; of who lets requests wait."""
         client.on_change(self._on_change)
-        self.selector = Selector(holders, policy, now, rng, settings, watch)
+        self.selector = Selector(holders, policy, now, rng, settings, watch, self.eligible.breakers)
 
     @property
     def endpoint(self) -> EndpointAddress:
@@ -91,9 +92,11 @@ class KvRouter:
         return self.selector.queue_s(decision.booking)
 
     def begun(self, decision: Decision, cached_tokens: int | None) -> None:
+        self.eligible.breakers.first_token(decision.instance.id, decision.attempt)
         self.selector.begun(decision.booking, cached_tokens)
 
-    def free(self, decision: Decision, usage: Usage | None) -> None:
+    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        self.eligible.breakers.end(decision.instance.id, decision.attempt, outcome)
         self.selector.free(decision.booking, usage)
 
     async def close(self) -> None:
@@ -123,7 +126,7 @@ class KvRouter:
 
     def left_out(self, request: Request) -> list[tuple[Instance, str]]:
         """Every registered worker that may not take a request, and why, for people."""
-        told = [(each, self._eligible.why_not(each, request)) for each in self._client.instances()]
+        told = [(each, self.eligible.why_not(each, request)) for each in self._client.instances()]
         return [(instance, why) for instance, why in told if why is not None]
 
     def held_by(self, instance_id: InstanceId) -> str:
@@ -157,7 +160,7 @@ class KvRouter:
     def _decide(self, choice: Choice) -> Decision:
         is_query = choice.request.routing.query_only
         instance_id, dp_rank = choice.place
-        infos = self._eligible.registered.infos()
+        infos = self.eligible.registered.infos()
         has_several = len(ranks_of(infos.get(instance_id))) > 1
         return Decision(
             self._client.instance(instance_id),
@@ -166,18 +169,19 @@ class KvRouter:
             _sources(choice, infos),
             booking=0 if is_query else self.selector.book(choice),
             dp_rank=dp_rank if has_several else None,
+            attempt=None if is_query else self.eligible.breakers.send(instance_id),
         )
 
     def _candidates(self, request: Request, excluded: frozenset[InstanceId]) -> Sequence[InstanceId]:
         self._look()
-        if self._eligible.is_anyone(request, excluded):
+        if self.eligible.is_anyone(request, excluded):
             everyone = self._all_ids()
             if everyone:
                 return everyone
-        return _ids(self._eligible.of(request, excluded))
+        return _ids(self.eligible.of(request, excluded))
 
     def _look(self) -> None:
-        registered = self._eligible.registered
+        registered = self.eligible.registered
         if registered.version != self._known_version:
             self._known_version = registered.version
             infos = registered.infos()

@@ -11,6 +11,7 @@ import random
 from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
+from kvolt.router.breaker import Breakers, Outcome
 from kvolt.router.eligible import Eligible
 from kvolt.router.port import Decision
 from kvolt.runtime.address import Instance
@@ -20,8 +21,10 @@ from kvolt.runtime.client import EndpointClient
 class LeastLoadedRouter:
     """The candidate with the fewest; of several such each in turn. Pins and adapters as ever."""
 
-    def __init__(self, client: EndpointClient, role: Role = Role.AGGREGATED) -> None:
-        self._eligible = Eligible(client, role)
+    def __init__(
+        self, client: EndpointClient, role: Role = Role.AGGREGATED, breakers: Breakers | None = None
+    ) -> None:
+        self.eligible = Eligible(client, role, breakers)
         self._turn = 0
         self._under_way: dict[InstanceId, int] = {}
         """Of those that have any: what is gone and done leaves nothing behind."""
@@ -32,9 +35,9 @@ class LeastLoadedRouter:
         return dict(self._under_way)
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        chosen = self._choose(self._eligible.of(request, excluded))
+        chosen = self._choose(self.eligible.of(request, excluded))
         self._under_way[chosen.id] = self._count(chosen) + 1
-        return Decision(chosen)
+        return Decision(chosen, attempt=self.eligible.breakers.send(chosen.id))
 
     def _choose(self, left: list[Instance]) -> Instance:
         self._turn += 1
@@ -46,9 +49,11 @@ class LeastLoadedRouter:
 
     def begun(self, decision: Decision, cached_tokens: int | None) -> None:
         """A request counts the same before and after."""
+        self.eligible.breakers.first_token(decision.instance.id, decision.attempt)
 
-    def free(self, decision: Decision, usage: Usage | None) -> None:
+    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
         instance_id = decision.instance.id
+        self.eligible.breakers.end(instance_id, decision.attempt, outcome)
         number = self._under_way.pop(instance_id, 0) - 1
         if number > 0:
             self._under_way[instance_id] = number
@@ -60,8 +65,14 @@ class LeastLoadedRouter:
 class PowerOfTwoRouter(LeastLoadedRouter):
     """The less loaded of two that are drawn: several routers that do not know each other choose different ones."""
 
-    def __init__(self, client: EndpointClient, rng: random.Random, role: Role = Role.AGGREGATED) -> None:
-        super().__init__(client, role)
+    def __init__(
+        self,
+        client: EndpointClient,
+        rng: random.Random,
+        role: Role = Role.AGGREGATED,
+        breakers: Breakers | None = None,
+    ) -> None:
+        super().__init__(client, role, breakers)
         self._rng = rng
 
     def _choose(self, left: list[Instance]) -> Instance:
@@ -71,8 +82,14 @@ class PowerOfTwoRouter(LeastLoadedRouter):
 class RandomRouter(LeastLoadedRouter):
     """Any of them."""
 
-    def __init__(self, client: EndpointClient, rng: random.Random, role: Role = Role.AGGREGATED) -> None:
-        super().__init__(client, role)
+    def __init__(
+        self,
+        client: EndpointClient,
+        rng: random.Random,
+        role: Role = Role.AGGREGATED,
+        breakers: Breakers | None = None,
+    ) -> None:
+        super().__init__(client, role, breakers)
         self._rng = rng
 
     def _choose(self, left: list[Instance]) -> Instance:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvolt.core.errors import ConfigError
+from kvolt.router.breaker import Breakers
 from kvolt.router.custom_policy import CustomPolicy, is_custom
 from kvolt.router.direct import DirectRouter
 from kvolt.router.exact import ExactRouter
@@ -15,16 +16,25 @@ from kvolt.router.port import RoundRobinRouter, Router, RouterContext
 from kvolt.router.queued import QueueOptions, QueueRouter
 from kvolt.runtime.settings_router import RouterSettings
 
+
+def _breakers(context: RouterContext) -> Breakers:
+    return Breakers(context.runtime.ports.clock.monotonic)
+
+
 NewRouter = Callable[[RouterContext], Router]
 
 ROUTERS: dict[str, NewRouter] = {
     "latency": lambda context: _late(context, "latency", latency_of(context.settings)),
     "classic": lambda context: _late(context, "classic", classic_of(context.settings)),
-    "round-robin": lambda context: RoundRobinRouter(context.client, context.role),
-    "least-loaded": lambda context: LeastLoadedRouter(context.client, context.role),
-    "power-of-two": lambda context: PowerOfTwoRouter(context.client, context.runtime.ports.rng, context.role),
-    "random": lambda context: RandomRouter(context.client, context.runtime.ports.rng, context.role),
-    "direct": lambda context: DirectRouter(context.client, context.role),
+    "round-robin": lambda context: RoundRobinRouter(context.client, context.role, _breakers(context)),
+    "least-loaded": lambda context: LeastLoadedRouter(context.client, context.role, _breakers(context)),
+    "power-of-two": lambda context: PowerOfTwoRouter(
+        context.client, context.runtime.ports.rng, context.role, _breakers(context)
+    ),
+    "random": lambda context: RandomRouter(
+        context.client, context.runtime.ports.rng, context.role, _breakers(context)
+    ),
+    "direct": lambda context: DirectRouter(context.client, context.role, _breakers(context)),
 }
 """The first is the default."""
 

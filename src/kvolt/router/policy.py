@@ -157,6 +157,20 @@ def latency(weights: LatencyWeights | None = None) -> Policy:
     return cost
 
 
+def with_retries(costs: Floats, failure_rates: Floats) -> Floats:
+    """Expected costs where an attempt may fail: then the request costs what the best other place takes.
+
+    In whatever unit a policy counts. A place that fails every request is as good as the best of the others, never
+    better, however idle its failures make it look.
+    """
+    if len(costs) < 2:
+        return costs
+    best, second = np.partition(costs, 1)[:2]
+    retries = np.where(costs == best, second, best)
+    expected: Floats = costs + failure_rates * np.maximum(retries - costs, 0.0)
+    return expected
+
+
 def prefer(costs: Floats, weights: Floats) -> Floats:
     """Costs of which those are lowered that have a weight above 0, and raised below: to 37 % and 272 % at most.
 

@@ -11,6 +11,7 @@ import msgspec
 from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import KvSource, Request, Role
+from kvolt.router.breaker import Attempt, Breakers, Outcome
 from kvolt.router.eligible import Eligible
 from kvolt.runtime.address import Instance
 from kvolt.runtime.client import EndpointClient
@@ -42,6 +43,8 @@ class Decision(msgspec.Struct, frozen=True):
     """Which data-parallel rank of the instance; None where the instance may choose."""
     recall: Recall | None = None
     """Of a router that may want the request back before it has begun."""
+    attempt: Attempt | None = None
+    """For the router that made it: what its breaker of the instance keeps of it."""
 
 
 _AS_THEY_COME = RouterSettings()
@@ -78,10 +81,11 @@ class Router(Protocol):
         """
         ...
 
-    def free(self, decision: Decision, usage: Usage | None) -> None:
+    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
         """What came of this decision is over: answered, failed, cancelled or never begun. Once for each.
 
-        With the worker's own counts where it was answered to its end. Must not raise.
+        With the worker's own counts where it was answered to its end, and with what that says about the worker. Must
+        not raise.
         """
         ...
 
@@ -94,23 +98,27 @@ class RoundRobinRouter:
     """Each candidate in turn. A pin for its role is obeyed, and who lacks the request's adapter is left out;
     nothing else about the request matters."""
 
-    def __init__(self, client: EndpointClient, role: Role = Role.AGGREGATED) -> None:
+    def __init__(
+        self, client: EndpointClient, role: Role = Role.AGGREGATED, breakers: Breakers | None = None
+    ) -> None:
         self._client = client
-        self._eligible = Eligible(client, role)
+        self.eligible = Eligible(client, role, breakers)
         self._turn = 0
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        if self._eligible.is_anyone(request, excluded):
-            return Decision(self._client.round_robin())
-        left = self._eligible.of(request, excluded)
-        self._turn += 1
-        return Decision(left[self._turn % len(left)])
+        if self.eligible.is_anyone(request, excluded):
+            chosen = self._client.round_robin()
+        else:
+            left = self.eligible.of(request, excluded)
+            self._turn += 1
+            chosen = left[self._turn % len(left)]
+        return Decision(chosen, attempt=self.eligible.breakers.send(chosen.id))
 
     def begun(self, decision: Decision, cached_tokens: int | None) -> None:
-        """Who is busy does not matter here."""
+        self.eligible.breakers.first_token(decision.instance.id, decision.attempt)
 
-    def free(self, decision: Decision, usage: Usage | None) -> None:
-        """Nothing was booked."""
+    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        self.eligible.breakers.end(decision.instance.id, decision.attempt, outcome)
 
     async def close(self) -> None:
         """It has nothing of its own."""

@@ -19,6 +19,7 @@ from kvolt.core.delta import Usage
 from kvolt.core.errors import KvoltError, Overloaded
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
+from kvolt.router.breaker import Outcome
 from kvolt.router.forecast import Forecast
 from kvolt.router.port import Decision, Recall, Router
 from kvolt.router.queue import Order, QueueLimits, Waiting, WaitingQueue
@@ -179,9 +180,9 @@ class QueueRouter:
         self.inner.begun(decision, cached_tokens)
         self._wake()
 
-    def free(self, decision: Decision, usage: Usage | None) -> None:
+    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
         self._take_back.forget(decision)
-        self.inner.free(decision, usage)
+        self.inner.free(decision, usage, outcome)
         self._wake()
 
     async def close(self) -> None:

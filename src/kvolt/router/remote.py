@@ -18,6 +18,7 @@ from kvolt.core.delta import Usage
 from kvolt.core.errors import DeadlineExceeded, KvoltError, NetworkFault, Unavailable, from_info
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
+from kvolt.router.breaker import Outcome
 from kvolt.router.explanation import EXPLAIN_ENDPOINT, Explanation, explain_route
 from kvolt.router.forecast import Forecast, Forecasting
 from kvolt.router.policies import NewRouter
@@ -99,10 +100,10 @@ class RouterSession:
             self._begun.append(Begun(ticket, cached_tokens))
             self._link.tell_soon(self)
 
-    def free(self, ticket: int, usage: Usage | None) -> None:
+    def free(self, ticket: int, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
         self._carried.pop(ticket, None)
         if self.is_open:
-            self._freed.append(Freed(ticket, usage))
+            self._freed.append(Freed(ticket, usage, outcome))
             self._link.tell_soon(self)
 
     @property
@@ -152,8 +153,8 @@ class Asked:
     def begin(self, cached_tokens: int | None) -> None:
         self.session.begin(self.ticket, cached_tokens)
 
-    def free(self, usage: Usage | None) -> None:
-        self.session.free(self.ticket, usage)
+    def free(self, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        self.session.free(self.ticket, usage, outcome)
 
 
 class RouterLink:
@@ -402,12 +403,12 @@ class RemoteRouter:
             case Decision() as own:
                 self._local.begun(own, cached_tokens)
 
-    def free(self, decision: Decision, usage: Usage | None) -> None:
+    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
         match self._booked.pop(decision.booking, None):
             case Asked() as asked:
-                asked.free(usage)
+                asked.free(usage, outcome)
             case Decision() as own:
-                self._local.free(own, usage)
+                self._local.free(own, usage, outcome)
 
     async def close(self) -> None:
         """The way to who is asked is shared."""

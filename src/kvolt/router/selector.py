@@ -25,6 +25,7 @@ from kvolt.core.latency import Floats
 from kvolt.core.load import LoadReport
 from kvolt.core.request import Request, RoutingHints
 from kvolt.router.affinity import Affinity
+from kvolt.router.breaker import Breakers
 from kvolt.router.expected import ExpectedBlocks
 from kvolt.router.forecast import Forecast
 from kvolt.router.gossip import PlaceBookings
@@ -32,7 +33,7 @@ from kvolt.router.learning import Learning, Watch
 from kvolt.router.load import Booking, LoadBook
 from kvolt.router.overlap import Holders, Overlap, Overlaps, usable_hashes
 from kvolt.router.place import Place
-from kvolt.router.policy import Policy, RequestView, WorkersView, pick, prefer
+from kvolt.router.policy import Policy, RequestView, WorkersView, pick, prefer, with_retries
 from kvolt.router.prices import Asked
 from kvolt.router.roster import Field, Roster
 from kvolt.router.shadow import Shadow, Shadowed
@@ -106,6 +107,8 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     """How many times as long as it says it takes, as far as was seen; the times here are with it."""
     held_blocks: float
     """Of the overlap, what is held already; the rest is on its way there."""
+    failure_rate: float = 0.0
+    """Share of its recent requests that failed; the cost includes the retry that this leads to."""
 
 
 class PlaceLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +139,7 @@ class _Scored:
     is_any_saturated: bool
     overlap: Overlap
     pace: Floats
+    failure_rates: Floats
     find_s: float
 
 
@@ -150,8 +154,9 @@ class Selector:
         rng: random.Random,
         settings: RouterSettings | None = None,
         watch: Watch | None = None,
+        breakers: Breakers | None = None,
     ) -> None:
-        """Who looks on is told what becomes of requests."""
+        """Who looks on is told what becomes of requests. `breakers`: how often workers fail; without, they never do."""
         self._policy = policy
         self._now = now
         self._rng = rng
@@ -164,6 +169,7 @@ class Selector:
         self._affinity = Affinity(settings.affinity_half_life_s, settings.affinity_sessions)
         self._under_way: dict[int, Choice] = {}
         self._tiered: frozenset[InstanceId] = frozenset()
+        self._breakers = breakers
         self.shadow: Shadow | None = None
         """A second policy that is asked beside and decides nothing."""
 
@@ -337,6 +343,7 @@ class Selector:
                 is_chosen=index == chosen,
                 preference=float(scored.preference[index]),
                 pace=float(scored.pace[index]),
+                failure_rate=float(scored.failure_rates[index]),
                 held_blocks=float(scored.overlap.held[index]),
                 **{name: float(getattr(workers, name)[index]) for name in workers.__struct_fields__},
             )
@@ -383,14 +390,35 @@ class Selector:
         pace = self._learning.pace(field.at, now)
         workers = self._look(asked, overlap, pace, field, self._affinities(hints, field, now), now)
         costs = self._policy(asked, workers)
+        failure_rates = self._failure_rates(field)
+        if failure_rates is not field.nothing:
+            costs = with_retries(costs, failure_rates)
         preference = field.nothing
         if hints.preferred_taints:
             preference = _preference(field, hints.preferred_taints)
             costs = prefer(costs, preference)
         full, saturated, is_any = self._busy(field, workers)
         return _Scored(
-            field, asked, workers, costs, preference, full, saturated, is_any, overlap, pace, find_s
+            field,
+            asked,
+            workers,
+            costs,
+            preference,
+            full,
+            saturated,
+            is_any,
+            overlap,
+            pace,
+            failure_rates,
+            find_s,
         )
+
+    def _failure_rates(self, field: Field) -> Floats:
+        """`field.nothing` itself where no worker has failed lately."""
+        if not self._breakers:
+            return field.nothing
+        rates = self._breakers.failure_rates([place.instance_id for place in field.places])
+        return field.nothing if rates is None else np.array(rates)
 
     def _pick(self, hints: RoutingHints, scored: _Scored) -> tuple[int, bool]:
         """The index of the best, and whether all are saturated. Who is full counts only while all are."""

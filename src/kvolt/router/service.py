@@ -120,8 +120,13 @@ class Session:
 
     def free(self, ticket: int, end: Freed | None = None) -> None:
         held = self._held.pop(ticket, None)
-        if held is not None:
-            held[0].free(held[1], None if end is None else end.usage)
+        if held is None:
+            return
+        router, decision = held
+        if end is None:
+            router.free(decision, None)
+        else:
+            router.free(decision, end.usage, end.outcome)
 
     def close(self) -> None:
         self.is_over = True

@@ -20,6 +20,7 @@ from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import InstanceId
 from kvolt.core.packed_hashes import check_packed, packed, unpacked
 from kvolt.core.request import Handoff, KvSource, Request, Role, Sampling
+from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.server import OWN_ENDPOINTS
@@ -51,6 +52,8 @@ class Freed(msgspec.Struct, frozen=True, array_like=True):
 
     ticket: int
     usage: Usage | None = None
+    outcome: Outcome = Outcome.UNKNOWN
+    """What that says about the worker."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):

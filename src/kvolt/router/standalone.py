@@ -30,6 +30,7 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.load import LoadReport
 from kvolt.core.request import Request, Role
 from kvolt.router.approximate import ApproximateOptions
+from kvolt.router.breaker import Attempt, Breakers, Outcome
 from kvolt.router.mixed import MixedHolders
 from kvolt.router.policy import Policy
 from kvolt.router.posted import PostedEvent, PostedIndex
@@ -53,6 +54,8 @@ class Reservation:
     ticket: int
     choice: Choice
     expires_at: float | None
+    attempt: Attempt | None = None
+    """What the breaker of its worker keeps of it."""
 
 
 class Standalone:
@@ -78,7 +81,8 @@ class Standalone:
             now,
             ApproximateOptions(ttl_s=settings.approximate_ttl_s, max_bytes=settings.approximate_max_bytes),
         )
-        self.selector = Selector(self.holders, policy, now, rng, settings, self.holders)
+        self.breakers = Breakers(now)
+        self.selector = Selector(self.holders, policy, now, rng, settings, self.holders, self.breakers)
         self._infos: dict[InstanceId, EngineInfo] = {}
         self._everyone: tuple[InstanceId, ...] = ()
         self._reservations: dict[str, Reservation] = {}
@@ -180,9 +184,9 @@ class Standalone:
                 queue="reservations",
                 limit=limit,
             )
-        reservation = Reservation(
-            f"{self._rng.getrandbits(_ID_BITS):016x}", self.selector.book(choice), choice, None
-        )
+        ticket = self.selector.book(choice)
+        attempt = self.breakers.send(choice.place.instance_id)
+        reservation = Reservation(f"{self._rng.getrandbits(_ID_BITS):016x}", ticket, choice, None, attempt)
         self._reservations[reservation.id] = reservation
         self._lease(reservation, ttl_s)
         return reservation
@@ -193,13 +197,13 @@ class Standalone:
         return reservation
 
     def begun(self, reservation_id: str, cached_tokens: int | None) -> None:
-        self.selector.begun(self._reserved(reservation_id).ticket, cached_tokens)
-
-    def free(self, reservation_id: str, usage: Usage | None) -> None:
-        """NotFound for one that is over: freed, expired, or its worker is gone."""
         reservation = self._reserved(reservation_id)
-        del self._reservations[reservation_id]
-        self.selector.free(reservation.ticket, usage)
+        self.breakers.first_token(reservation.choice.place.instance_id, reservation.attempt)
+        self.selector.begun(reservation.ticket, cached_tokens)
+
+    def free(self, reservation_id: str, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        """NotFound for one that is over: freed, expired, or its worker is gone."""
+        self._end(self._reserved(reservation_id), usage, outcome)
 
     def expire(self) -> int:
         """Reservations whose time is over; how many."""
@@ -208,13 +212,17 @@ class Standalone:
             expires_at, reservation_id = heapq.heappop(self._leases)
             known = self._reservations.get(reservation_id)
             if known is not None and known.expires_at == expires_at:
-                del self._reservations[reservation_id]
-                self.selector.free(known.ticket, None)
+                self._end(known, None, Outcome.UNKNOWN)
                 num_expired += 1
         self.num_expired += num_expired
         return num_expired
 
     # ---
+
+    def _end(self, reservation: Reservation, usage: Usage | None, outcome: Outcome) -> None:
+        del self._reservations[reservation.id]
+        self.breakers.end(reservation.choice.place.instance_id, reservation.attempt, outcome)
+        self.selector.free(reservation.ticket, usage)
 
     def _lease(self, reservation: Reservation, ttl_s: float | None) -> None:
         reservation.expires_at = None if ttl_s is None else self._now() + ttl_s
@@ -247,13 +255,14 @@ class Standalone:
 
     def _tell(self) -> None:
         self._everyone = tuple(sorted(self._infos))
+        self.breakers.keep(self._everyone)
         self.selector.set_workers(self._infos)
 
     def _allowed(self, request: Request, excluded: Collection[InstanceId]) -> tuple[InstanceId, ...]:
         hints, lora = request.routing, request.lora
         pinned = hints.pins.get(Role.AGGREGATED)
         if not (excluded or lora or pinned or hints.allowed or hints.required_taints):
-            return self._everyone
+            return self._closed(self._everyone)
         left = tuple(
             worker
             for worker in self._everyone
@@ -265,4 +274,9 @@ class Standalone:
         )
         if not left:
             raise Unavailable("no registered worker may take the request", reason="none_fits")
-        return left
+        return self._closed(left)
+
+    def _closed(self, workers: tuple[InstanceId, ...]) -> tuple[InstanceId, ...]:
+        """Those whose breaker lets a request pass; all of them where none does."""
+        blocked = self.breakers.blocked(workers)
+        return tuple(each for each in workers if each not in blocked) if blocked else workers

@@ -44,7 +44,7 @@ from kvolt.testing.network import VirtualNetwork
 from kvolt.testing.ports import VirtualProcess
 from kvolt.twin.paper_mover import PaperBoard, PaperMover, link_in, link_out
 from kvolt.twin.paper_tiers import TwinTiers, tiering_on_paper
-from kvolt.twin.trouble import Trouble, every, new_bus
+from kvolt.twin.trouble import FailingEngine, Trouble, every, new_bus
 from kvolt.twin.watching import ClusterWatch, EngineWatch
 
 MODEL = "sim-tiny"
@@ -266,6 +266,7 @@ class TwinCluster:
         name = f"w{self._num_workers}"
         settings, trouble = self._settings, self._settings.trouble
         slow_by = trouble.slow_by if self._num_workers < trouble.slow_workers else 1.0
+        new_engine = FailingEngine if self._num_workers < trouble.failing_workers else SimEngine
         self._num_workers += 1
         runtime = await self._add_process(name)
         arguments = replace(
@@ -277,7 +278,7 @@ class TwinCluster:
             slow_by=settings.engine.slow_by * slow_by,
         )
         watch = self._watch.add_worker(name)
-        engine = SimEngine(EngineSpec(model=MODEL, role=role), arguments, watch)
+        engine = new_engine(EngineSpec(model=MODEL, role=role), arguments, watch)
         block_bytes = arguments.block_size * arguments.kv_bytes_per_token
         worker = Worker(
             runtime,

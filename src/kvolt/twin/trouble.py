@@ -14,6 +14,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvolt.core.errors import EngineFailed
+from kvolt.core.request import Request
+from kvolt.engines.sim import SimEngine
 from kvolt.runtime.events import Event
 from kvolt.runtime.events_mem import MemBus
 
@@ -33,6 +36,15 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     slow_workers: Annotated[int, Meta(ge=0)] = 0
     """The first so many take `slow_by` times as long for everything as they say of themselves."""
     slow_by: Annotated[float, Meta(ge=1)] = 3.0
+    failing_workers: Annotated[int, Meta(ge=0)] = 0
+    """The first so many refuse every request with EngineFailed, at once."""
+
+
+class FailingEngine(SimEngine):
+    """An engine that is broken: it starts, reports no load, and fails whatever it gets."""
+
+    def submit(self, request: Request) -> None:
+        raise EngineFailed("a kernel could not be launched", engine="sim")
 
 
 class LossyBus(MemBus):

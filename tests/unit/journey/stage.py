@@ -14,6 +14,7 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
 from kvolt.journey.journey import Road
 from kvolt.journey.resuming import Heard, Hearing
+from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision, RoundRobinRouter, Router
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.streams import StepSink
@@ -42,7 +43,7 @@ class Fixed:
 
     def begun(self, decision: Decision, cached_tokens: int | None) -> None: ...
 
-    def free(self, decision: Decision, usage: Usage | None) -> None: ...
+    def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None: ...
 
 
 class Booking:
@@ -51,6 +52,7 @@ class Booking:
     def __init__(self, router: Router) -> None:
         self._router = router
         self.num_booked = 0
+        self.outcomes: list[Outcome] = []
         self.open: list[Decision] = []
         self.begun_once: list[Decision] = []
         self.cached: list[int | None] = []
@@ -74,11 +76,13 @@ class Booking:
         assert not any(each is decision for each in self.begun_once)
         self.begun_once.append(decision)
         self.cached.append(cached_tokens)
+        self._router.begun(decision, cached_tokens)
 
-    def free(self, decision: Decision, usage: Usage | None) -> None:
+    def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
         self.open.remove(decision)  # a second time raises
         self.usages.append(usage)
-        self._router.free(decision, usage)
+        self.outcomes.append(outcome)
+        self._router.free(decision, usage, outcome)
 
 
 class Inbox:

@@ -46,7 +46,7 @@ class Counting(RoundRobinRouter):
         self.num_booked += 1
         return await super().route(request, excluded)
 
-    def free(self, decision: Decision, usage: Any) -> None:
+    def free(self, decision: Decision, usage: Any, outcome: object = None) -> None:
         self.num_freed += 1
 
 

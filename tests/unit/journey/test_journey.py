@@ -29,6 +29,7 @@ from kvolt.core.errors import (
     NetworkFault,
     Overloaded,
     Unavailable,
+    Unsupported,
 )
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Tier
@@ -351,12 +352,12 @@ def test_an_instance_that_cannot_be_reached_is_replaced_within_begin() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [Overloaded("full"), Unavailable("draining"), EngineFailed("oops")], ids=repr
+    "error", [Overloaded("full"), Unavailable("draining"), InvalidRequest("bad")], ids=repr
 )
 def test_after_the_first_token_nothing_is_tried_again_where_it_may_not(error: KvoltError) -> None:
     async def body(stage: Stage) -> None:
         router = Fixed(stage.decision(0), stage.decision(1))
-        road = stage.road(router, migration_limit=3 if isinstance(error, EngineFailed) else 0)
+        road = stage.road(router, migration_limit=3 if isinstance(error, InvalidRequest) else 0)
         inbox = Inbox()
         await Journey(road, make_request(), inbox, LIMITS).begin()
         await until(lambda: bool(inbox.ends))
@@ -381,7 +382,21 @@ def test_the_only_worker_that_crashes_after_its_first_token_ends_the_stream() ->
     staged(body, lambda: [None])
 
 
-@pytest.mark.parametrize("error", [EngineFailed("oops"), InvalidRequest("bad")], ids=repr)
+@pytest.mark.parametrize("error", [EngineFailed("oops"), KvoltError("internal error (KeyError)")], ids=repr)
+def test_what_a_worker_fails_at_is_retried_at_another(error: KvoltError) -> None:
+    async def body(stage: Stage) -> None:
+        router = Fixed(stage.decision(0), stage.decision(1))
+        road, inbox = stage.road(router), Inbox()
+        await Journey(road, make_request(), inbox, LIMITS).begin()
+        await until(lambda: bool(inbox.ends))
+        assert inbox.ends == [None]
+        assert road.stats.retries == {error.code: 1}
+        stage.nothing_left()
+
+    staged(body, lambda: [Refusing(error), None])
+
+
+@pytest.mark.parametrize("error", [Unsupported("oops"), InvalidRequest("bad")], ids=repr)
 def test_what_another_worker_could_not_do_better_is_final(error: KvoltError) -> None:
     async def body(stage: Stage) -> None:
         router = Fixed(stage.decision(0), stage.decision(1))
@@ -653,7 +668,7 @@ class Dozing:
 
     def begun(self, decision: Decision, cached_tokens: int | None) -> None: ...
 
-    def free(self, decision: Decision, usage: Usage | None) -> None: ...
+    def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None: ...
 
 
 def test_a_router_has_no_more_time_than_the_request() -> None:

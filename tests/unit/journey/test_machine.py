@@ -50,16 +50,23 @@ from kvolt.journey.machine import (
 from kvolt.router.port import Decision
 from kvolt.runtime.address import EndpointAddress, Instance
 
-RETRYABLE = [WorkerLost("w"), ConnectFailed("c"), Overloaded("o"), Unavailable("u")]
+RETRYABLE = [
+    WorkerLost("w"),
+    ConnectFailed("c"),
+    Overloaded("o"),
+    Unavailable("u"),
+    EngineFailed("e"),
+    ProtocolError("p"),
+    KvoltError("k"),
+]
 FINAL = [
     InvalidRequest("i"),
     NotFound("n"),
     Unsupported("u"),
     DeadlineExceeded("d"),
-    EngineFailed("e"),
-    ProtocolError("p"),
+    DeadlineExceeded("no token for a while", stage="between"),
+    DeadlineExceeded("all its time", stage="total"),
     Cancelled("c"),
-    KvoltError("k"),
 ]
 
 
@@ -175,8 +182,19 @@ def test_a_request_that_two_engines_died_of_kills_no_third() -> None:
     machine = at(State.WAITING)
     assert machine.on(Failed(EngineDied("first"))) == Route(frozenset({InstanceId("a")}))
     machine.on(Routed(to("b")))
-    second = EngineDied("second")
-    assert machine.on(Failed(second)) == End(second)
+    action = machine.on(Failed(EngineDied("second")))
+    assert isinstance(action, End)
+    assert type(action.error) is EngineFailed, "a client is not invited to try a third"
+    assert action.error.message.endswith("second")
+
+
+def test_a_second_worker_without_a_first_token_in_time_is_the_last() -> None:
+    late = DeadlineExceeded("no first token", stage="first")
+    machine = at(State.WAITING)
+    assert machine.on(Failed(late)) == Route(frozenset({InstanceId("a")}))
+    machine.on(Routed(to("b")))
+    machine.on(Opened())
+    assert machine.on(Failed(late)) == End(late)
 
 
 @pytest.mark.parametrize("error", FINAL, ids=repr)
@@ -256,7 +274,6 @@ def test_migrations_are_bounded_and_the_end_says_so(limit: int) -> None:
         (State.REROUTING, Overloaded("nobody is there")),
         (State.REOPENING, Unsupported("nobody is there")),
         (State.RESUMING, InvalidRequest("nobody is there")),
-        (State.RESUMING, EngineFailed("nobody is there")),
     ],
     ids=repr,
 )

@@ -15,7 +15,7 @@ from tests.unit.journey.stage import Fixed, Inbox, Refusing, Stage, staged
 from kvolt.core.delta import Delta, FinishReason, StepOutput, Usage
 from kvolt.core.errors import (
     DeadlineExceeded,
-    EngineDied,
+    EngineFailed,
     InvalidRequest,
     KvoltError,
     Overloaded,
@@ -367,7 +367,7 @@ def test_an_engine_that_dies_is_replaced_and_a_second_one_ends_it() -> None:
             await until(lambda number=number: inbox.num_tokens == number + 1)
             stage.workers[number].engine.put(RuntimeError("a kernel failed"))
         await until(lambda: bool(inbox.ends))
-        assert [type(error) for error in inbox.ends] == [EngineDied]
+        assert [type(error) for error in inbox.ends] == [EngineFailed]
         assert stage.workers[1].engine.submitted[0].resume == (300,)
         assert stage.workers[2].engine.submitted == [], "it may be the request"
         assert road.stats.migrations == {"engine_died": 1}

@@ -13,6 +13,7 @@ from kvolt.core.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineDied,
+    EngineFailed,
     InvalidRequest,
     KvoltError,
     Overloaded,
@@ -78,15 +79,22 @@ def test_another_prefill_worker_then_whoever_answers() -> None:
     [
         (Unavailable("none"), None),
         (Overloaded("full"), None),
-        (ProtocolError("no handoff"), P0),
         (InvalidRequest("too long for its memory"), P0),
-        (KvoltError("internal error (KeyError)"), P0),
     ],
 )
 def test_where_nobody_else_could_do_better_whoever_answers_computes_it(
     error: KvoltError, asked: InstanceId | None
 ) -> None:
     assert started().on(PrefillFailed(error, asked)) == Route(NOBODY)
+
+
+@pytest.mark.parametrize(
+    "error", [ProtocolError("no handoff"), KvoltError("internal error (KeyError)"), EngineFailed("no")]
+)
+def test_another_prefill_worker_is_asked_and_then_whoever_answers(error: KvoltError) -> None:
+    machine = started()
+    assert machine.on(PrefillFailed(error, P0)) == Prefill(frozenset({P0}))
+    assert machine.on(PrefillFailed(error, P1)) == Route(NOBODY)
 
 
 @pytest.mark.parametrize("stage", ["total", "route"])
@@ -105,8 +113,9 @@ def test_a_slow_prefill_worker_is_as_good_as_none() -> None:
 def test_engines_that_die_of_a_prompt_are_counted() -> None:
     machine = started()
     assert machine.on(PrefillFailed(EngineDied("died"), P0)) == Prefill(frozenset({P0}))
-    died = EngineDied("died")
-    assert machine.on(PrefillFailed(died, P1)) == End(died)
+    action = machine.on(PrefillFailed(EngineDied("died"), P1))
+    assert isinstance(action, End)
+    assert type(action.error) is EngineFailed
 
 
 def test_whoever_asked_may_go() -> None:
@@ -143,7 +152,7 @@ class Desk:
     def begun(self, decision: Decision, cached_tokens: int | None) -> None:
         self.begun_with.append(cached_tokens)
 
-    def free(self, decision: Decision, usage: object) -> None:
+    def free(self, decision: Decision, usage: object, outcome: object = None) -> None:
         self.num_freed += 1
 
     async def close(self) -> None: ...

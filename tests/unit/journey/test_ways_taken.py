@@ -14,7 +14,7 @@ from tests.unit.engines.test_worker_roles import EXPECTED, Air, asked, at_rest, 
 from tests.unit.journey.stage import Booking, Fixed, Inbox
 
 from kvolt.core.delta import StageTimes
-from kvolt.core.errors import EngineDied, Unavailable, Unsupported
+from kvolt.core.errors import EngineDied, EngineFailed, Unavailable, Unsupported
 from kvolt.core.request import Request, Role
 from kvolt.journey.journey import Journey, Road
 from kvolt.journey.prefill import Leg
@@ -189,7 +189,7 @@ def test_engines_that_die_of_it_there_and_here_end_it() -> None:
         journey = Journey(stage.road(Way.THERE)[0], asked(), inbox, Deadlines())
         for running in (stage.prefill, stage.decode):
             running.engine.submit = _die
-        with pytest.raises(EngineDied):
+        with pytest.raises(EngineFailed, match="2 engines died"):
             await journey.begin()
             await until(lambda: bool(inbox.ends))
             raise inbox.ends[0] or AssertionError("it was answered")

@@ -120,10 +120,10 @@ def test_who_has_more_is_named_where_both_share() -> None:
 
         async def share(number: int) -> None:
             worker = by_id[here.ids[number]]
-            version = here.router._eligible.registered.version
+            version = here.router.eligible.registered.version
             assert worker.worker.info is not None
             await worker.runtime.update_info(worker.endpoint, replace(worker.worker.info, shares_kv=True))
-            await until(lambda: here.router._eligible.registered.version != version)
+            await until(lambda: here.router.eligible.registered.version != version)
 
         assert await sources(pinned) == ()
         await share(0)

@@ -66,7 +66,7 @@ class Rooms:
     def begun(self, decision: Decision, cached_tokens: int | None) -> None:
         self.begun_once.append(decision.booking)
 
-    def free(self, decision: Decision, usage: Usage | None) -> None:
+    def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None:
         self.rooms[self.booked.pop(decision.booking)] += 1
 
     async def close(self) -> None:

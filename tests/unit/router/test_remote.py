@@ -165,7 +165,7 @@ def test_what_began_and_ended_reaches_the_router_with_its_figures() -> None:
         def begun(self, decision: Decision, cached_tokens: int | None) -> None:
             heard.append(("begun", cached_tokens))
 
-        def free(self, decision: Decision, usage: Usage | None) -> None:
+        def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None:
             heard.append(("free", usage))
 
     async def body(here: Scene) -> None:
@@ -665,7 +665,7 @@ class Busy:
     def begun(self, decision: Decision, cached_tokens: int | None) -> None:
         pass
 
-    def free(self, decision: Decision, usage: Usage | None) -> None:
+    def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None:
         self.booked.pop(decision.booking, None)
 
     async def close(self) -> None:

@@ -52,7 +52,7 @@ class Fleet:
     def queue_s(self, decision: Decision) -> float:
         return self.queues[decision.instance.id]
 
-    def free(self, decision: Decision, usage: Usage | None) -> None:
+    def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None:
         self.booked.remove(decision.booking)
 
 

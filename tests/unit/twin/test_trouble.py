@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 
 import msgspec
@@ -9,8 +11,10 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.twin.test_inside import ENGINE, FACTS
 
-from kvolt.bench.load.sample import Sample
+from kvolt.bench.load.sample import Failure, Sample
 from kvolt.bench.traces import small_trace
+from kvolt.bench.traces.synthetic import RECIPES, make_trace
+from kvolt.router.breaker import FIRST_BACKOFF_S, MAX_BACKOFF_S
 from kvolt.router.exact import ExactRouter
 from kvolt.router.port import Router
 from kvolt.router.queued import who_decides
@@ -137,3 +141,28 @@ def test_a_slow_worker_does_not_say_so() -> None:
     told_s = [worker.busy_s for worker in even.watch.workers]
     assert busy_s[0] > 2 * told_s[0]
     assert busy_s[1:] == pytest.approx(told_s[1:], rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "router", ["latency", "classic", "round-robin", "least-loaded", "power-of-two", "random"]
+)
+def test_a_worker_that_fails_at_once_gets_a_few_probes(router: str) -> None:
+    """It looks idle all the time: without a breaker, the routers that look at load send it nearly everything."""
+    settings = replace(SETTINGS, num_workers=8, router=router, trouble=Trouble(failing_workers=1))
+    run = TwinRun(settings, new_tally(settings))
+    errors: list[Failure | None] = []
+    retries: dict[str, int] = {}
+
+    def on_sample(sample: Sample) -> None:
+        errors.append(sample.error)
+        assert run.cluster is not None
+        retries.update(run.cluster.road.stats.retries)
+
+    trace = list(itertools.islice(make_trace(replace(RECIPES["small"], requests=401, rate_per_s=40.0)), 401))
+    run.run(trace, on_sample)
+    assert errors == [None] * 401
+    lasted_s = run.watch.ended_s
+    num_probes = math.ceil(math.log2(lasted_s / FIRST_BACKOFF_S + 1)) + lasted_s / MAX_BACKOFF_S
+    assert retries.keys() == {"engine_failed"}
+    # Those that open the breaker, those that were on their way by then, and one for each end of a back-off.
+    assert 3 <= retries["engine_failed"] <= 6 + num_probes

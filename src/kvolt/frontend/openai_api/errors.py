@@ -16,6 +16,7 @@ from kvolt.core.errors import (
     Cancelled,
     ConfigError,
     DeadlineExceeded,
+    EngineDied,
     EngineFailed,
     ErrorInfo,
     Fault,
@@ -57,6 +58,7 @@ _STATUS_OF: dict[type[KvoltError], int] = {
     Cancelled: CANCELLED_STATUS,
     Unsupported: 501,
     NetworkFault: 503,
+    EngineDied: 503,
     ProtocolError: 500,
     Unavailable: 503,
     DeadlineExceeded: 504,
@@ -82,6 +84,7 @@ _TELLABLE = (Overloaded, Unavailable, DeadlineExceeded)
 _PLAIN_WORDS: dict[type[KvoltError], tuple[str, str]] = {
     NetworkFault: ("a worker could not be reached; try again", "worker_unreachable"),
     ProtocolError: ("internal error", "internal"),
+    EngineDied: ("the engine ended before the answer was complete; try again", "engine_died"),
     EngineFailed: ("the engine failed on this request", "engine_failed"),
     Cancelled: ("the request was cancelled before it was complete; try again", "cancelled"),
     ConfigError: ("internal error", "internal"),

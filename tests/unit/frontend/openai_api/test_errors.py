@@ -61,7 +61,7 @@ TABLE: list[tuple[BaseException, int, str, str, str]] = [
     (Unavailable("no worker of 'm'"), 503, "server_error", "unavailable", "unavailable"),
     (DeadlineExceeded("5 s are over"), 504, "server_error", "timeout", "response_timeout"),
     (EngineFailed("no token was possible"), 500, "server_error", "engine_failed", "internal"),
-    (EngineDied("the engine died (KeyError)"), 500, "server_error", "engine_failed", "internal"),
+    (EngineDied("the engine died (KeyError)"), 503, "server_error", "engine_died", "unavailable"),
     (TransferFailed("block 3"), 500, "server_error", "internal", "internal"),
     (ProtocolError("a second hello"), 500, "server_error", "internal", "internal"),
     (VersionMismatch("2 and 3"), 500, "server_error", "internal", "internal"),
