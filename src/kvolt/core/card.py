@@ -32,6 +32,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     defaults: dict[str, Any] = {}
     """Sampling defaults of the model, by the names of `Sampling`."""
     aliases: tuple[str, ...] = ()
+    default_max_tokens: int | None = None
+    """Longest answer to a chat that names no limit; None for what the context has room for."""
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
-from kvolt.core.errors import EngineFailed, KvoltError
+from kvolt.core.errors import DeadlineExceeded, EngineFailed, KvoltError
 from kvolt.frontend.choice import Choice, Placed, placed_prompt
 from kvolt.frontend.detokenizer import Vocabulary
 from kvolt.frontend.openai_api.wording import Wording, prompt_logprobs
@@ -94,6 +94,8 @@ class Answer(ABC):
         self.cached_tokens = 0
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         """Of the first prompt."""
+        self.deadline: DeadlineExceeded | None = None
+        """The deadline that cut the answer short."""
         self._journeys: list[Journey] = []
 
     @property
@@ -122,6 +124,18 @@ class Answer(ABC):
     @abstractmethod
     def fail(self, error: KvoltError) -> None:
         """End it with an error, unless it has ended."""
+
+    def keeps_text(self, error: KvoltError | None) -> bool:
+        """Whether an answer that ends with this error is cut short instead: at a deadline, if it has any text."""
+        if not isinstance(error, DeadlineExceeded) or not any(state.token_ids for state in self.states):
+            return False
+        if self.deadline is None:
+            self.deadline = error
+            num_tokens = sum(len(state.token_ids) for state in self.states)
+            log.info(
+                "answer %s ended by a deadline: tokens=%d %s", self.plan.request_id, num_tokens, error.message
+            )
+        return True
 
     def choices_of(self, prompt: int) -> list[ChoiceState]:
         plan = self.plan
@@ -182,9 +196,11 @@ class Answer(ABC):
         }
 
     def extras(self, choices: Sequence[ChoiceState]) -> dict[str, Any]:
-        """The `nvext` object of the last event or of the body; empty when nothing was asked for."""
+        """The `nvext` object of the last event or of the body: what was asked for, and why an answer was cut short."""
         wanted = self.plan.extra_fields
         told: dict[str, Any] = {}
+        if self.deadline is not None:
+            told["ended_by"] = {"reason": "deadline", "stage": self.deadline.fields.get("stage")}
         if "worker_id" in wanted:
             told["worker_id"] = self._workers()
         if "timing" in wanted:
@@ -220,6 +236,15 @@ class Answer(ABC):
             "kv_onboard_blocks": stages.onboard_blocks,
         }
         return {name: value for name, value in told.items() if value is not None}
+
+
+def cut_short(states: Sequence[ChoiceState]) -> list[tuple[ChoiceState, Delta]]:
+    """The choices that still run, each with a delta that ends it as its limit would."""
+    return [
+        (state, Delta((), index=number, finish=FinishReason.LENGTH))
+        for number, state in enumerate(states)
+        if state.choice.finish is None
+    ]
 
 
 def heard_of(states: Sequence[ChoiceState]) -> Heard:

@@ -71,7 +71,8 @@ log = logging.getLogger(__name__)
 
 
 _COMPLETION_TOKENS = 16
-"""Of a completion that names no limit, as OpenAI's and vLLM's are; a chat may take what the context has."""
+"""Of a completion that names no limit, as OpenAI's and vLLM's are; a chat may take what the context has, or what the
+model's card says."""
 
 _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -246,7 +247,6 @@ class Generation:
         several = len(asked.prompts) > 1
         requests = []
         check_prompt_logprobs(sum(map(len, asked.prompts)), asked.options.sampling.prompt_logprobs)
-        is_chat = isinstance(asked.body, ChatRequest)
         for number, prompt in enumerate(asked.prompts):
             request_id = f"{asked.request_id}-{number}" if several else asked.request_id
             requests.append(
@@ -257,7 +257,7 @@ class Generation:
                     asked.options,
                     asked.hints,
                     asked.param,
-                    asked.model.most_tokens - len(prompt) if is_chat else _COMPLETION_TOKENS,
+                    _default_max_tokens(asked, prompt),
                     asked.model.lora,
                     None if asked.embeds is None else asked.embeds[number],
                 )
@@ -413,6 +413,14 @@ class Generation:
 
     def _new_call_id(self) -> str:
         return f"call_{new_id(self._rng)[:24]}"
+
+
+def _default_max_tokens(asked: _Asked, prompt: tuple[int, ...]) -> int:
+    """Longest answer to a prompt whose request names no limit."""
+    if not isinstance(asked.body, ChatRequest):
+        return _COMPLETION_TOKENS
+    room, of_model = asked.model.most_tokens - len(prompt), asked.model.card.default_max_tokens
+    return room if of_model is None else min(room, max(of_model, asked.options.min_tokens))
 
 
 def _plain_text(content: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import KvoltError
-from kvolt.frontend.answer import Answer, ChoiceState, Observer, Plan, heard_of, unfinished
+from kvolt.frontend.answer import Answer, ChoiceState, Observer, Plan, cut_short, heard_of, unfinished
 from kvolt.frontend.choice import Told
 from kvolt.frontend.openai_api.errors import error_event
 from kvolt.frontend.openai_api.wording import DONE, Envelope, encode
@@ -157,7 +157,21 @@ class LiveReceiver:
 
     def on_end(self, error: KvoltError | None) -> None:
         self.settle()
+        if self._answer.keeps_text(error):
+            error = None
+            try:
+                self._cut_short()
+            except Exception as fault:  # a parser's, as in `on_item`
+                self._answer.break_off(fault)
         self._answer.end(self, error)
+
+    def _cut_short(self) -> None:
+        answer = self._answer
+        for state, last in cut_short(self.states):
+            if not self.has_begun:
+                self.has_begun = True
+                answer.echo(self, last)
+            answer.tell(state, state.choice.feed_delta(last))
 
     def settle(self) -> None:
         """Count what was written past the choice, and let the next token come the long way."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
 from kvolt.core.errors import KvoltError
-from kvolt.frontend.answer import Answer, ChoiceState, Plan, heard_of, unfinished
+from kvolt.frontend.answer import Answer, ChoiceState, Plan, cut_short, heard_of, unfinished
 from kvolt.frontend.choice import Placed, Told
 from kvolt.frontend.openai_api.wording import (
     CallIds,
@@ -71,20 +71,34 @@ class WholeReceiver:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         state = self.states[delta.index]
-        told = self.told[delta.index]
         state.token_ids.extend(delta.token_ids)
-        if self._only_collects:
-            if delta.finish is not None:
-                told.append(self._decode(state, delta))
-            return
-        new = state.choice.feed_delta(delta)
-        told += new
-        if not new or state.choice.finish is None or (delta.finish is not None and len(self.states) == 1):
+        new = self._feed(state, delta)
+        if (
+            self._only_collects
+            or not new
+            or state.choice.finish is None
+            or (delta.finish is not None and len(self.states) == 1)
+        ):
             return  # not over, over already, or the worker knows
         if all(each.choice.finish is not None for each in self.states):
             self._answer.stop(self)
 
+    def _feed(self, state: ChoiceState, delta: Delta) -> list[Told]:
+        if not self._only_collects:
+            new = state.choice.feed_delta(delta)
+        else:
+            new = [] if delta.finish is None else [self._decode(state, delta)]
+        self.told[delta.index] += new
+        return new
+
     def on_end(self, error: KvoltError | None) -> None:
+        if self._answer.keeps_text(error):
+            error = None
+            try:
+                for state, last in cut_short(self.states):
+                    self._feed(state, last)
+            except Exception as fault:  # a parser's, as in `on_item`
+                self._answer.break_off(fault)
         self._answer.end(self, error)
 
     def so_far(self) -> Heard:

@@ -31,7 +31,7 @@ from kvolt.core.errors import ErrorInfo, InvalidRequest
 from kvolt.core.hashing import local_hashes, request_seed, sequence_hashes
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request, Sampling
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim import SimArguments, SimEngine
 from kvolt.engines.sim_answer import answer_tokens
 from kvolt.engines.sim_model import sim_card, word_token_ids
 from kvolt.frontend import preprocess
@@ -618,17 +618,63 @@ def test_a_deadline_of_the_client_is_a_504(stream: bool, header: str) -> None:
     served(body, ScriptedEngine)
 
 
-def test_a_deadline_within_a_stream_is_an_event() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize("ask", ["complete", "chat"])
+def test_at_a_deadline_an_answer_with_text_ends_as_at_its_limit(
+    ask: str, num_choices: int, stream: bool
+) -> None:
     async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
-        answer = await edge.chat({"x-kvolt-timeout-ms": "300"}, max_tokens=400, stream=True)
-        assert answer.status == 200
-        *chunks, last = answer.events
-        assert len(chunks) > 5
-        assert last["error"]["code"] == "timeout"  # and no [DONE]
-        assert answer.whole
+        fields = {"max_tokens": 400, "stream": stream, "n": num_choices, "seed": 1}
+        answer = await getattr(edge, ask)({"x-kvolt-timeout-ms": "300"}, **fields)
+        assert (answer.status, answer.whole) == (200, True)
+        if stream:
+            *chunks, last, done = answer.events
+            assert done == "[DONE]"
+            assert last["nvext"] == {"ended_by": {"reason": "deadline", "stage": "total"}}
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        else:
+            assert answer.json["nvext"] == {"ended_by": {"reason": "deadline", "stage": "total"}}
+            assert 10 < answer.json["usage"]["completion_tokens"] < 400 * num_choices
+            choices = answer.json["choices"]
+        reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+        assert reasons == ["length"] * num_choices
+        texts = [answer.text(index) for index in range(num_choices)]
+        assert all(len(text) > 30 for text in texts)
         await until(lambda: is_empty(running.engine), 0.5)
+        whole = await getattr(edge, ask)(**(fields | {"stream": False}))
+        assert "nvext" not in whole.json
+        assert all(whole.text(index).startswith(text) for index, text in enumerate(texts))
 
     served(body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_at_a_deadline_between_tokens_an_answer_with_text_ends_as_at_its_limit(stream: bool) -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        answer = await edge.chat(max_tokens=9, stream=stream)
+        told = answer.events[-2] if stream else answer.json
+        assert told["nvext"]["ended_by"] == {"reason": "deadline", "stage": "between"}
+        assert answer.text(0)
+
+    served(body, lambda: Answering(*WHOLE[:2]))
+
+
+def test_a_chat_without_a_limit_ends_at_the_default_of_its_model() -> None:
+    def limited() -> SimEngine:
+        engine = sim(replace(ARGUMENTS, context_length=900))
+        engine._card = replace(engine.card, default_max_tokens=40)
+        return engine
+
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        for fields, most in (({}, 40), ({"max_tokens": 60}, 60), ({"min_tokens": 50}, 50)):
+            answer = await edge.chat(ignore_eos=True, **fields)
+            assert answer.json["usage"]["completion_tokens"] == most
+            assert answer.json["choices"][0]["finish_reason"] == "length"
+        text = await edge.complete(ignore_eos=True)
+        assert text.json["usage"]["completion_tokens"] == 16
+
+    served(body, limited)
 
 
 def test_the_server_s_own_deadline() -> None:

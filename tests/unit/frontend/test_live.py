@@ -410,13 +410,38 @@ async def test_an_error_after_the_head_is_an_event() -> None:
     live = Live(make_plan())
     live.give(Delta((A,)))
     live.step(B)
-    error = DeadlineExceeded("too slow", stage="total", after_s=1.0)
+    error = WorkerLost("gone")
     live.receivers[0].on_end(error)
     await live.answer.done
     assert live.answer.failure is error
     *_, told = await live.events()
-    assert told["error"]["code"] == "timeout"  # and no [DONE]: it is not
+    assert told["error"]["code"] == "worker_unreachable"  # and no [DONE]: it is not
     assert live.answer.states[0].choice.num_tokens == 2
+
+
+async def test_a_deadline_keeps_the_text_of_all_prompts_and_what_was_held_back() -> None:
+    live = Live(make_plan(chat=False, prompts=2, stop=(text_of(A, B, C),), echo=["one ", "two "]))
+    live.give(Delta((A,)), Delta((B,)))
+    error = DeadlineExceeded("too slow", stage="between", after_s=30.0)
+    for receiver in live.receivers:
+        receiver.on_end(error)
+    await live.answer.done
+    assert live.answer.failure is None
+    assert await live.text(0) == "one " + text_of(A, B)
+    assert await live.text(1) == "two "
+    *_, last, done = await live.events()
+    assert last["nvext"] == {"ended_by": {"reason": "deadline", "stage": "between"}}
+    assert done == "[DONE]"
+
+
+async def test_a_deadline_without_any_text_is_an_error() -> None:
+    live = Live(make_plan())
+    live.answer.open()
+    error = DeadlineExceeded("too slow", stage="first", after_s=60.0)
+    live.receivers[0].on_end(error)
+    await live.answer.done
+    assert live.answer.failure is error
+    assert [event["error"]["code"] for event in await live.events()] == ["timeout"]
 
 
 async def test_opening_early_sends_the_head_and_turns_errors_into_events() -> None:

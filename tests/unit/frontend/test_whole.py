@@ -18,7 +18,7 @@ from tests.unit.frontend.answer_lab import (
 )
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs, Usage
-from kvolt.core.errors import EngineFailed, KvoltError, Overloaded, WorkerLost
+from kvolt.core.errors import DeadlineExceeded, EngineFailed, KvoltError, Overloaded, WorkerLost
 from kvolt.frontend.parsers.chain import ParserChain
 from kvolt.frontend.parsers.hermes import HermesParser
 from kvolt.frontend.parsers.port import Piece
@@ -196,6 +196,25 @@ async def test_the_first_error_is_told_and_the_rest_is_nobodys_business() -> Non
     whole.answer.receivers[0].on_end(WorkerLost("gone"))
     with pytest.raises(Overloaded):
         await whole.answer.done
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": ("zz",)}, {"with_logprobs": True}], ids=str)
+async def test_a_deadline_keeps_the_text_there_is(fields: dict[str, Any]) -> None:
+    whole = Whole(make_plan(chat=False, num_choices=2, **fields))
+    whole.give(Delta((A,)), Delta((B,), index=1), Delta((C,), index=1, finish=STOP))
+    whole.answer.receivers[0].on_end(DeadlineExceeded("too slow", stage="total", after_s=600.0))
+    assert whole.answer.done.exception() is None
+    assert [(shown(choice), choice["finish_reason"]) for choice in whole.choices] == [
+        (text_of(A), "length"),
+        (text_of(B), "stop"),
+    ]
+    assert whole.body["nvext"] == {"ended_by": {"reason": "deadline", "stage": "total"}}
+
+
+async def test_a_deadline_without_any_text_is_an_error() -> None:
+    whole = Whole(make_plan(prompts=2))
+    whole.answer.receivers[0].on_end(DeadlineExceeded("too slow", stage="first", after_s=60.0))
+    assert isinstance(whole.answer.done.exception(), DeadlineExceeded)
 
 
 @pytest.mark.parametrize("fields", [{}, {"stop": ("zz",)}, {"with_logprobs": True}], ids=str)

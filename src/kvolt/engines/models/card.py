@@ -5,6 +5,10 @@ from __future__ import annotations
 from kvolt.core.card import ModelCard
 from kvolt.engines.models.checkpoint import Checkpoint
 
+_SMALL_MODEL_WEIGHTS = 400_000_000
+_SMALL_MODEL_TOKENS = 1024
+"""Small models often repeat themselves and never end: without a limit every such chat fills its context."""
+
 
 def model_card(name: str, checkpoint: Checkpoint, block_size: int) -> ModelCard:
     """Parsers stay unnamed: a frontend finds them by the chat template."""
@@ -18,4 +22,5 @@ def model_card(name: str, checkpoint: Checkpoint, block_size: int) -> ModelCard:
         eos_token_ids=config.eos_token_ids,
         bos_token_id=config.bos_token_id,
         defaults=dict(checkpoint.sampling_defaults),
+        default_max_tokens=_SMALL_MODEL_TOKENS if config.num_weights < _SMALL_MODEL_WEIGHTS else None,
     )

@@ -110,6 +110,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 remedy=f"take a checkpoint in one of {', '.join(DTYPES)}, or a GGUF file",
             )
 
+    @property
+    def num_weights(self) -> int:
+        """Of the layers: what every token is multiplied with."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
 
 def _check_positive(name: str, value: int) -> None:
     if value < 1:

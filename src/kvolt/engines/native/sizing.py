@@ -28,14 +28,8 @@ def step_tokens(config: ModelConfig, on_gpu: bool) -> int:
     """Tokens in one step."""
     if on_gpu:
         return _GPU_STEP_TOKENS
-    tokens = int(_CPU_STEP_WEIGHTS / num_weights(config)) // 64 * 64
+    tokens = int(_CPU_STEP_WEIGHTS / config.num_weights) // 64 * 64
     return min(max(tokens, _CPU_STEP_TOKENS[0]), _CPU_STEP_TOKENS[-1])
-
-
-def num_weights(config: ModelConfig) -> int:
-    """Of the layers: what every token is multiplied with."""
-    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
 def largest_step_bytes(

@@ -108,9 +108,21 @@ class Routed(msgspec.Struct, frozen=True, kw_only=True):
     predicted_ttft_ms: float | UnsetType = UNSET
 
 
-class NvExtResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What `nvext.extra_fields` asked for; of a query also the prompt as tokens and what is expected."""
+class EndedBy(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an answer is shorter than its request allowed; its `finish_reason` is `length`."""
 
+    reason: Literal["deadline"]
+    stage: str | None
+    """The wait that was too long: `total` for the whole answer, `between` for one token."""
+
+
+class NvExtResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """What `nvext.extra_fields` asked for; of a query also the prompt as tokens and what is expected.
+
+    `ended_by` comes unasked.
+    """
+
+    ended_by: EndedBy | UnsetType = UNSET
     token_ids: list[_TokenId] | UnsetType = UNSET
     routed: Routed | UnsetType = UNSET
     worker_id: WorkerIds | UnsetType = UNSET

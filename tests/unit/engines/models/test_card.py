@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from kvolt.core.card import card_hash
 from kvolt.engines.models.card import model_card
@@ -26,6 +29,21 @@ def test_the_card_of_a_folder(tmp_path: Path) -> None:
     assert card.reasoning_parser is None
     sampling = sampling_defaults(card.defaults)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.7, 20, 1.0)
+
+
+def test_a_small_model_has_a_default_limit_and_a_large_one_has_none(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint(tmp_path / "model"))
+    assert model_card("tiny", checkpoint, 16).default_max_tokens == 1024
+
+    class Large:
+        """The same model with many layers."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(checkpoint, name)
+
+        config = msgspec.structs.replace(checkpoint.config, hidden_size=4096, intermediate_size=14336)
+
+    assert model_card("large", Large(), 16).default_max_tokens is None
 
 
 def test_a_model_that_does_not_sample_has_no_defaults(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from kvolt.engines.models.config import ModelConfig
-from kvolt.engines.native.sizing import largest_step_bytes, memory_for_kv, num_weights, step_tokens
+from kvolt.engines.native.sizing import largest_step_bytes, memory_for_kv, step_tokens
 
 SMOLLM2 = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -34,8 +34,8 @@ LLAMA_8B = msgspec.structs.replace(
 
 
 def test_weights_are_those_that_tokens_are_multiplied_with() -> None:
-    assert num_weights(SMOLLM2) == 106_168_320
-    assert num_weights(LLAMA_8B) == 6_979_321_856
+    assert SMOLLM2.num_weights == 106_168_320
+    assert LLAMA_8B.num_weights == 6_979_321_856
 
 
 def test_a_step_on_a_cpu_is_shorter_the_larger_the_model() -> None:
