@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import msgspec
 
 from kvolt.core.errors import InvalidRequest
@@ -9,9 +12,10 @@ from kvolt.frontend.admission import Admission
 from kvolt.frontend.docs_page import docs_page
 from kvolt.frontend.generate import Generation
 from kvolt.frontend.models import Model, Models
+from kvolt.frontend.off_loop import INLINE_TOKENS
 from kvolt.frontend.openai_api import responses
 from kvolt.frontend.openai_api.checks import check_vocabulary
-from kvolt.frontend.openai_api.decoding import RequestDecoder
+from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES, RequestDecoder
 from kvolt.frontend.openai_api.headers import check_json
 from kvolt.frontend.openai_api.requests import parse_detokenize, parse_tokenize
 from kvolt.frontend.openai_api.templating import template_input
@@ -21,6 +25,8 @@ from kvolt.frontend.roles import missing_roles, readiness, workers_of
 from kvolt.frontend.siblings import Siblings
 from kvolt.runtime.http import Handler, HttpRequest, Response, Routes
 from kvolt.runtime.metrics import Metrics
+
+T = TypeVar("T")
 
 _json = msgspec.json.Encoder().encode
 _busy_threshold = RequestDecoder(responses.BusyThreshold)
@@ -108,29 +114,38 @@ class FrontendApp:
 
     async def _tokenize(self, request: HttpRequest) -> Response:
         check_json(request.headers)
-        asked = parse_tokenize(request.body).request
+        body = request.body
+        parsed = await self._off_loop(lambda: parse_tokenize(body), len(body) > SMALL_BODY_BYTES)
+        asked, is_large = parsed.request, parsed.is_large
         model = self._named(asked.model)
         processor = model.processor
         if asked.messages is not None:
-            given = template_input(asked)
-            text, param, special = processor.render(given), "messages", bool(asked.add_special_tokens)
+            given = await self._off_loop(lambda: template_input(asked, None, is_large), is_large)
+            text, param, special = await processor.render(given), "messages", bool(asked.add_special_tokens)
         else:
             text, param, special = asked.prompt or "", "prompt", asked.add_special_tokens is not False
         (token_ids,) = await processor.encode([text], param, special)
-        texts = None
-        if asked.return_token_strs:
-            texts = [processor.vocabulary.token_text(token_id) for token_id in token_ids]
-        body = responses.TokenizeResponse(
-            count=len(token_ids),
-            max_model_len=model.card.context_length,
-            tokens=list(token_ids),
-            token_strs=texts,
-        )
-        return Response(200, _json(body))
+
+        def answer() -> bytes:
+            texts = None
+            if asked.return_token_strs:
+                texts = [processor.vocabulary.token_text(token_id) for token_id in token_ids]
+            return _json(
+                responses.TokenizeResponse(
+                    count=len(token_ids),
+                    max_model_len=model.card.context_length,
+                    tokens=list(token_ids),
+                    token_strs=texts,
+                )
+            )
+
+        return Response(200, await self._off_loop(answer, len(token_ids) > INLINE_TOKENS))
 
     async def _detokenize(self, request: HttpRequest) -> Response:
         check_json(request.headers)
-        asked = parse_detokenize(request.body).request
+        body = request.body
+        parsed = await self._off_loop(lambda: parse_detokenize(body), len(body) > SMALL_BODY_BYTES)
+        asked = parsed.request
         model = self._named(asked.model)
         most = MOST_CONTEXTS * model.card.context_length
         if len(asked.tokens) > most:
@@ -138,9 +153,16 @@ class FrontendApp:
                 f"{len(asked.tokens)} tokens are too many: at most {most} are taken", param="tokens"
             )
         vocabulary = model.processor.vocabulary
-        check_vocabulary(asked, vocabulary.size)
-        text = vocabulary.decode(asked.tokens, skip_special_tokens=False)
-        return Response(200, _json(responses.DetokenizeResponse(prompt=text)))
+
+        def answer() -> bytes:
+            check_vocabulary(asked, vocabulary.size)
+            text = vocabulary.decode(asked.tokens, skip_special_tokens=False)
+            return _json(responses.DetokenizeResponse(prompt=text))
+
+        return Response(200, await self._off_loop(answer, len(asked.tokens) > INLINE_TOKENS))
+
+    async def _off_loop(self, call: Callable[[], T], is_large: bool) -> T:
+        return await self._generation.off_loop.run(call) if is_large else call()
 
     def _named(self, name: str | None) -> Model:
         return self._models.only() if name is None else self._models.get(name)

@@ -83,7 +83,7 @@ class RouteExplainer:
         model = self._models.find(asked.model)
         if isinstance(asked, ChatRequest):
             options, param = chat_options(asked, model.defaults), "messages"
-            text = model.processor.render(template_input(asked, options.tools))
+            text = await model.processor.render(template_input(asked, options.tools, parsed.is_large))
             prompts = await model.processor.encode([text], param, bool(asked.add_special_tokens))
         else:
             options, param = completion_options(asked, model.defaults), "prompt"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 
+from kvolt.core.card import ModelCard
 from kvolt.core.errors import InvalidRequest, KvoltError
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling
@@ -23,8 +24,9 @@ from kvolt.frontend.embedded import embedded_prompts, stand_ins
 from kvolt.frontend.live import LiveAnswer, TokenFan
 from kvolt.frontend.metrics import FrontendMetrics
 from kvolt.frontend.models import Model, Models
+from kvolt.frontend.off_loop import INLINE_TOKENS, OffLoop
 from kvolt.frontend.openai_api.checks import check_vocabulary
-from kvolt.frontend.openai_api.decoding import Parsed
+from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES, Parsed
 from kvolt.frontend.openai_api.generation import (
     GenerationOptions,
     chat_options,
@@ -69,6 +71,7 @@ from kvolt.runtime.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T", ChatRequest, CompletionRequest)
 
 _COMPLETION_TOKENS = 16
 """Of a completion that names no limit, as OpenAI's and vLLM's are; a chat may take what the context has, or what the
@@ -101,6 +104,8 @@ class _Asked:
     request_id: str
     headers: dict[str, str]
     prompts: list[tuple[int, ...]]
+    is_large: bool = False
+    """Its body was parsed off the loop, and what takes time in proportion to it stays off."""
     given: TemplateInput | None = None
     """What a chat's template is given."""
     prompt_text: str = ""
@@ -141,6 +146,7 @@ class Generation:
         self._recorder = recorder
         self._clock: Clock = runtime.ports.clock
         self._blocking = runtime.ports.blocking
+        self.off_loop = OffLoop(self._blocking)
         self._rng = runtime.ports.rng
         self._loop = asyncio.get_running_loop()
         self._fan = TokenFan(self._clock.monotonic, metrics.stages["detokenize"].observe)
@@ -155,29 +161,33 @@ class Generation:
     async def chat(self, http: HttpRequest) -> Response | WrittenResponse:
         with self._record("chat_completions") as record:
             check_json(http.headers)
-            parsed = parse_chat(http.body)
-            http.body = b""  # megabytes perhaps, and the answer may take minutes
+            parsed = await self._parse(http, parse_chat)
             body = parsed.request
             wording = ChatWording(self._new_call_id, body.return_tokens_as_token_ids or False)
-            asked = self._begin(http, parsed, wording, record, chat_options)
+            asked = await self._begin(http, parsed, wording, record, chat_options)
             await self._prepare_chat(asked, body)
             return await self._answer(asked)
 
     async def complete(self, http: HttpRequest) -> Response | WrittenResponse:
         with self._record("completions") as record:
             check_json(http.headers)
-            parsed = parse_completion(http.body)
-            http.body = b""  # megabytes perhaps, and the answer may take minutes
+            parsed = await self._parse(http, parse_completion)
             body = parsed.request
             wording = CompletionWording(body.return_tokens_as_token_ids or False)
-            asked = self._begin(http, parsed, wording, record, completion_options)
+            asked = await self._begin(http, parsed, wording, record, completion_options)
             await self._prepare_completion(asked, body)
             record.stage("tokenize")
             return await self._answer(asked)
 
     # --- before anything is sent
 
-    def _begin(
+    async def _parse(self, http: HttpRequest, parse: Callable[[bytes], Parsed[T]]) -> Parsed[T]:
+        body, http.body = http.body, b""  # megabytes perhaps, and the answer may take minutes
+        if len(body) <= SMALL_BODY_BYTES:
+            return parse(body)
+        return await self.off_loop.run(lambda: parse(body))
+
+    async def _begin(
         self,
         http: HttpRequest,
         parsed: Parsed[Any],
@@ -199,18 +209,29 @@ class Generation:
             headers["x-kvolt-warning"] = f"ignored unknown fields: {names}"
         record.on_end = self._admission.enter()
         self._admission.check(model.card.name, model.candidates(), model.capacity.max_batch_tokens)
-        check_vocabulary(body, model.processor.vocabulary.size)
-        options = options_of(body, model.defaults)
+
+        def checked_options() -> GenerationOptions:
+            check_vocabulary(body, model.processor.vocabulary.size)
+            return options_of(body, model.defaults)
+
+        options = await self.off_loop.run(checked_options) if parsed.is_large else checked_options()
         if options.vllm_xargs:
             said = to_takers(model, said, VLLM_XARGS)
         record.stage("parse")
         # A client may use its own id for several requests at once; ours must tell them apart.
         request_id = http.id if said.request_id is None else new_id(self._rng)
-        return _Asked(http, body, model, said, options, wording, record, request_id, headers, [])
+        return _Asked(
+            http, body, model, said, options, wording, record, request_id, headers, [], parsed.is_large
+        )
 
     async def _prepare_chat(self, asked: _Asked, body: ChatRequest) -> None:
         processor = asked.model.processor
-        given = asked.given = template_input(body, asked.options.tools)
+        tools = asked.options.tools
+        if asked.is_large:
+            given = await self.off_loop.run(lambda: template_input(body, tools, is_large=True))
+        else:
+            given = template_input(body, tools)
+        asked.given = given
         if asked.hints.token_data is not None:
             asked.prompts.append(asked.hints.token_data)
             return
@@ -219,7 +240,7 @@ class Generation:
         if asked.hints.use_raw_prompt:
             asked.prompt_text = "".join(_plain_text(message.get("content")) for message in given.messages)
         else:
-            asked.prompt_text = processor.render(given)
+            asked.prompt_text = await processor.render(given)
         asked.record.stage("template")
         asked.prompts = await processor.encode([asked.prompt_text], "messages", bool(body.add_special_tokens))
         asked.record.stage("tokenize")
@@ -238,10 +259,11 @@ class Generation:
             special = body.add_special_tokens is not False
             asked.prompts = await asked.model.processor.encode(asked.texts, "prompt", special)
         else:
-            asked.prompts = [tuple(map(int, prompt)) for prompt in prompts]
+            for prompt in prompts:
+                _check_length(card, prompt, most)
+            asked.prompts = [tuple(prompt) for prompt in cast("list[Sequence[int]]", prompts)]
         for prompt in asked.prompts:
-            if len(prompt) >= card.context_length:
-                raise too_long(card, len(prompt), most, "prompt")
+            _check_length(card, prompt, most)
 
     def _requests(self, asked: _Asked) -> list[Request]:
         several = len(asked.prompts) > 1
@@ -267,10 +289,13 @@ class Generation:
     # --- the answer
 
     async def _answer(self, asked: _Asked) -> Response | WrittenResponse:
-        requests = self._requests(asked)
         record = asked.record
-        record.prompt_tokens(sum(map(len, asked.prompts)))
-        plan = self._plan(asked)
+        num_tokens = sum(map(len, asked.prompts))
+        if num_tokens <= INLINE_TOKENS:
+            requests, plan = self._requests(asked), self._plan(asked)
+        else:
+            requests, plan = await self.off_loop.run(lambda: (self._requests(asked), self._plan(asked)))
+        record.prompt_tokens(num_tokens)
         if asked.hints.routing.query_only:
             return await self._query(asked, plan, requests)
         if asked.body.stream:
@@ -436,6 +461,11 @@ async def _begin_all(journeys: list[Journey]) -> None:
     for result in results:
         if isinstance(result, BaseException):
             raise result
+
+
+def _check_length(card: ModelCard, prompt: Sized, num_wanted: int) -> None:
+    if len(prompt) >= card.context_length:
+        raise too_long(card, len(prompt), num_wanted, "prompt")
 
 
 def _names_function(options: GenerationOptions) -> bool:

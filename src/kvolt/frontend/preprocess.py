@@ -104,7 +104,7 @@ class Processor(Protocol):
     takes_tools: bool
     """The model's template has a place for tools."""
 
-    def render(self, given: TemplateInput) -> str:
+    async def render(self, given: TemplateInput) -> str:
         """A conversation as the text of a prompt. InvalidRequest when the model's template refuses it."""
         ...
 
@@ -155,7 +155,12 @@ class CardProcessor:
         texts = [self.vocabulary.decode([each], False) if each is not None else "" for each in ids]
         return texts[0], texts[1]
 
-    def render(self, given: TemplateInput) -> str:
+    async def render(self, given: TemplateInput) -> str:
+        if given.is_large:
+            return await self._blocking.run(lambda: self._render(given), _TIMEOUT_S)
+        return self._render(given)
+
+    def _render(self, given: TemplateInput) -> str:
         return self._template.render(
             given.messages,
             given.tools,

@@ -95,24 +95,28 @@ def test_the_prompt_says_whether_the_answer_begins_with_reasoning() -> None:
 # --- text and tokens
 
 
+def rendered(made: CardProcessor, chat: TemplateInput) -> str:
+    return run_virtual(lambda: made.render(chat))
+
+
 def test_a_conversation_becomes_text() -> None:
     made = processor()
-    plain = made.render(given())
+    plain = rendered(made, given())
     assert plain == "<|im_start|>user\nthe water<|im_end|>\n<|im_start|>assistant\n"
-    quiet = made.render(given(enable_thinking=False))
+    quiet = rendered(made, given(enable_thinking=False))
     assert quiet.endswith("<think>\n\n</think>\n\n")
-    tools = made.render(given(tools=[TOOL]))
+    tools = rendered(made, given(tools=[TOOL]))
     assert '"weather"' in tools
     with pytest.raises(InvalidRequest) as caught:
-        processor(chat_template="{{ raise_exception('no system role') }}").render(given(begins=False))
+        rendered(processor(chat_template="{{ raise_exception('no system role') }}"), given(begins=False))
     assert caught.value.fields["param"] == "messages"
 
 
 def test_templates_know_the_tokens_that_begin_and_end_a_sequence() -> None:
     template = "[{{ bos_token }}][{{ eos_token }}]"
-    assert processor(chat_template=template).render(given(begins=False)) == "[][<|im_end|>]"
+    assert rendered(processor(chat_template=template), given(begins=False)) == "[][<|im_end|>]"
     with_bos = processor(chat_template=template, bos_token_id=0, eos_token_ids=())
-    assert with_bos.render(given(begins=False)) == "[<|endoftext|>][]"
+    assert rendered(with_bos, given(begins=False)) == "[<|endoftext|>][]"
 
 
 def test_short_texts_are_tokenized_here_and_long_ones_in_a_thread() -> None:

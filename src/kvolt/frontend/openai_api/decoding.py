@@ -17,7 +17,8 @@ from kvolt.frontend.openai_api.structure import check_structure, not_utf8_at
 _MAX_FIELDS = 1024
 _MAX_UNKNOWN = 32
 _MAX_NAME_CHARS = 64
-_SMALL_BODY_BYTES = 64 * 1024
+SMALL_BODY_BYTES = 64 * 1024
+"""A larger body takes milliseconds to parse and check: not on an event loop."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -28,6 +29,8 @@ class Parsed(msgspec.Struct, Generic[T], frozen=True):
     request: T
     unknown: tuple[str, ...] = ()
     """Top-level fields that are not known: printable, cut to length, 32 at most; fit for a header."""
+    is_large: bool = False
+    """Over SMALL_BODY_BYTES. What takes time in proportion to the request stays off the event loop."""
 
 
 class _Field:
@@ -64,9 +67,10 @@ class RequestDecoder(Generic[T]):
             raise refusal(body, error) from error
         known = self._known
         distinct = known.intersection(names)
+        is_large = len(body) > SMALL_BODY_BYTES
         if len(distinct) == len(names):
-            return Parsed(request)
-        return Parsed(request, self._unknown(names))
+            return Parsed(request, (), is_large)
+        return Parsed(request, self._unknown(names), is_large)
 
     def _unknown(self, names: list[str]) -> tuple[str, ...]:
         seen: set[str] = set()
@@ -79,7 +83,7 @@ class RequestDecoder(Generic[T]):
 
 
 def _field_names(body: bytes) -> list[str]:
-    if len(body) <= _SMALL_BODY_BYTES:
+    if len(body) <= SMALL_BODY_BYTES:
         return [field.name for field in _fields_decoder.decode(body)]
     return _bounded_field_names(body)
 

@@ -22,6 +22,10 @@ from kvolt.frontend.openai_api.tools import MAX_TOOLS, Tool, ToolChoice
 MAX_MESSAGES = 16_384
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
+MAX_TEMPLATE_KWARGS = 1024
+MAX_DOCUMENTS = 16_384
+MAX_METADATA = 256
+MAX_MODALITIES = 16
 MAX_OUTPUT_TOKENS = 2**20
 MAX_PROMPT_EMBEDS = 64
 MAX_EMBEDS_CHARS = 2**25
@@ -35,6 +39,8 @@ _TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 _Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 _Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 _Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+_TemplateKwargs = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_KWARGS)]
+_Documents = Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)]
 _Embeds = Annotated[str, Meta(min_length=1, max_length=MAX_EMBEDS_CHARS)]
 _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -119,7 +125,7 @@ class _GenerationFields(GuidedFields, frozen=True, kw_only=True):
     user: str | None = None
     """From here on: known, and not used, since they say nothing about the answer."""
     store: bool | None = None
-    metadata: dict[str, str | float | bool | None] | None = None
+    metadata: Annotated[dict[str, str | float | bool | None], Meta(max_length=MAX_METADATA)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -140,22 +146,22 @@ class ChatRequest(_GenerationFields, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     """Left out: true unless continue_final_message is."""
     continue_final_message: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: _Documents | None = None
     chat_template: str | None = None
     """Refused: a template is code, and the model's own is used."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    chat_template_args: dict[str, Any] | None = None
+    chat_template_kwargs: _TemplateKwargs | None = None
+    chat_template_args: _TemplateKwargs | None = None
     """Another name of `chat_template_kwargs`."""
     reasoning_effort: _Effort | None = None
     thinking: bool | Thinking | None = None
 
-    modalities: list[str] | None = None
+    modalities: Annotated[list[str], Meta(max_length=MAX_MODALITIES)] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     """Taken and not used, like `prediction`: hints that no model here understands."""
     prediction: Opaque | None = None
     audio: Opaque | None = None
     web_search_options: Opaque | None = None
-    functions: list[Opaque] | None = None
+    functions: Annotated[list[Opaque], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: str | Opaque | None = None
 
 
@@ -187,10 +193,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: _Tools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: _Documents | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    chat_template_args: dict[str, Any] | None = None
+    chat_template_kwargs: _TemplateKwargs | None = None
+    chat_template_args: _TemplateKwargs | None = None
     reasoning_effort: _Effort | None = None
     thinking: bool | Thinking | None = None
 

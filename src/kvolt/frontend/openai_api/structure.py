@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 
 from kvolt.core.errors import InvalidRequest
 
-MAX_VALUES = 1_250_000
+MAX_VALUES = 1_100_000
 """Room for a prompt of a million token ids."""
-MAX_NAMES = 200_000
-MAX_LISTS = 200_000
+MAX_NAMES = 100_000
+"""The decoder keeps the interpreter lock until it is done, and a name takes it longest: this many, 50 ms."""
+MAX_LISTS = 100_000
 
 _LIMITS = ((MAX_VALUES, "values"), (MAX_NAMES, "names"), (MAX_LISTS, "lists and objects"))
-_SMALL_BYTES = 1024 * 1024
+_SMALL_BYTES = 512 * 1024
 """Not enough for any of these to hurt."""
 _SLICE_BYTES = 64 * 1024
 

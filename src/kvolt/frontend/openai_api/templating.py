@@ -17,9 +17,13 @@ class TemplateInput(NamedTuple):
     continue_final_message: bool
     kwargs: dict[str, Any]
     """Whatever else the template may know by name."""
+    is_large: bool = False
+    """From a large body: rendering it takes milliseconds and stays off the event loop."""
 
 
-def template_input(request: TemplateRequest, tools: Sequence[Tool] | None = None) -> TemplateInput:
+def template_input(
+    request: TemplateRequest, tools: Sequence[Tool] | None = None, is_large: bool = False
+) -> TemplateInput:
     """`tools`: those the model may see (`GenerationOptions.tools`); None for all of the request's."""
     shown = request.tools or () if tools is None else tools
     continues = bool(request.continue_final_message)
@@ -30,6 +34,7 @@ def template_input(request: TemplateRequest, tools: Sequence[Tool] | None = None
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
         kwargs=template_kwargs(request),
+        is_large=is_large,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -32,6 +33,8 @@ from kvolt.frontend.token_cache import EncoderStats
 
 log = logging.getLogger(__name__)
 
+_RENDER_S = 60.0
+
 
 class VllmProcessor:
     """A Processor; needs vLLM (`check_vllm` has seen to that)."""
@@ -42,6 +45,7 @@ class VllmProcessor:
         self._tokens = CardProcessor(bare, replace(spec, parsers=nothing))
         self.vocabulary: Vocabulary = self._tokens.vocabulary
         self._template = card.chat_template
+        self._blocking = spec.blocking
         self.takes_tools = "tools" in card.chat_template
         self._tokenizer = _hugging_face(self.vocabulary, card)
         self._added = AddedTokens(self.vocabulary.tokenizer)
@@ -56,11 +60,14 @@ class VllmProcessor:
     def stats(self) -> EncoderStats:
         return self._tokens.stats
 
-    def render(self, given: TemplateInput) -> str:
+    async def render(self, given: TemplateInput) -> str:
         if not self._template.strip():
             raise InvalidRequest(
                 "this model has no chat template: it takes completions only", param="messages"
             )
+        if given.is_large:
+            render = partial(render_chat, given, self._template, self._tokenizer)
+            return await self._blocking.run(render, _RENDER_S)
         return render_chat(given, self._template, self._tokenizer)
 
     async def encode(

@@ -21,7 +21,7 @@ def chat(**fields: Any) -> ChatRequest:
 
 def test_a_plain_chat() -> None:
     given = template_input(chat())
-    assert given == ([{"role": "developer", "content": "hi"}], None, True, False, {})
+    assert given == ([{"role": "developer", "content": "hi"}], None, True, False, {}, False)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def parser(made: VllmProcessor, max_calls: int | None = None, **kwargs: Any) -> 
 
 def test_a_chat_is_told_to_vllm_as_a_client_writes_it() -> None:
     made = processor(bos_token_id=0)
-    text = made.render(given([TOOL], reasoning_effort="high"))
+    text = run_virtual(lambda: made.render(given([TOOL], reasoning_effort="high")))
     assert "'arguments': '{\"x\": \"ü\"}'" in text
     assert "'content': None" in text
     assert "'dumped': True" in text
@@ -82,7 +82,7 @@ def test_a_chat_is_told_to_vllm_as_a_client_writes_it() -> None:
 )
 def test_what_is_refused_is_the_clients(fields: Any, messages: Any, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told) as caught:
-        processor(**fields).render(given()._replace(messages=messages))
+        run_virtual(lambda: processor(**fields).render(given()._replace(messages=messages)))
     assert caught.value.fields["param"] == "messages"
 
 

@@ -1,0 +1,44 @@
+"""CPU work of large requests, kept off the event loop.
+
+Parsing, checking and hashing take time in proportion to a request. Small requests stay on the loop, where they cost
+least. Large ones go to a thread, one at a time: the thread shares the interpreter lock with the loop, which gets it
+back every few milliseconds; with several such threads the loop would wait for each of them. A single call into C keeps
+the lock until it returns, so what one call may have to read is bounded (`openai_api.structure`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvolt.core.errors import Overloaded
+from kvolt.runtime.clock import Blocking
+
+T = TypeVar("T")
+
+INLINE_TOKENS = 32 * 1024
+"""Largest number of tokens that are hashed, copied or decoded on the loop."""
+
+_MAX_WAITING = 256
+_TIMEOUT_S = 60.0
+
+
+class OffLoop:
+    """Runs the work of large requests in one thread of the Blocking port, in order of arrival."""
+
+    def __init__(self, blocking: Blocking) -> None:
+        self._blocking = blocking
+        self._turn = asyncio.Semaphore(1)
+        self._num_waiting = 0
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Overloaded when too many wait. A call abandoned by cancellation runs to its end."""
+        if self._num_waiting >= _MAX_WAITING:
+            raise Overloaded("too many large requests wait", queue="large_requests", limit=_MAX_WAITING)
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                return await self._blocking.run(call, _TIMEOUT_S)
+        finally:
+            self._num_waiting -= 1
