@@ -1,4 +1,4 @@
-"""A request as its worker gets it: with what the router has decided besides the worker. Pure."""
+"""A request as its worker gets it, and how long it may take there: with what the router has decided. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import msgspec
 
 from kvolt.core.request import Request
 from kvolt.router.port import Decision
+from kvolt.runtime.call import Deadlines
+
+_MARGIN = 3.0
+"""Times the predicted time that a first token may take: predictions are off, and others may go first."""
 
 
 def as_decided(request: Request, decision: Decision) -> Request:
@@ -16,3 +20,11 @@ def as_decided(request: Request, decision: Decision) -> Request:
         routing = msgspec.structs.replace(request.routing, pinned_dp_rank=decision.dp_rank)
         request = msgspec.structs.replace(request, routing=routing)
     return request
+
+
+def deadlines_for(limits: Deadlines, *decisions: Decision | None) -> Deadlines:
+    """Deadlines of a call whose first token waits for all of these: where that is predicted to take long, more than the
+    default. The total stays as it is."""
+    predicted_ms = sum(each.predicted_ms or 0.0 for each in decisions if each is not None)
+    first_s = _MARGIN * predicted_ms / 1e3
+    return limits if first_s <= limits.first_s else msgspec.structs.replace(limits, first_s=first_s)

@@ -19,7 +19,7 @@ from kvolt.core.request import Handoff, Request
 from kvolt.core.withdrawal import was_withdrawn
 from kvolt.journey.asked import Asked
 from kvolt.journey.booked import Booked
-from kvolt.journey.decided import as_decided
+from kvolt.journey.decided import as_decided, deadlines_for
 from kvolt.journey.decode_first import meet
 from kvolt.journey.machine import (
     Action,
@@ -331,8 +331,10 @@ class Journey:
                 request = await meet(self._prompt, request, attempt, self._time_left, self._is_over)
                 if self._is_over():  # cancelled meanwhile
                     return Opened()
+            beside = self._prompt.under_way if request.rendezvous is not None and self._prompt else None
+            limits = deadlines_for(self._time_left(), decision, beside)
             self._call = await self._at.client.call(
-                request, self, instance=decision.instance, deadlines=self._time_left(), decode=_decode_delta
+                request, self, instance=decision.instance, deadlines=limits, decode=_decode_delta
             )
         except BaseException as error:
             self._booked.free()

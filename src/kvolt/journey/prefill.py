@@ -17,7 +17,7 @@ from kvolt.core.delta import Delta
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, ProtocolError
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, Rendezvous, Request
-from kvolt.journey.decided import as_decided
+from kvolt.journey.decided import as_decided, deadlines_for
 from kvolt.journey.take_back import let_go
 from kvolt.router.breaker import Outcome, outcome_of
 from kvolt.router.port import Decision, Router
@@ -100,8 +100,9 @@ class PrefillCall:
         try:
             if self._done.done():  # cancelled meanwhile
                 return self._done.result()
+            limits = deadlines_for(deadlines, decision)
             self._call = await self._leg.client.call(
-                request, self, instance=decision.instance, deadlines=deadlines, decode=_decode_delta
+                request, self, instance=decision.instance, deadlines=limits, decode=_decode_delta
             )
             self._is_sent = True
             return await self._done

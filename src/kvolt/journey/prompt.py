@@ -59,6 +59,11 @@ class Prompt:
         """Where it was computed."""
         self.stages: StageTimes | None = None
 
+    @property
+    def under_way(self) -> Decision | None:
+        """Where it is being computed."""
+        return None if self._call is None else self._call.decision
+
     def new_call(self, name: RequestId) -> PrefillCall:
         """For one worker, by that name."""
         asked = msgspec.structs.replace(self.request, request_id=name, prefill_only=True)

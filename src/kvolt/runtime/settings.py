@@ -84,9 +84,13 @@ class PlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The request plane: calls and their streams between processes."""
 
     connect_timeout_s: Annotated[Seconds, Meta(description="Limit for opening a connection.")] = 5.0
-    first_response_timeout_s: Annotated[Seconds, Meta(description="Limit until a call's first response.")] = (
-        60.0
-    )
+    first_response_timeout_s: Annotated[
+        Seconds,
+        Meta(
+            description="Limit until a call's first response; for a prompt, at least three times the predicted time "
+            "to the first token."
+        ),
+    ] = 60.0
     between_responses_timeout_s: Annotated[Seconds, Meta(description="Limit between a call's responses.")] = (
         30.0
     )

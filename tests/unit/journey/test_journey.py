@@ -671,6 +671,31 @@ class Dozing:
     def free(self, decision: Decision, usage: Usage | None, outcome: object = None) -> None: ...
 
 
+@pytest.mark.parametrize(
+    ("predicted_s", "ends"),
+    [(None, (60.0, "first")), (5.0, (60.0, "first")), (90.0, (270.0, "first")), (400.0, (600.0, "total"))],
+)
+def test_a_first_token_predicted_to_take_long_is_waited_for_within_the_total(
+    predicted_s: float | None, ends: tuple[float, str]
+) -> None:
+    async def body(stage: Stage) -> None:
+        loop = asyncio.get_running_loop()
+        predicted_ms = None if predicted_s is None else 1e3 * predicted_s
+        router, inbox = Fixed(replace(stage.decision(0), predicted_ms=predicted_ms)), Inbox()
+        started = loop.time()
+        road = dataclasses.replace(stage.road(router), max_attempts=1)
+        await Journey(road, make_request(), inbox, Deadlines()).begin()
+        await until(lambda: bool(inbox.ends), 700.0)
+        (end,) = inbox.ends
+        assert isinstance(end, DeadlineExceeded)
+        after_s, stage_name = ends
+        assert end.fields["stage"] == stage_name
+        assert after_s <= loop.time() - started < after_s + 1.0
+        await until(lambda: bool(stage.workers[0].engine.aborted))
+
+    staged(body, lambda: [ScriptedEngine()])
+
+
 def test_a_router_has_no_more_time_than_the_request() -> None:
     async def body(stage: Stage) -> None:
         receiver = Inbox()

@@ -141,6 +141,7 @@ class Desk:
         self.num_cancelled = 0
         self.answers = True
         self.asked: list[Request] = []
+        self.deadlines = Deadlines()
         self.plane = self
         self.let_go: list[RequestId] = []
 
@@ -157,8 +158,9 @@ class Desk:
 
     async def close(self) -> None: ...
 
-    async def call(self, request: Request, sink: Any, **more: Any) -> Desk:
+    async def call(self, request: Request, sink: Any, *, deadlines: Deadlines, **more: Any) -> Desk:
         self.asked.append(request)
+        self.deadlines = deadlines
         if self.refuses is not None:
             raise self.refuses
         if self.answers:
@@ -190,6 +192,16 @@ async def test_a_prompt_is_computed() -> None:
     assert await call.run(NOBODY, Deadlines()) == HANDOFF
     assert call.decision is desk.decision
     assert (desk.begun_with, desk.num_freed, desk.let_go) == ([16], 1, [])
+
+
+@pytest.mark.parametrize(("predicted_ms", "first_s"), [(None, 60.0), (1e3, 60.0), (90e3, 270.0)])
+async def test_a_prompt_predicted_to_take_long_has_the_time(
+    predicted_ms: float | None, first_s: float
+) -> None:
+    desk = Desk(Delta(handoff=HANDOFF))
+    desk.decision = replace(desk.decision, predicted_ms=predicted_ms)
+    await asked(desk).run(NOBODY, Deadlines())
+    assert desk.deadlines == Deadlines(first_s=first_s)
 
 
 async def test_whatever_else_it_says_it_has_begun_once() -> None:
