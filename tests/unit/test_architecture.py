@@ -61,6 +61,7 @@ PURE = [
         SOURCE / "router" / f"{name}.py"
         for name in (
             "affinity",
+            "breaker",
             "by_hand",
             "expected",
             "gossip",

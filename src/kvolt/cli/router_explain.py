@@ -40,6 +40,7 @@ What the columns mean (docs/router.md says how they are worked out):
   prefill    what this prompt takes there, less what it has
   slowdown   by how much longer the steps of those get that decode there
   pace       how many times as long as it says it takes, as far as was seen
+  fails      share of its recent requests that failed; the cost includes the retry
   cost       what the policy makes of it: seconds with latency, blocks with classic; the least wins
 """
 
@@ -167,7 +168,7 @@ def _by_source(candidates: Sequence[Candidate]) -> dict[str, str]:
 def _table(told: Explanation) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("  worker", no_wrap=True)
-    for name in ("overlap", "queue", "prefill", "slowdown", "decoding", "blocks", "pace", "cost"):
+    for name in ("overlap", "queue", "prefill", "slowdown", "decoding", "blocks", "pace", "fails", "cost"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in told.candidates:
         table.add_row(*_row(each), style="bold" if each.terms.is_chosen else None)
@@ -188,6 +189,7 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
         f"{terms.decoding:.0f}",
         f"{terms.blocks:.0f}{room}",
         f"{terms.pace:.2f}",
+        f"{terms.failure_rate:.0%}" if terms.failure_rate else "",
         f"{terms.cost:.4g}",
     )
 

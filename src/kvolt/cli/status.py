@@ -14,6 +14,7 @@ from rich.text import Text
 
 from kvolt.cli.cluster import ProcessView, visit
 from kvolt.cli.process import run_loop
+from kvolt.router.breaker_report import BREAKER_DETAILS
 from kvolt.runtime.config import LoadedConfig
 
 HELP = """
@@ -69,7 +70,7 @@ def console() -> Console:
 
 
 def picture(views: list[ProcessView]) -> Group:
-    """The table, and below it why a process in it does not answer."""
+    """The table, and below it why a process in it does not answer, and workers that routers pass over."""
     grid = Table(*_COLUMNS, box=None)
     for view in views:
         # As Text: names and addresses may hold brackets, which a plain cell takes for markup.
@@ -79,7 +80,27 @@ def picture(views: list[ProcessView]) -> Group:
         for view in views
         if view.status is None
     ]
-    return Group(grid, *problems)
+    return Group(grid, *problems, *_breakers(views))
+
+
+def _breakers(views: list[ProcessView]) -> list[Text]:
+    """One line for each breaker that is not closed."""
+    process_of = {
+        endpoint.instance: view.name
+        for view in views
+        if view.status is not None
+        for endpoint in view.status.endpoints
+    }
+    return [
+        Text(
+            f"breaker {each['state']}: worker {process_of.get(each['worker'], '?')} ({each['worker']}) fails "
+            f"{each['failure_rate']:.0%} of its requests; next probe in {each['retry_in_s']:.0f} s, says {view.name}",
+            style="yellow",
+        )
+        for view in views
+        if view.status is not None
+        for each in view.status.details.get(BREAKER_DETAILS, ())
+    ]
 
 
 def _cells(view: ProcessView) -> tuple[str, ...]:

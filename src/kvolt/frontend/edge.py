@@ -12,6 +12,7 @@ from kvolt.frontend.openai_api.errors import openai_error
 from kvolt.frontend.openai_api.headers import REQUEST_ID
 from kvolt.frontend.siblings import Siblings
 from kvolt.frontend.trace_recorder import TraceRecorder
+from kvolt.router.breaker_report import BREAKER_DETAILS, describe_breakers
 from kvolt.router.kv_metrics import KvCollector
 from kvolt.runtime.http import HttpLimits, HttpServer
 from kvolt.runtime.metrics import Metrics
@@ -38,6 +39,7 @@ def edge_server(
     own.add(ModelsCollector(models, metrics_prefix).collect)
     own.add(KvCollector(models.routers, metrics_prefix).collect)
     metrics.registry.register(own)
+    runtime.add_details(BREAKER_DETAILS, lambda: describe_breakers(models.routers()))
     generation = Generation(runtime, models, admission, own, options, recorder)
     clock = runtime.ports.clock
     app = FrontendApp(models, generation, admission, metrics, int(clock.wall()), siblings)

@@ -11,6 +11,7 @@ from kvolt.frontend.models import Model, Models
 from kvolt.frontend.roles import workers_of
 from kvolt.frontend.token_cache import EncoderStats
 from kvolt.journey.ways import Chooser
+from kvolt.router.breaker_report import breaker_families
 from kvolt.router.port import Router
 from kvolt.router.queue_metrics import queue_families
 
@@ -81,7 +82,9 @@ class ModelsCollector:
             moves.add_metric((model.card.name,), model.road.stats.num_moves)
         yield moves
         yield from self._prefills(models)
-        yield from queue_families(_routers(models))
+        routers = list(_routers(models))
+        yield from queue_families(routers)
+        yield from breaker_families(routers)
 
     def _prefills(self, models: list[Model]) -> Iterator[Metric]:
         """Prompts that others compute than answer; nothing where every worker computes its own."""

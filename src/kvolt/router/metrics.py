@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvolt.router.breaker_report import breaker_families
 from kvolt.router.queue_metrics import queue_families
 from kvolt.router.remote import RouterLink
 from kvolt.router.service import RouterService
@@ -28,8 +29,9 @@ class RouterCollector(Collector):
         yield CounterMetricFamily(
             "kvolt_router_refusals", "Requests that no worker could take", value=self._service.num_refused
         )
-        components = self._service.components.items()
-        yield from queue_families((endpoint, component.router) for endpoint, component in components)
+        routers = [(name, component.router) for name, component in self._service.components.items()]
+        yield from queue_families(routers)
+        yield from breaker_families(routers)
 
 
 class LinkCollector(Collector):

@@ -19,6 +19,7 @@ import msgspec
 from kvolt.core.errors import KvoltError, Overloaded, Unavailable, to_info
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
+from kvolt.router.breaker_report import BREAKER_DETAILS, describe_breakers
 from kvolt.router.explanation import EXPLAIN_ENDPOINT, Explanation, explain_route
 from kvolt.router.policies import ROUTERS, NewRouter
 from kvolt.router.port import Decision, Router, RouterContext
@@ -199,6 +200,7 @@ class RouterService:
 
     async def start(self) -> Instance:
         self._runtime.add_details("router", self._describe)
+        self._runtime.add_details(BREAKER_DETAILS, lambda: describe_breakers(self.routers()))
         server = self._runtime.server
         server.add(SESSION_ENDPOINT, InstanceId(""), self._on_word)
         explain = server.generator(self._explain, decoder(RouteQuestion))

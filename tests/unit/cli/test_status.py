@@ -8,7 +8,8 @@ from rich.console import Console
 
 from kvolt.cli.cluster import ProcessView
 from kvolt.cli.status import picture
-from kvolt.runtime.runtime import ProcessStatus
+from kvolt.runtime.address import InstanceState
+from kvolt.runtime.runtime import EndpointStatus, ProcessStatus
 
 
 def test_brackets_and_problems_are_shown_as_they_are() -> None:
@@ -38,3 +39,30 @@ def test_what_a_process_without_an_engine_is() -> None:
         out = io.StringIO()
         Console(file=out, width=160).print(picture([ProcessView("p", "host:1", None, status)]))
         assert out.getvalue().splitlines()[1].split()[:2] == ["p", kind]
+
+
+def test_workers_that_routers_pass_over_are_named() -> None:
+    worker = EndpointStatus("kvolt.m.generate", "ab12", InstanceState.READY, 0)
+    breaker = {"worker": "ab12", "state": "open", "failure_rate": 0.6, "retry_in_s": 3.2}
+    views = [
+        ProcessView(
+            name,
+            "host:1",
+            None,
+            ProcessStatus(
+                name=name,
+                address="",
+                uptime_s=1.0,
+                connections=0,
+                calls_open=0,
+                endpoints=endpoints,
+                details=details,
+            ),
+        )
+        for name, endpoints, details in (("edge", (), {"breakers": [breaker]}), ("w0", (worker,), {}))
+    ]
+    out = io.StringIO()
+    Console(file=out, width=160).print(picture(views))
+    assert out.getvalue().splitlines()[-1].rstrip() == (
+        "breaker open: worker w0 (ab12) fails 60% of its requests; next probe in 3 s, says edge"
+    )

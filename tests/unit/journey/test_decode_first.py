@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from tests.unit.engines.lab import until
 from tests.unit.engines.test_worker_roles import EXPECTED, asked, at_rest
 from tests.unit.journey.stage import Inbox
 from tests.unit.journey.test_handed_over import Pair, Split, paired
 
-from kvolt.core.errors import KvoltError, Unavailable
+from kvolt.core.errors import EngineFailed, KvoltError, Unavailable
+from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role
 from kvolt.engines import meetings
 from kvolt.journey import decode_first
 from kvolt.journey.journey import Journey, Road
 from kvolt.journey.prefill import Leg
+from kvolt.router.breaker_report import describe_breakers
 from kvolt.router.port import Decision, RoundRobinRouter
 from kvolt.runtime.call import Deadlines
 
@@ -163,3 +167,25 @@ def test_who_leaves_frees_both_sides(after_s: float) -> None:
         assert inbox.ends == []
 
     paired(body, pull_s=0.004)
+
+
+@pytest.mark.parametrize("is_decode_first", [False, True])
+def test_prompts_that_fail_elsewhere_open_the_breaker_of_that_worker(is_decode_first: bool) -> None:
+    """Every request is answered: who answers computes the prompt itself."""
+
+    async def body(pair: Pair) -> None:
+        async def fail(request: Request) -> None:
+            raise EngineFailed("a kernel could not be launched")
+
+        pair.prefill.engine.prefill = fail
+        for number in range(3):
+            way = replace(road(pair), is_decode_first=is_decode_first)
+            inbox = Inbox()
+            request = msgspec.structs.replace(asked(), request_id=RequestId(f"r{number}"))
+            await answered(Journey(way, request, inbox, Deadlines()), inbox)
+            await until(lambda: not len(pair.crew))
+            assert way.stats.prefill_failures["engine_failed"] == 1
+        (breaker,) = describe_breakers([pair.leg.router])
+        assert breaker["state"] == "open"
+
+    paired(body)

@@ -38,6 +38,7 @@ from kvolt.engines.sim import SimEngine
 from kvolt.journey.journey import Journey, Road
 from kvolt.journey.machine import State
 from kvolt.journey.take_back import ask_back
+from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision, Recall
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.tasks import Crew
@@ -718,3 +719,20 @@ def test_whatever_goes_wrong_on_the_second_try_the_receiver_hears_of_it() -> Non
         assert [type(error) for error in receiver.ends] == [KvoltError]
 
     staged(body, lambda: [Refusing(Overloaded("full"))])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_a_request_blames_one_worker_however_many_fail_it(num_tokens: int) -> None:
+    """It may be the request; and a worker that fails amid an answer has failed as well."""
+
+    async def body(stage: Stage) -> None:
+        inbox = Inbox()
+        await Journey(stage.road(), make_request(tokens=20), inbox, LIMITS).begin()
+        await until(lambda: bool(inbox.ends))
+        assert [type(end) for end in inbox.ends] == [EngineFailed]
+        (booking,) = stage.bookings
+        assert booking.outcomes[0] is Outcome.FAILED
+        assert set(booking.outcomes[1:]) == {Outcome.UNKNOWN}
+        assert len(booking.outcomes) > 1
+
+    staged(body, lambda: [Refusing(EngineFailed("oops"), num_tokens) for _ in range(5)])

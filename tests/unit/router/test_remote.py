@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from tests.unit.engines.lab import ARGUMENTS, NAMESPACE, Lab, RunningWorker, make_request, sim, until
 from tests.unit.router.test_exact import PRICED, Reader, prompt
 
@@ -28,9 +29,12 @@ from kvolt.core.request import (
 )
 from kvolt.journey.journey import Journey, Road
 from kvolt.router import service as service_module
+from kvolt.router.breaker import Outcome
+from kvolt.router.breaker_report import describe_breakers
 from kvolt.router.exact import ExactRouter
 from kvolt.router.forecast import Forecasting
 from kvolt.router.least_loaded import LeastLoadedRouter
+from kvolt.router.metrics import RouterCollector
 from kvolt.router.policies import ROUTERS, NewRouter
 from kvolt.router.port import Decision, RoundRobinRouter, Router, RouterContext
 from kvolt.router.queued import QueueOptions, QueueRouter, who_decides
@@ -871,3 +875,36 @@ def test_whatever_breaks_in_the_end_only_what_is_under_way_is_booked(seed: int) 
         assert not any(edge.router.num_under_way for edge in edges)
 
     scene(body)
+
+
+def test_failures_that_several_frontends_see_open_one_breaker() -> None:
+    async def body(here: Scene) -> None:
+        service = await here.start_router(ROUTERS["round-robin"])
+        edges = [await here.start_edge(f"edge{number}") for number in range(2)]
+        broken: InstanceId | None = None
+        for number in range(12):
+            edge = edges[number % 2]
+            (decision,) = await edge.book(1)
+            broken = broken or decision.instance.id
+            outcome = Outcome.FAILED if decision.instance.id == broken else Outcome.ANSWERED
+            edge.router.free(decision, None, outcome)
+            await asyncio.sleep(TOLD_S)
+        (breaker,) = describe_breakers(service.routers())
+        assert (breaker["worker"], breaker["state"]) == (broken, "open")
+        assert (
+            f'kvolt_router_breaker_state{{endpoint="{edges[0].client.endpoint}",state="open",worker_id="{broken}"}} 1.0'
+            in (_exposed(service))
+        )
+        for edge in edges:
+            decisions = await edge.book(3)
+            assert broken not in {decision.instance.id for decision in decisions}
+            for decision in decisions:
+                edge.router.free(decision, None)
+
+    scene(body, 3)
+
+
+def _exposed(service: RouterService) -> str:
+    registry = CollectorRegistry()
+    registry.register(RouterCollector(service))
+    return generate_latest(registry).decode()
