@@ -49,6 +49,8 @@ GAUGES = {
     "kvolt_streams_active": Rule.SUM,
     "kvolt_send_buffer_bytes": Rule.SUM,
     "kvolt_queue_depth": Rule.SUM,
+    "kvolt_unfinished_message_bytes": Rule.SUM,
+    "kvolt_unfinished_message_limit_bytes": Rule.SUM,
     "kvolt_tasks": Rule.SUM,
     "kvolt_discovery_connected": Rule.MIN,
     "kvolt_router_present": Rule.MIN,

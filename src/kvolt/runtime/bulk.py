@@ -1,7 +1,8 @@
 """Messages over 64 KiB, sans-I/O: cut into chunks to send, put together on arrival.
 
-At most `BULK_STREAMS` messages are in pieces at once in one direction, and they take turns, so a
-receiver's memory is bounded by that many messages of the largest size.
+At most `BULK_STREAMS` messages are in pieces at once in one direction. The sender gives every other piece
+to the oldest of them and the rest to the one with the least left: a short message does not wait behind a
+long one, and a receiver keeps two long ones at most.
 
 Only `BULK_WINDOW_BYTES` may be on their way unread: what lies in the buffers between the two processes
 cannot be overtaken by a delta. The reader gives credit for bytes of chunks under stream 0.
@@ -41,7 +42,7 @@ class MessageKind(IntEnum):
 _KINDS = frozenset(MessageKind)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Outgoing:
     stream_id: int
     data: bytes
@@ -52,11 +53,12 @@ class _Outgoing:
 class BulkSender:
     """Cuts messages; the order within a stream is the caller's to keep (one message per stream at a time)."""
 
-    __slots__ = ("_active", "_unread_bytes", "_waiting")
+    __slots__ = ("_active", "_oldest_next", "_unread_bytes", "_waiting")
 
     def __init__(self) -> None:
         self._active: deque[_Outgoing] = deque()
         self._waiting: deque[_Outgoing] = deque()
+        self._oldest_next = True
         self._unread_bytes = 0
         """Sent, and not yet said to be read."""
 
@@ -80,17 +82,23 @@ class BulkSender:
 
     def take(self) -> tuple[bytes, int | None]:
         """The next chunk frame, and the stream whose message it completes, if it does."""
-        message = self._active.popleft()
+        message = self._choose()
         piece = memoryview(message.data)[message.position : message.position + CHUNK_BYTES]
         message.position += len(piece)
         self._unread_bytes += len(piece) + 1
         last = message.position >= len(message.data)
-        if not last:
-            self._active.append(message)
-        self._refill()
+        if last:
+            self._active.remove(message)
+            self._refill()
         header = HEADER.pack(len(piece) + 1, FrameKind.CHUNK, message.stream_id)
         flags = message.kind | (_LAST if last else 0)
         return b"".join((header, bytes((flags,)), piece)), message.stream_id if last else None
+
+    def _choose(self) -> _Outgoing:
+        oldest_next, self._oldest_next = self._oldest_next, not self._oldest_next
+        if oldest_next:
+            return self._active[0]
+        return min(self._active, key=lambda message: len(message.data) - message.position)
 
     def drop(self, stream_id: int) -> None:
         """Forget a stream's message: its reader has given up."""
@@ -117,13 +125,14 @@ class Message(NamedTuple):
 class BulkReceiver:
     """Puts messages together; breaks the connection when the peer exceeds the bounds."""
 
-    __slots__ = ("_max_message_bytes", "_messages", "_unacknowledged_bytes")
+    __slots__ = ("_begun_at", "_max_message_bytes", "_messages", "_unacknowledged_bytes")
 
     def __init__(self, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes
         self._messages: dict[int, BytesIO] = {}
         """One buffer each, not a list of pieces: many tiny pieces must not cost more than their bytes.
         What it grows becomes the message without a copy."""
+        self._begun_at: dict[int, float] = {}
         self._unacknowledged_bytes = 0
 
     def credit(self, payload: bytes) -> int:
@@ -138,7 +147,16 @@ class BulkReceiver:
     def buffered_bytes(self) -> int:
         return sum(message.tell() for message in self._messages.values())
 
-    def add(self, stream_id: int, payload: bytes) -> Message | None:
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """Those with a message in pieces."""
+        return tuple(self._messages)
+
+    def begun_before(self, when: float) -> tuple[int, ...]:
+        """Streams whose message began to arrive before this time and is not whole."""
+        return tuple(stream_id for stream_id, begun_at in self._begun_at.items() if begun_at < when)
+
+    def add(self, stream_id: int, payload: bytes, now: float = 0.0) -> Message | None:
         """The whole message once its last piece is there."""
         kind = payload[0] & ~_LAST if len(payload) > 1 else -1
         if kind not in _KINDS:
@@ -148,6 +166,7 @@ class BulkReceiver:
             if len(self._messages) >= BULK_STREAMS:
                 raise ProtocolError(f"more than {BULK_STREAMS} messages in pieces at once", rule="bulk")
             message = self._messages[stream_id] = BytesIO()
+            self._begun_at[stream_id] = now
         if message.tell() + len(payload) - 1 > self._max_message_bytes:
             raise ProtocolError(
                 f"a message in pieces is over {self._max_message_bytes} bytes", rule="message_size"
@@ -155,11 +174,13 @@ class BulkReceiver:
         message.write(memoryview(payload)[1:])
         if not payload[0] & _LAST:
             return None
-        del self._messages[stream_id]
+        self.drop(stream_id)
         return Message(message.getvalue(), MessageKind(kind))
 
     def drop(self, stream_id: int) -> None:
         self._messages.pop(stream_id, None)
+        self._begun_at.pop(stream_id, None)
 
     def clear(self) -> None:
         self._messages.clear()
+        self._begun_at.clear()

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from kvolt.core.errors import KvoltError, NetworkFault, ProtocolError, VersionMismatch, WorkerLost
-from kvolt.runtime.network import tune_socket
+from kvolt.runtime.byte_budget import ByteBudget
+from kvolt.runtime.network import split_host, tune_socket
 from kvolt.runtime.plane_stats import PlaneStats
 from kvolt.runtime.session import Session, SessionLimits
 from kvolt.runtime.streams import ServedStream
@@ -25,6 +26,8 @@ _HOLD_ABOVE_BYTES = 1 << 20
 _GIVE_UP_ABOVE_BYTES = 16 << 20
 _HELLO_TIMEOUT_S = 5.0
 _MOST_PATIENCE = 5.0
+_UNCOUNTED_BYTES = 64 * 1024
+"""Of an unfinished frame: what any read may leave behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +46,30 @@ class Connection(asyncio.Protocol):
         dialer: bool,
         hello: Hello,
         options: ConnectionOptions,
-        on_open: Callable[[ServedStream], None],
+        on_made: Callable[[Connection], ProtocolError | None],
+        on_open: Callable[[Connection, ServedStream], None],
         on_ready: Callable[[Connection], None],
         on_closed: Callable[[Connection, KvoltError], None],
         stats: PlaneStats,
+        budget: ByteBudget,
     ) -> None:
         self.session = Session(dialer=dialer, hello=hello, limits=options.limits, host=self, stats=stats)
         self.dialer = dialer
         self.peer_name = "?"
+        self.peer_host = "?"
         self.local_name = "?"
+        self.is_admitted = False
+        """It was counted among those of its peer's address."""
         self.closed: KvoltError | None = None
         """Why the connection is over, once it is."""
         self._options = options
+        self._admit = on_made
         self._serve = on_open
         self._tell_ready = on_ready
         self._tell_closed = on_closed
         self._stats = stats
+        self._budget = budget
+        self._counted_bytes = 0
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._flush_scheduled = False
@@ -98,9 +109,15 @@ class Connection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=0)
         tune_socket(transport)
         self.peer_name = _name(transport.get_extra_info("peername"))
+        self.peer_host = split_host(self.peer_name)[0]
         self.local_name = _name(transport.get_extra_info("sockname"))
         now = self._loop.time()
         self._made_at = self._last_received = now
+        self.is_admitted = True
+        refusal = self._admit(self)
+        if refusal is not None:
+            self.refuse(refusal)
+            return
         self._schedule_beat(now)
         self.wake()
 
@@ -114,7 +131,23 @@ class Connection(asyncio.Protocol):
         except ProtocolError as error:
             if isinstance(error, VersionMismatch):
                 self._stats.refused_versions += 1
-            self._refuse(error)
+            self.refuse(error)
+            return
+        self._count_unfinished()
+
+    def _count_unfinished(self) -> None:
+        num_bytes = self.session.unfinished_bytes
+        if num_bytes <= _UNCOUNTED_BYTES:
+            num_bytes = 0
+        if num_bytes != self._counted_bytes and self.closed is None:
+            self._counted_bytes = num_bytes
+            self._budget.hold(self, num_bytes)
+
+    def shed(self) -> None:
+        """The budget for unfinished messages is exceeded, and this connection has the most of it."""
+        if not self.session.drop_messages():
+            self.refuse(ProtocolError("too much unfinished data from this address", rule="unfinished"))
+        self._counted_bytes = 0
 
     def eof_received(self) -> None:
         """The peer will send no more: both directions end together."""
@@ -148,7 +181,7 @@ class Connection(asyncio.Protocol):
         self._tell_ready(self)
 
     def on_open(self, stream: ServedStream) -> None:
-        self._serve(stream)
+        self._serve(self, stream)
 
     def report(self, fault: Exception) -> None:
         log.error("a stream's callback raised", exc_info=fault)
@@ -180,7 +213,8 @@ class Connection(asyncio.Protocol):
         """Write what is queued now instead of at the end of the tick."""
         self._flush()
 
-    def _refuse(self, error: ProtocolError) -> None:
+    def refuse(self, error: ProtocolError) -> None:
+        """Send the peer the reason, and close."""
         if self._transport is not None:
             refusal = self.session.refusal(error)
             self._stats.frames_out += 1
@@ -195,6 +229,7 @@ class Connection(asyncio.Protocol):
         if self._beat is not None:
             self._beat.cancel()
             self._beat = None
+        self._budget.hold(self, 0)
         if isinstance(reason, NetworkFault):
             # A peer may have worded the reason; only ours become labels.
             label = reason.fields.get("reason") if type(reason) is WorkerLost else None
@@ -262,6 +297,13 @@ class Connection(asyncio.Protocol):
                 )
             )
             return
+        if not stalled:
+            try:
+                self.session.expire_unfinished(now)
+            except ProtocolError as error:
+                self.refuse(error)
+                return
+            self._count_unfinished()
         if self.session.peer is None:
             if now - self._made_at > _HELLO_TIMEOUT_S:
                 self.abort(ProtocolError(f"{self.peer_name} did not say hello", rule="hello"))

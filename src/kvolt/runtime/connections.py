@@ -7,9 +7,12 @@ listens), so a pair of processes needs one connection and one open direction.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 
 from kvolt import __version__
-from kvolt.core.errors import Cancelled, ConnectFailed, KvoltError, WorkerLost
+from kvolt.core.errors import Cancelled, ConnectFailed, KvoltError, ProtocolError, WorkerLost
+from kvolt.runtime.byte_budget import ByteBudget
 from kvolt.runtime.connection import Connection, ConnectionOptions
 from kvolt.runtime.network import (
     Listener,
@@ -20,21 +23,21 @@ from kvolt.runtime.network import (
     split_address,
     split_host,
 )
+from kvolt.runtime.open_gate import OpenGate
 from kvolt.runtime.plane import ClosedListener, Destination, OutgoingStream, PlaneFactory, ServeStream
 from kvolt.runtime.plane_stats import PlaneGauges, PlaneStats
-from kvolt.runtime.streams import Decode, Sink
+from kvolt.runtime.streams import Decode, ServedStream, Sink
 from kvolt.runtime.tasks import Crew
 from kvolt.runtime.wire import VERSIONS, Hello
+
+log = logging.getLogger(__name__)
 
 _DIAL_S = 5.0
 
 MAX_CONNECTIONS = 8192
-"""Of one process; more are closed as they come."""
-
-
-class _Refused(asyncio.Protocol):
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+"""Of one process; more are refused as they come."""
+MAX_CONNECTIONS_PER_PEER = 1024
+"""From one address."""
 
 
 class Connections:
@@ -51,8 +54,12 @@ class Connections:
         self._network = network
         self._options = options
         self._process = process
-        self._serve = on_open
         self.stats = stats or PlaneStats()
+        largest = options.limits.max_message_bytes
+        self.unfinished = ByteBudget(4 * largest, 2 * largest)
+        self._gate = OpenGate(on_open, self.unfinished)
+        self._accepted: Counter[str] = Counter()
+        """Connections that peers made, by their address."""
         self._listeners_open: list[Listener] = []
         self._advertised: str | None = None
         self._by_address: dict[str, Connection] = {}
@@ -88,6 +95,10 @@ class Connections:
             num_held=sum(session.num_held for session in sessions),
             num_bulk=sum(session.num_bulk for session in sessions),
             send_buffer_bytes=sum(connection.send_buffer_bytes for connection in connections),
+            num_opens_waiting=self._gate.num_waiting,
+            unfinished_bytes=self.unfinished.used_bytes,
+            unfinished_limit_bytes=self.unfinished.limit_bytes,
+            num_shed=self.unfinished.num_shed,
         )
 
     def on_closed(self, listener: ClosedListener) -> None:
@@ -175,10 +186,29 @@ class Connections:
     # ---
 
     def _accept(self) -> asyncio.Protocol:
-        if self.num_open < MAX_CONNECTIONS:
-            return self._make(dialer=False)
-        self.stats.losses["too_many"] += 1
-        return _Refused()
+        return self._make(dialer=False)
+
+    def _on_made(self, connection: Connection) -> ProtocolError | None:
+        if connection.dialer:
+            return None
+        host = connection.peer_host
+        self._accepted[host] += 1
+        if self.num_open > MAX_CONNECTIONS:
+            limit, whose = MAX_CONNECTIONS, "this process"
+        elif self._accepted[host] > MAX_CONNECTIONS_PER_PEER:
+            limit, whose = MAX_CONNECTIONS_PER_PEER, f"address {host}"
+        else:
+            return None
+        self.stats.refused_connections += 1
+        if self.stats.refused_connections & (self.stats.refused_connections - 1) == 0:
+            log.warning(
+                "connection refused: peer=%s reason=%s has %d connections refused=%d",
+                connection.peer_name,
+                whose,
+                limit,
+                self.stats.refused_connections,
+            )
+        return ProtocolError(f"{whose} has the most connections it may have: {limit}", rule="connections")
 
     def _make(self, *, dialer: bool) -> Connection:
         limits = self._options.limits
@@ -195,10 +225,12 @@ class Connections:
             dialer=dialer,
             hello=hello,
             options=self._options,
-            on_open=self._serve,
+            on_made=self._on_made,
+            on_open=self._on_open,
             on_ready=self._on_ready,
             on_closed=self._on_closed,
             stats=self.stats,
+            budget=self.unfinished,
         )
         self._all[connection] = None
         return connection
@@ -255,6 +287,9 @@ class Connections:
             dial.set_exception(error)
             dial.exception()  # whoever waits gets it; nobody waiting is no fault
 
+    def _on_open(self, connection: Connection, stream: ServedStream) -> None:
+        self._gate.start(connection, connection.peer_host, stream)
+
     def _on_ready(self, connection: Connection) -> None:
         if self._going_away:
             connection.session.go_away()
@@ -271,6 +306,11 @@ class Connections:
 
     def _on_closed(self, connection: Connection, reason: KvoltError) -> None:
         self._all.pop(connection, None)
+        self._gate.forget(connection)
+        if connection.is_admitted and not connection.dialer:
+            self._accepted[connection.peer_host] -= 1
+            if not self._accepted[connection.peer_host]:
+                del self._accepted[connection.peer_host]
         waiter = self._hello_waiters.pop(connection, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

@@ -38,9 +38,37 @@ class PlaneCollector(Collector):
         )
         yield _gauge(
             "queue_depth",
-            "What waits to be sent: streams that keep items back, long messages in pieces",
+            "What waits: streams that keep items back, long messages in pieces, opens of peers",
             "queue",
-            {"streams_held_back": now.num_held, "bulk_messages": now.num_bulk},
+            {
+                "streams_held_back": now.num_held,
+                "bulk_messages": now.num_bulk,
+                "opens": now.num_opens_waiting,
+            },
+        )
+        yield _gauge(
+            "unfinished_message_bytes",
+            "Bytes kept for messages that peers have not finished",
+            None,
+            {"": now.unfinished_bytes},
+        )
+        yield _gauge(
+            "unfinished_message_limit_bytes",
+            "Budget for unfinished messages of all peers; one address gets half of it",
+            None,
+            {"": now.unfinished_limit_bytes},
+        )
+        yield _counter(
+            "unfinished_messages_shed",
+            "Times that a peer's unfinished messages were dropped because the budget was exceeded",
+            None,
+            {"": now.num_shed},
+        )
+        yield _counter(
+            "refused_connections",
+            "Connections refused over the limit of the process or of one address",
+            None,
+            {"": stats.refused_connections},
         )
         yield _counter("connects", "Attempts to connect", "outcome", stats.connects)
         yield _counter("connection_losses", "Connections that were lost", "reason", stats.losses)

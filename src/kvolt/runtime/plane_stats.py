@@ -22,6 +22,8 @@ class PlaneStats:
     merged: int = 0
     """Deltas that a slow reader let merge into one."""
     refused_versions: int = 0
+    refused_connections: int = 0
+    """Over the limit of the process or of an address."""
     heartbeat_timeouts: int = 0
     connects: Counter[str] = field(default_factory=Counter)
     """By outcome."""
@@ -50,6 +52,13 @@ class PlaneGauges:
     num_bulk: int = 0
     """Long messages that wait or are on their way."""
     send_buffer_bytes: int = 0
+    num_opens_waiting: int = 0
+    """Streams that peers opened and that a later turn of the loop starts."""
+    unfinished_bytes: int = 0
+    """Kept for messages that peers have not finished."""
+    unfinished_limit_bytes: int = 0
+    num_shed: int = 0
+    """Times that unfinished messages were dropped because of that limit."""
 
     @property
     def num_open(self) -> int:

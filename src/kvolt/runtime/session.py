@@ -20,6 +20,7 @@ from kvolt.core.delta import Delta
 from kvolt.core.errors import (
     Cancelled,
     ConnectFailed,
+    DeadlineExceeded,
     ErrorInfo,
     KvoltError,
     Overloaded,
@@ -37,6 +38,9 @@ from kvolt.runtime.plane_stats import PlaneStats, outcome
 from kvolt.runtime.steps import StepBatch, StepReader, resolve_step
 from kvolt.runtime.streams import CallerStream, Decode, ServedStream, Sink
 from kvolt.runtime.wire import FrameKind
+
+UNFINISHED_S = 60.0
+"""For a frame or a message to arrive whole: longer than any stall that is forgiven."""
 
 
 class Host(Protocol):
@@ -77,7 +81,9 @@ class Session:
         self._next_id = 1 if dialer else 2
         self._peer_parity = 0 if dialer else 1
         self._last_peer_id = 0
-        self._decoder = wire.FrameDecoder(limits.max_frame_bytes)
+        self._decoder = wire.FrameDecoder(limits.max_frame_bytes, wire.MAX_HELLO_BYTES)
+        self._frame_since: float | None = None
+        """When the frame began that is not whole."""
         self._calls: dict[int, CallerStream] = {}
         self._served: dict[int, ServedStream] = {}
         self._opening: dict[int, wire.Open] = {}
@@ -352,6 +358,10 @@ class Session:
         """Take bytes from the peer. ProtocolError means: send `refusal`, close, and `close` this session."""
         self._now = now
         frames = self._decoder.feed(data)
+        if not self._decoder.buffered_bytes:
+            self._frame_since = None
+        elif frames or self._frame_since is None:
+            self._frame_since = now
         self.stats.frames_in += len(frames)
         for kind, stream_id, payload in frames:
             try:
@@ -359,6 +369,42 @@ class Session:
             except wire.MALFORMED as error:
                 name = FrameKind(kind).name
                 raise ProtocolError(f"a {name} frame does not decode: {error}", rule="payload") from error
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Kept for frames and messages that have not arrived whole."""
+        return self._decoder.buffered_bytes + self._arriving.buffered_bytes
+
+    def drop_messages(self) -> bool:
+        """Refuse every message that is not whole, to free its memory. False: there is none."""
+        streams = self._arriving.streams
+        for stream_id in streams:
+            self._drop_message(
+                stream_id,
+                Overloaded("too much unfinished data from this address", queue="unfinished_messages"),
+            )
+        return bool(streams)
+
+    def expire_unfinished(self, now: float) -> None:
+        """Refuse messages that take too long to arrive. ProtocolError for a frame that does."""
+        for stream_id in self._arriving.begun_before(now - UNFINISHED_S):
+            self._drop_message(
+                stream_id,
+                DeadlineExceeded(
+                    "a message did not arrive whole in time", stage="total", after_s=UNFINISHED_S
+                ),
+            )
+        if self._frame_since is not None and self._frame_since < now - UNFINISHED_S:
+            raise ProtocolError(f"a frame did not arrive whole within {UNFINISHED_S:g} s", rule="slow")
+
+    def _drop_message(self, stream_id: int, error: KvoltError) -> None:
+        call = self._calls.get(stream_id)
+        if call is not None:
+            self.cancel_call(stream_id)
+            call.finish(error)
+        else:
+            self._forget(stream_id)
+            self._refuse(stream_id, error)
 
     def refusal(self, error: KvoltError) -> bytes:
         """A last frame that tells the peer why the connection is closed."""
@@ -501,7 +547,7 @@ class Session:
         call = self._calls.get(stream_id)
         if opening is None and call is None:
             return  # cancelled, refused or over: let the rest of it pass
-        message = self._arriving.add(stream_id, payload)
+        message = self._arriving.add(stream_id, payload, self._now)
         if message is None:
             return
         if opening is not None:

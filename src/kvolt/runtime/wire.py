@@ -34,6 +34,9 @@ MAX_OPEN_BYTES = CHUNK_BYTES + 16 * 1024
 MIN_FRAME_LIMIT_BYTES = 2 * CHUNK_BYTES
 """No peer may ask for smaller frames than a chunk with its envelope."""
 
+MAX_HELLO_BYTES = 16 * 1024
+"""First frame of a peer that has not said anything yet."""
+
 HEADER = Struct("<IBI")
 NIL = b"\xc0"
 
@@ -109,10 +112,12 @@ def frame(kind: FrameKind, stream: int, payload: bytes = b"") -> bytes:
 class FrameDecoder:
     """Cuts a byte stream into frames. After an error it stays broken: the stream has lost its place."""
 
-    __slots__ = ("_broken", "_max_frame_bytes", "_needed", "_rest")
+    __slots__ = ("_broken", "_limit_bytes", "_max_frame_bytes", "_needed", "_rest")
 
-    def __init__(self, max_frame_bytes: int) -> None:
+    def __init__(self, max_frame_bytes: int, max_first_bytes: int | None = None) -> None:
+        """`max_first_bytes`: another limit for the first frame."""
         self._max_frame_bytes = max_frame_bytes
+        self._limit_bytes = max_frame_bytes if max_first_bytes is None else max_first_bytes
         self._rest = bytearray()
         """The beginning of a frame."""
         self._needed = HEADER.size
@@ -139,8 +144,8 @@ class FrameDecoder:
         self._needed = header_size
         while end - position >= header_size:
             length, kind, stream = HEADER.unpack_from(data, position)
-            if length > self._max_frame_bytes:
-                raise self._break("frame_size", f"a frame of {length} bytes is over {self._max_frame_bytes}")
+            if length > self._limit_bytes:
+                raise self._break("frame_size", f"a frame of {length} bytes is over {self._limit_bytes}")
             if kind not in _KINDS:
                 raise self._break("frame_kind", f"frame kind {kind} is unknown")
             body = position + header_size
@@ -148,6 +153,7 @@ class FrameDecoder:
                 self._needed = header_size + length
                 break
             position = body + length
+            self._limit_bytes = self._max_frame_bytes
             frames.append((kind, stream, data[body:position]))
         if position < end:
             self._rest += data[position:]

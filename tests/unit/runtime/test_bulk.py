@@ -42,11 +42,24 @@ def test_the_last_piece_names_its_stream() -> None:
     assert sender.take()[1] == 5
 
 
-def test_messages_take_turns() -> None:
+def test_a_short_message_overtakes_long_ones_and_the_oldest_still_moves() -> None:
     sender = BulkSender()
-    for stream_id in range(1, 4):
-        sender.add(stream_id, b"x" * (2 * CHUNK_BYTES))
-    assert [stream_id for stream_id, _ in pieces(sender)] == [1, 2, 3, 1, 2, 3]
+    for stream_id, num_chunks in ((1, 8), (2, 8), (3, 2)):
+        sender.add(stream_id, b"x" * (num_chunks * CHUNK_BYTES))
+    order = [stream_id for stream_id, _ in pieces(sender)]
+    assert order[:4] == [1, 3, 1, 3]
+    assert [stream_id for stream_id in order[4:] if stream_id != 3] == [1] * 6 + [2] * 8
+
+
+def test_at_most_two_long_messages_are_unfinished_at_once() -> None:
+    sender, receiver = BulkSender(), BulkReceiver(1 << 20)
+    for stream_id in range(1, 9):
+        sender.add(stream_id, b"x" * ((stream_id % 3 + 4) * CHUNK_BYTES))
+    most = 0
+    for stream_id, payload in pieces(sender):
+        receiver.add(stream_id, payload)
+        most = max(most, len(receiver.streams))
+    assert most <= 2
 
 
 @settings(max_examples=50, deadline=None)

@@ -11,6 +11,7 @@ import pytest
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import Cancelled, KvoltError, ProtocolError, WorkerLost
+from kvolt.runtime.byte_budget import ByteBudget
 from kvolt.runtime.connection import Connection, ConnectionOptions
 from kvolt.runtime.plane_stats import PlaneStats
 from kvolt.runtime.session import SessionLimits
@@ -84,10 +85,12 @@ class World:
             dialer=False,
             hello=HELLO,
             options=options or ConnectionOptions(limits=SessionLimits(window_items=8)),
-            on_open=self.streams.append,
+            on_made=lambda connection: None,
+            on_open=lambda connection, stream: self.streams.append(stream),
             on_ready=lambda connection: self._ready(),
             on_closed=lambda connection, reason: self.closed.append(reason),
             stats=self.stats,
+            budget=ByteBudget(1 << 30, 1 << 30),
         )
         self.transport.protocol = self.connection
 

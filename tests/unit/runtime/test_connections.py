@@ -15,6 +15,7 @@ from kvolt.runtime.connections import Connections
 from kvolt.runtime.network import Listener, ProtocolFactory
 from kvolt.runtime.plane import Destination, IncomingStream
 from kvolt.runtime.plane_stats import PlaneGauges
+from kvolt.runtime.session import SessionLimits
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.loop import run_virtual
 from kvolt.testing.network import VirtualNetwork
@@ -333,10 +334,11 @@ async def test_open_dials_and_tells_what_is_left_of_the_deadline(world: World) -
 @in_world
 async def test_gauges(world: World) -> None:
     server, client = await world.listening("server"), world.process("client")
-    assert client.gauges() == PlaneGauges()
+    limit = 4 * SessionLimits().max_message_bytes
+    assert client.gauges() == PlaneGauges(unfinished_limit_bytes=limit)
     await client.reach("server:7000", 5.0)
-    assert client.gauges() == PlaneGauges(num_dialed=1)
-    assert server.gauges() == PlaneGauges(num_accepted=1)
+    assert client.gauges() == PlaneGauges(num_dialed=1, unfinished_limit_bytes=limit)
+    assert server.gauges() == PlaneGauges(num_accepted=1, unfinished_limit_bytes=limit)
     assert client.gauges().num_open == server.gauges().num_open == 1
 
 

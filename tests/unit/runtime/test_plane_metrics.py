@@ -42,6 +42,7 @@ def test_a_fresh_process_exports_zeros() -> None:
         samples = scrape(plane)
         assert samples["kvolt_connections", "in"] == samples["kvolt_connections", "out"] == 0
         assert samples["kvolt_bytes_total", "in"] == samples["kvolt_refused_versions_total",] == 0
+        assert samples.pop(("kvolt_unfinished_message_limit_bytes",)) > 0
         assert all(value == 0 for value in samples.values())
         await plane.close()
 

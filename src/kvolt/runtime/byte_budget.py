@@ -1,0 +1,84 @@
+"""A limit on the bytes that one process keeps for messages which its peers have not finished.
+
+Anybody who can connect can begin a message and never end it. All connections of a process share one budget,
+and those from one address share a part of it. When it is exceeded, the largest holder of the address with the
+most bytes is shed: a large sender pays, and a small or normal request passes. Pure; one thread at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Protocol
+
+log = logging.getLogger(__name__)
+
+
+class Holder(Protocol):
+    """What keeps bytes on behalf of a peer: a connection, or a queue of one."""
+
+    @property
+    def peer_host(self) -> str:
+        """Address of the peer, without its port."""
+        ...
+
+    def shed(self) -> None:
+        """Give up what is kept: refuse the messages, or close the connection."""
+        ...
+
+
+class ByteBudget:
+    """Bytes of unfinished messages, by holder, by address and in all."""
+
+    def __init__(self, limit_bytes: int, peer_limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.peer_limit_bytes = peer_limit_bytes
+        self.used_bytes = 0
+        self.num_shed = 0
+        self._holders: dict[str, dict[Holder, int]] = {}
+        self._by_peer: Counter[str] = Counter()
+        self._is_shedding = False
+
+    def hold(self, holder: Holder, num_bytes: int) -> None:
+        """A holder keeps so much from now on. May shed it, or others, before it returns."""
+        peer = holder.peer_host
+        held = self._holders.setdefault(peer, {})
+        change = num_bytes - held.pop(holder, 0)
+        if num_bytes:
+            held[holder] = num_bytes
+        elif not held:
+            del self._holders[peer]
+        self.used_bytes += change
+        self._by_peer[peer] += change
+        if not self._by_peer[peer]:
+            del self._by_peer[peer]
+        if change > 0 and not self._is_shedding:
+            self._shed_excess(peer)
+
+    def _shed_excess(self, peer: str) -> None:
+        self._is_shedding = True
+        try:
+            while self._by_peer[peer] > self.peer_limit_bytes:
+                self._shed_largest(peer)
+            while self.used_bytes > self.limit_bytes:
+                self._shed_largest(max(self._by_peer, key=self._by_peer.__getitem__))
+        finally:
+            self._is_shedding = False
+
+    def _shed_largest(self, peer: str) -> None:
+        held = self._holders[peer]
+        victim = max(held, key=held.__getitem__)
+        if (
+            self.num_shed & (self.num_shed + 1) == 0
+        ):  # the 1st, 2nd, 4th, 8th ...: an attack must not fill the log
+            log.warning(
+                "unfinished messages over their budget: peer=%s bytes=%d limit=%d shed=%d so far=%d",
+                peer,
+                self._by_peer[peer],
+                self.peer_limit_bytes,
+                held[victim],
+                self.num_shed + 1,
+            )
+        self.num_shed += 1
+        victim.shed()
+        self.hold(victim, 0)

@@ -1,0 +1,102 @@
+"""Starts the streams that peers open: a bounded number in one turn of the loop, in turns between connections.
+
+Thousands of opens fit into one read. Starting all of them at once would keep the loop from everything else for
+seconds, so the rest waits here for later turns. The requests that wait count as unfinished messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from kvolt.core.errors import Overloaded
+from kvolt.runtime.byte_budget import ByteBudget
+from kvolt.runtime.plane import ServeStream
+from kvolt.runtime.streams import ServedStream
+
+OPENS_PER_TURN = 32
+_STREAM_BYTES = 1024
+"""About what a stream takes beside its request."""
+
+
+class _Queue:
+    """Opens of one connection that wait."""
+
+    def __init__(self, peer_host: str) -> None:
+        self.peer_host = peer_host
+        self.streams: deque[tuple[ServedStream, int]] = deque()
+        self.num_bytes = 0
+
+    def add(self, stream: ServedStream) -> None:
+        num_bytes = len(stream.body) + _STREAM_BYTES
+        self.streams.append((stream, num_bytes))
+        self.num_bytes += num_bytes
+
+    def pop(self) -> ServedStream:
+        stream, num_bytes = self.streams.popleft()
+        self.num_bytes -= num_bytes
+        return stream
+
+    def shed(self) -> None:
+        while self.streams:
+            stream = self.pop()
+            if not stream.closed:
+                stream.end(Overloaded("too many requests wait to be started", queue="opens"))
+
+
+class OpenGate:
+    """Passes streams on to `serve`. A source is a connection."""
+
+    def __init__(self, serve: ServeStream, budget: ByteBudget) -> None:
+        self._serve = serve
+        self._budget = budget
+        self._queues: dict[object, _Queue] = {}
+        self._left = OPENS_PER_TURN
+        self._is_scheduled = False
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(queue.streams) for queue in self._queues.values())
+
+    def start(self, source: object, peer_host: str, stream: ServedStream) -> None:
+        """Start a stream now if this turn has room, or in a later one."""
+        self._schedule()
+        queue = self._queues.get(source)
+        if queue is None:
+            if self._left > 0:
+                self._left -= 1
+                self._serve(stream)
+                return
+            queue = self._queues[source] = _Queue(peer_host)
+        queue.add(stream)
+        self._budget.hold(queue, queue.num_bytes)
+
+    def forget(self, source: object) -> None:
+        """The connection is gone, and its streams with it."""
+        queue = self._queues.pop(source, None)
+        if queue is not None:
+            self._budget.hold(queue, 0)
+
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_scheduled = False
+        self._left = OPENS_PER_TURN
+        while self._left > 0 and self._queues:
+            source, queue = next(iter(self._queues.items()))
+            del self._queues[source]
+            while queue.streams:
+                stream = queue.pop()
+                if not stream.closed:
+                    self._queues[source] = queue  # behind the others
+                    self._left -= 1
+                    self._serve(stream)
+                    break
+            self._budget.hold(queue, queue.num_bytes)
+            if not queue.streams:
+                self._queues.pop(source, None)
+        if self._queues:
+            self._schedule()
