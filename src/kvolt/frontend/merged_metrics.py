@@ -56,6 +56,8 @@ GAUGES = {
     "kvolt_router_present": Rule.MIN,
     "kvolt_model_workers": Rule.MAX,
     "kvolt_model_unfit_prefill_workers": Rule.MAX,
+    "kvolt_router_breaker_state": Rule.MAX,
+    "kvolt_router_worker_failure_rate": Rule.MAX,
     "kvolt_router_queue_tokens": Rule.SUM,
     "kvolt_router_unstarted_requests": Rule.SUM,
 }

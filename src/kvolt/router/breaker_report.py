@@ -15,6 +15,8 @@ from kvolt.router.queued import who_decides
 BREAKER_DETAILS = "breakers"
 """In a process's status: see `describe_breakers`."""
 
+_SEVERITY = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+
 
 @runtime_checkable
 class _Choosing(Protocol):
@@ -33,8 +35,8 @@ def breaker_families(routers: Iterable[tuple[str, Router]]) -> Iterator[Metric]:
     failed requests lately."""
     state = GaugeMetricFamily(
         "kvolt_router_breaker_state",
-        "Circuit breaker of a worker that has failed requests lately: 1 for the state that it is in",
-        labels=("endpoint", "worker_id", "state"),
+        "Circuit breaker of a worker that has failed requests lately: 0 closed, 1 half-open, 2 open",
+        labels=("endpoint", "worker_id"),
     )
     rate = GaugeMetricFamily(
         "kvolt_router_worker_failure_rate",
@@ -51,8 +53,7 @@ def breaker_families(routers: Iterable[tuple[str, Router]]) -> Iterator[Metric]:
         opened.add_metric((endpoint,), breakers.num_opened)
         for instance_id, view in sorted(breakers.views().items()):
             rate.add_metric((endpoint, instance_id), view.failure_rate)
-            for each in BreakerState:
-                state.add_metric((endpoint, instance_id, each.value), each is view.state)
+            state.add_metric((endpoint, instance_id), _SEVERITY[view.state])
     yield from (state, rate, opened)
 
 
