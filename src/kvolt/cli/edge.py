@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvolt.cli.cluster import visit
 from kvolt.cli.edge_member import EDGE_DETAILS
+from kvolt.cli.health import Served
 from kvolt.frontend.shared_count import SharedCounts
 from kvolt.runtime.network import reserved_port
 from kvolt.runtime.settings import Settings
@@ -60,7 +61,7 @@ class EdgeGroup:
         if slot is not None and child.pid is None:
             self._counts.put(slot, 0)
 
-    async def served_by_all(self) -> dict[str, int] | None:
+    async def served_by_all(self) -> Served | None:
         """The models that every process of the group would route, each with the workers that all of them reach.
 
         None while a process is not there, or does not know the router.
@@ -71,8 +72,14 @@ class EdgeGroup:
         mine = [edge for edge in told if isinstance(edge, dict) and edge.get("group") == self._id]
         if len(mine) < len(self._slots) or not all(edge["router"] for edge in mine):
             return None
-        models = [edge["models"] for edge in mine]
-        return {name: min(known.get(name, 0) for known in models) for name in models[0]}
+        first, *others = [edge["models"] for edge in mine]
+        return {
+            name: {
+                role: min([count, *(known.get(name, {}).get(role, 0) for known in others)])
+                for role, count in roles.items()
+            }
+            for name, roles in first.items()
+        }
 
 
 @contextmanager

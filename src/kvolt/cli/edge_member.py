@@ -17,7 +17,8 @@ from kvolt.router.remote import RouterLink
 EDGE_DETAILS = "edge"
 """What such a process tells of itself in its status: group, models with their workers, router."""
 
-_SYNC_S = 2.0
+SETTLE_S = 5.0
+"""For discovery to be read and cards to be fetched before the port opens; what takes longer is a 503 until then."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -56,13 +57,13 @@ class Membership:
         """Until we know what our siblings know: from then on any connection to the port may come to us."""
         assert self._siblings is not None
         await self._siblings.start()
-        await self._link.wait_synced(_SYNC_S)
-        await models.settle(_SYNC_S)
+        await self._link.wait_synced(SETTLE_S)
+        await models.settle(SETTLE_S)
         self._process.runtime.add_details(
             EDGE_DETAILS,
             lambda: {
                 "group": self._member.group,
-                "models": {model.card.name: sum(workers_of(model).values()) for model in models.ready()},
+                "models": {model.card.name: workers_of(model) for model in models.ready()},
                 "router": self._link.present,
             },
         )

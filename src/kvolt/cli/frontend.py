@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from kvolt.cli.attach_flags import add_attach_flags
-from kvolt.cli.edge_member import Member, Membership
+from kvolt.cli.edge_member import SETTLE_S, Member, Membership
 from kvolt.cli.process import Process, run_process
 from kvolt.frontend.admission import Admission, WorkerLoads
 from kvolt.frontend.clear_kv import clear_kv_blocks
@@ -213,8 +213,8 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
     explainer.add_to(runtime.server)
     runtime.commands["explain_route"] = explainer.explain
     models.start()
-    if part is not None:
-        await part.settle(models)
+    # Whoever finds the port open gets an answer from what discovery knows.
+    await (models.settle(SETTLE_S) if part is None else part.settle(models))
     address = await server.start(join_address(wanted.host, wanted.port))
     await runtime.serve_streams(
         EndpointAddress(settings.namespace, "frontend", "http"),

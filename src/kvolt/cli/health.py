@@ -15,8 +15,12 @@ def base_url(host: str, port: int) -> str:
     return f"http://{join_address({'0.0.0.0': '127.0.0.1', '::': '::1'}.get(host, host), port)}"
 
 
-def served_models(base: str, timeout_s: float) -> dict[str, int] | None:
-    """The models ready there, each with its number of workers that can be reached, whatever their role.
+Served = dict[str, dict[str, int]]
+"""Models, each with its number of workers that can be reached, by role."""
+
+
+def served_models(base: str, timeout_s: float) -> Served | None:
+    """The models ready there.
 
     None when nobody answers, or somebody who is no kvolt frontend.
     """
@@ -36,7 +40,9 @@ def served_models(base: str, timeout_s: float) -> dict[str, int] | None:
     roles = health.get("roles") if isinstance(health, dict) and "status" in health else None
     if not isinstance(roles, dict):
         return None
-    return {str(name): sum(int(count) for count in counts.values()) for name, counts in roles.items()}
+    return {
+        str(name): {str(role): int(count) for role, count in counts.items()} for name, counts in roles.items()
+    }
 
 
 def _read(answer: urllib.error.HTTPError) -> bytes:

@@ -16,10 +16,11 @@ import msgspec
 
 from kvolt.cli.cluster import visit
 from kvolt.cli.edge import EdgeGroup, edge_group, num_edge_processes
-from kvolt.cli.health import base_url, served_models
+from kvolt.cli.health import Served, base_url, served_models
 from kvolt.cli.placement import device_flags, place, visible_gpus
 from kvolt.cli.pools import pools_of
 from kvolt.cli.process import check_directory, plane_host, process_options, run_loop
+from kvolt.cli.readiness import in_words, is_ready, missing
 from kvolt.cli.serve_chat import HeldOutput, chat_in_terminal
 from kvolt.cli.tiers import add_tier_flags, with_tiers
 from kvolt.cli.worker import add_engine_flags, check_engine, with_arguments, with_model
@@ -62,7 +63,6 @@ Examples:
 """
 
 ROLES = (Role.PREFILL.value, Role.DECODE.value, Role.AGGREGATED.value)
-ANSWERING = frozenset((Role.DECODE.value, Role.AGGREGATED.value))
 _FOR_WORKERS = "workers.toml"
 """The config of workers and their pools, in the supervisor's folder."""
 _POLL_S = 0.1
@@ -379,21 +379,21 @@ class _Serve:
         return code or self._chat_code
 
     async def _announce(self, stop: StopSignal) -> None:
-        """Wait until requests would be answered, by every worker if that does not take too long; say how to ask."""
+        """Wait until requests would be answered by every role, by every worker if that does not take too long; say how
+        to ask."""
         frontend = self._settings.frontend
         base = base_url(frontend.host, frontend.port)
         clock = SystemClock()
-        num_wanted = sum(group.count * group.per_process for group in self._settings.workers)
         complain_at: float | None = clock.monotonic() + self._settings.runtime.start_timeout_s
         while True:
             models = await self._ready_models(base)
-            if models and (sum(models.values()) >= num_wanted or complain_at is None):
+            if models and is_ready(self._settings, models, every_worker=complain_at is not None):
                 break
             if complain_at is not None and clock.monotonic() >= complain_at:
                 complain_at = None
-                if models:
+                if models and is_ready(self._settings, models, every_worker=False):
                     continue
-                what = missing(self._settings, frontend_answers=models is not None)
+                what = missing(self._settings, models)
                 waited_s = self._settings.runtime.start_timeout_s
                 print(f"kvolt: not ready after {waited_s:g} s: {what}; still waiting", flush=True)
             await asyncio.sleep(_POLL_S)
@@ -403,15 +403,15 @@ class _Serve:
         messages = [{"role": "user", "content": "Hello"}]
         body = json.dumps({"model": next(iter(models)), "messages": messages, "stream": True})
         print(
-            f"\nkvolt: ready at {base} with {_in_words(models)}. Try:\n\n"
+            f"\nkvolt: ready at {base} with {in_words(models)}. Try:\n\n"
             f"  curl -N {base}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n\n"
             f"or `kvolt chat --url {base}`; {base}/docs tells the rest. Ctrl-C stops everything.\n",
             flush=True,
         )
 
-    async def _converse(self, base: str, models: dict[str, int], stop: StopSignal) -> None:
+    async def _converse(self, base: str, models: Served, stop: StopSignal) -> None:
         assert self._chat is not None
-        print(f"kvolt: ready at {base} with {_in_words(models)}; leaving stops everything\n", flush=True)
+        print(f"kvolt: ready at {base} with {in_words(models)}; leaving stops everything\n", flush=True)
         self._out.hold()
         try:
             self._chat_code = await chat_in_terminal(["--url", base, *self._chat], stop)
@@ -419,7 +419,7 @@ class _Serve:
             self._out.release()
         stop.request_stop("the chat has ended")
 
-    async def _ready_models(self, base: str) -> dict[str, int] | None:
+    async def _ready_models(self, base: str) -> Served | None:
         try:
             models = await self._blocking.run(lambda: served_models(base, 2.0), 5.0)
             if models and self._group is not None:  # whichever process answered speaks for itself only
@@ -428,20 +428,3 @@ class _Serve:
             return models
         except (KvoltError, TimeoutError):
             return None
-
-
-def _in_words(models: dict[str, int]) -> str:
-    return ", ".join(f"{name} ({count} worker{'s' * (count != 1)})" for name, count in models.items())
-
-
-def missing(settings: Settings, frontend_answers: bool) -> str:
-    """What keeps requests from being answered, in words."""
-    if not frontend_answers:
-        return "the frontend does not answer"
-    if not settings.workers:
-        return "no worker has joined yet (start one with `kvolt worker`)"
-    roles = sorted({group.role for group in settings.workers if group.count})
-    if not ANSWERING.intersection(roles):
-        wanted = " or ".join(sorted(ANSWERING))
-        return f"no worker has the role {wanted} (only {', '.join(roles) or 'none'}), and only those answer"
-    return "no worker has registered a model yet (see its log)"

@@ -7,6 +7,7 @@ workers of a model have is a name of its own, and the same model in all but that
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 _CARD_RETRY_S = 0.2
 _CARD_RETRY_MAX_S = 5.0
+_STARTING_S = 1.0
+"""After which a client is to ask again for a model that is starting."""
 
 _decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
 _decode_card = msgspec.msgpack.Decoder(ModelCard).decode
@@ -128,6 +131,10 @@ def _nobody_answers(name: str, role: Role) -> Unavailable:
     )
 
 
+def _starting(message: str) -> Unavailable:
+    return Unavailable(f"{message}; try again", reason="starting", retry_after_s=_STARTING_S)
+
+
 class Models:
     """Watches namespaces; `get` and `ready` answer from memory.
 
@@ -154,7 +161,8 @@ class Models:
         self._coming: dict[EndpointAddress, None] = {}
         self._registered: dict[EndpointAddress, dict[str, None]] = {}
         """Keys of each component's instances, as the one watch that also starts `_add` has seen them."""
-        self._adding: dict[EndpointAddress, None] = {}
+        self._adding: dict[EndpointAddress, EngineInfo] = {}
+        """Components whose card is not here yet."""
         self._prefills: dict[_Kin, Leg] = {}
         """Workers that compute prompts for others."""
         self._unsynced = set(self._namespaces)
@@ -173,19 +181,21 @@ class Models:
             await leg.router.close()
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until what is registered already can be served, or give up quietly: the rest will come."""
-        try:
+        """Wait until what is registered already can be served, or give up quietly: the rest will come. From then on a
+        name that nobody serves is unknown, and not one that may be starting."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._settled.wait()
-        except TimeoutError:
-            pass
+        if not self._unsynced:
+            self._settled.set()
 
     def ready(self) -> list[Model]:
         newest = [self._newest(name) for name in sorted(self._models)]
         return [model for model in newest if model.ready]
 
     def get(self, name: str) -> Model:
-        """NotFound for a name nobody serves; Unavailable when its workers cannot be reached now."""
+        """NotFound for a name nobody serves; Unavailable when its workers cannot be reached now, or where it may be a
+        model that is still starting."""
         model = self.find(name)
         if not model.ready:
             raise _nobody_answers(name, model.role)
@@ -200,7 +210,7 @@ class Models:
         if not found and name in self.unanswered():
             raise _nobody_answers(name, Role.DECODE)
         if not found:
-            raise NotFound(f"the model {name!r} does not exist", kind="model", name=name, param="model")
+            raise self._unknown(name)
         reached = (model for model in found if model.adapters.holders(name))
         return next(reached, found[0]).with_adapter(name)
 
@@ -235,9 +245,22 @@ class Models:
     def only(self) -> Model:
         """The one model there is, for requests that may leave its name out."""
         ready = self.ready()
+        if not self._models:
+            raise _starting("no model is ready yet")
         if len(ready) != 1:
             raise InvalidRequest("name the model: there is not exactly one", param="model")
         return ready[0]
+
+    def _unknown(self, name: str) -> KvoltError:
+        """The model does not exist, as far as that is known by now."""
+        coming = {each for info in self._adding.values() for each in (info.model, *info.loras)}
+        if name in coming:
+            return _starting(f"the model {name!r} is starting")
+        if not self._models or not self._settled.is_set():
+            return _starting(
+                f"the model {name!r} is not known yet: this frontend or its workers are starting"
+            )
+        return NotFound(f"the model {name!r} does not exist", kind="model", name=name, param="model")
 
     def _every(self) -> list[Model]:
         """By name, of each the newest first."""
@@ -285,7 +308,8 @@ class Models:
                 self._registered.setdefault(instance.endpoint, {})[event.key] = None
                 self._tell_hidden(info.loras)
                 if instance.endpoint not in self._coming:
-                    self._coming[instance.endpoint] = self._adding[instance.endpoint] = None
+                    self._coming[instance.endpoint] = None
+                    self._adding[instance.endpoint] = info
                     self._crew.start(self._add_noted(instance.endpoint, info), f"add {info.model}")
 
     def _forget_instance(self, key: str) -> None:

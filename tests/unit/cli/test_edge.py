@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from kvolt.cli.edge import edge_group, num_edge_processes
 from kvolt.cli.main import main
-from kvolt.cli.serve import check_shared, child_specs, missing
+from kvolt.cli.readiness import missing
+from kvolt.cli.serve import check_shared, child_specs
 from kvolt.core.errors import ConfigError
 from kvolt.frontend.shared_count import SharedCounts
 from kvolt.runtime.config import Override, load
@@ -108,7 +109,7 @@ def test_how_many_there_may_be(number: str) -> None:
 def test_an_edge_without_workers_waits_for_some() -> None:
     given = settings("frontend.processes=2")
     alone = Settings(frontend=given.frontend, workers=[])
-    assert "no worker has joined yet" in missing(alone, frontend_answers=True)
+    assert "no worker has joined yet" in missing(alone, {})
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from kvolt.cli.serve import (
     check_shared,
     child_specs,
-    missing,
     serve,
     with_engine_flags,
     with_model_served,
@@ -61,14 +60,6 @@ def test_what_they_can() -> None:
     check_shared(settings())
     check_shared(settings("admin.port=9000", "admin.enabled=false"))
     check_shared(settings("discovery.join_listen=0.0.0.0:7400", "runtime.advertise=a"))
-
-
-def test_what_is_missing(tmp_path: Path) -> None:
-    assert "frontend does not answer" in missing(settings(), frontend_answers=False)
-    assert "no worker has registered" in missing(settings(), frontend_answers=True)
-    (tmp_path / "kvolt.toml").write_text('[[workers]]\nrole = "prefill"\n')
-    only_prefill = load(environ={}, cwd=tmp_path).settings
-    assert "(only prefill)" in missing(only_prefill, frontend_answers=True)
 
 
 def test_number_of_workers() -> None:

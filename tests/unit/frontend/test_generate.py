@@ -775,7 +775,7 @@ def test_a_failing_engine_after_the_first_token_is_an_event_in_the_stream() -> N
         assert answer.status == 200
         first, last = answer.events
         assert first["choices"]
-        assert last["error"]["code"] == "engine_failed"
+        assert last["error"]["code"] == "engine_died"
         assert "own words" not in last["error"]["message"]
         assert answer.whole
 

@@ -188,7 +188,7 @@ def test_engines_without_adapters_and_models_without_workers_say_so() -> None:
         async with Lab() as lab:
             running = await lab.worker("w0", ScriptedEngine())
             edge = await lab.frontend()
-            with pytest.raises(InvalidRequest, match="name the model"):
+            with pytest.raises(Unavailable, match="no model is ready yet"):
                 await load(edge, lora_name="sql", lora_path="/sql")
             await edge.ready()
             with pytest.raises(Unsupported, match="takes no adapters"):

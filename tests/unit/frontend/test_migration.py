@@ -160,7 +160,7 @@ def test_it_is_counted_once_and_the_gap_is_one_between_tokens() -> None:
 def test_it_can_be_turned_off() -> None:
     fields = {"prompt": "the water", "max_tokens": 20, "seed": 3, "stream": True}
     answer, edge = asked(fields, 7, migration_limit=0)
-    assert answer.events[-1]["error"]["code"] == "engine_failed"
+    assert answer.events[-1]["error"]["code"] == "engine_died"
     assert len(answer.events) == 8
     assert edge.sample("dynamo_frontend_model_migration_total") == 0
     unary = asked({**fields, "stream": False}, 7, migration_limit=0)[0]

@@ -51,11 +51,15 @@ def test_a_model_is_ready_once_its_card_is_here() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             edge = await lab.frontend()
-            with pytest.raises(NotFound) as caught:
+            await edge.models.settle(5.0)
+            with pytest.raises(Unavailable) as caught:
                 edge.models.get(MODEL)
-            assert caught.value.fields["param"] == "model"
+            assert caught.value.fields["reason"] == "starting", "a worker of it may be about to come"
             running = await lab.worker("w0")
             await edge.ready()
+            with pytest.raises(NotFound) as unknown:
+                edge.models.get("nobody")
+            assert unknown.value.fields["param"] == "model"
             model = edge.models.get(MODEL)
             assert model.card == running.engine.card
             assert model.ready
@@ -347,7 +351,7 @@ def test_who_cannot_serve_alone_is_no_model(changes: dict[str, Any]) -> None:
             edge = await lab.frontend()
             await _announced(lab, edge, **changes)
             assert not edge.models.all()
-            with pytest.raises(Unavailable if "role" in changes else NotFound):
+            with pytest.raises(Unavailable):
                 edge.models.get(MODEL)
 
     run_virtual(scenario)
@@ -368,10 +372,12 @@ def test_a_card_that_cannot_be_used_harms_no_other_model() -> None:
             edge = await lab.frontend()
             await lab.worker("w0", BadTokenizer())
             await asyncio.sleep(1)
-            with pytest.raises(NotFound):
+            with pytest.raises(Unavailable):
                 edge.models.get("bad")
             await lab.worker("w1")
             await edge.ready()
+            with pytest.raises(NotFound):
+                edge.models.get("bad")
 
     run_virtual(scenario)
 
@@ -385,5 +391,44 @@ def test_many_workers_of_one_component_are_one_model() -> None:
             await edge.ready()
             await until(lambda: len(edge.models.get(MODEL).client.candidates()) == 4)
             assert len(edge.models._models[MODEL]) == 1
+
+    run_virtual(scenario)
+
+
+def test_a_model_whose_card_is_not_here_yet_is_starting() -> None:
+    """Registered and not routable yet: a client is to ask again, whatever else is served."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            await lab.worker("w0")
+            edge = await lab.frontend()
+            await edge.ready()
+            odd = await lab.runtime("odd")
+            info: EngineInfo = replace(await sim().start(), model="late", loras=("sql",))
+            await register(odd, "late", msgspec.msgpack.encode(info))
+            await until(lambda: bool(edge.models._adding))
+            for name in ("late", "sql"):
+                answer = await edge.complete(model=name)
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+                assert f"the model '{name}' is starting" in answer.json["error"]["message"]
+            assert (await edge.complete(model="nobody")).status == 404
+
+    run_virtual(scenario)
+
+
+def test_before_discovery_was_read_no_model_is_said_not_to_exist() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            await lab.worker("w0")
+            runtime = await lab.runtime("edge")
+            models = Models(runtime, NAMESPACE)
+            with pytest.raises(Unavailable):
+                models.get("nobody")
+            models.start()
+            await models.settle(5.0)
+            assert [model.card.name for model in models.ready()] == [MODEL], "before the port opens"
+            with pytest.raises(NotFound):
+                models.get("nobody")
+            await models.close()
 
     run_virtual(scenario)

@@ -62,7 +62,7 @@ def test_a_model_whose_prompts_alone_could_be_computed_lacks_a_role() -> None:
     async def scenario() -> None:
         async with Lab() as lab:
             edge = await lab.frontend()
-            assert (await edge.ask(f"/v1/models/{MODEL}/ready")).status == 404
+            assert (await edge.ask(f"/v1/models/{MODEL}/ready")).status == 503
             await start(lab, Air(), Role.PREFILL)
             await until(lambda: bool(edge.models.unanswered()))
             ready = await edge.ask(f"/v1/models/{MODEL}/ready")
