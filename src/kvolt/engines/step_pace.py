@@ -17,8 +17,10 @@ import msgspec
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats
 
-SHARED_STEP_S = 0.2
-"""Longest predicted step with a chunk of a prompt while other sequences decode: they wait for it."""
+SHARED_STEP_S = 0.08
+"""A step with prompts may always be predicted to take so long: gaps of this length are not noticed."""
+SHARED_PROMPTS_S = 0.2
+"""Longest that prompts are predicted to prolong a step while other sequences decode, which wait for it."""
 LONGEST_STEP_S = 1.0
 """Longest predicted step where none decodes. Cancellations act between steps."""
 
@@ -54,16 +56,15 @@ class StepPace:
         self._log_prompts = _bounded(self._log_prompts + (1.0 - share) * moved)
         self.model = self._corrected()
 
-    def limit_s(self, batch: int, context_tokens: int, others_decode: bool) -> float:
+    def limit_s(self, beside: StepStats, others_decode: bool) -> float:
         """Longest predicted time of a step with prompts, beside the decodes that are in it.
 
-        Where the decodes alone take most of the time, prompts still get as long as they do, up to the limit: with
-        less, a prompt would take many times as long, and the batch would shrink while it is computed.
+        Prompts take as long as the decodes at most, so that no gap between tokens is much above twice the usual one.
         """
         if not others_decode:
             return LONGEST_STEP_S
-        decodes_s = self.model.decode_s(batch, context_tokens) if batch else 0.0
-        return max(SHARED_STEP_S, decodes_s + min(decodes_s, SHARED_STEP_S))
+        decodes_s = self.model.step_s(beside) if beside.batch else 0.0
+        return max(SHARED_STEP_S, decodes_s + min(decodes_s, SHARED_PROMPTS_S))
 
     def _corrected(self) -> LatencyModel:
         of_decodes, of_prompts = math.exp(self._log_decodes), math.exp(self._log_prompts)
