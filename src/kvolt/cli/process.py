@@ -202,7 +202,9 @@ def process_options(settings: Settings, name: str) -> ProcessOptions:
             first_s=plane.first_response_timeout_s,
             between_s=plane.between_responses_timeout_s,
             total_s=plane.total_timeout_s,
+            stall_s=plane.stall_grace_s,
         ),
+        stall_grace_s=plane.stall_grace_s,
     )
 
 
@@ -211,6 +213,7 @@ def connection_options(settings: Settings) -> ConnectionOptions:
     return ConnectionOptions(
         heartbeat_s=plane.heartbeat_s,
         dead_after_s=plane.dead_after_s,
+        stall_grace_s=plane.stall_grace_s,
         limits=SessionLimits(
             max_frame_bytes=plane.max_frame_bytes,
             max_message_bytes=plane.max_message_bytes,

@@ -156,6 +156,7 @@ class Generation:
             first_s=min(limits.first_s, options.request_timeout_s),
             between_s=limits.between_s,
             total_s=options.request_timeout_s,
+            stall_s=limits.stall_s,
         )
 
     async def chat(self, http: HttpRequest) -> Response | WrittenResponse:

@@ -194,10 +194,10 @@ class Models:
         return [model for model in newest if model.ready]
 
     def get(self, name: str) -> Model:
-        """NotFound for a name nobody serves; Unavailable when its workers cannot be reached now, or where it may be a
-        model that is still starting."""
+        """NotFound for a name nobody serves; Unavailable when no worker of it can be reached or is being redialed, or
+        where it may be a model that is still starting."""
         model = self.find(name)
-        if not model.ready:
+        if not model.ready and not model.client.awaited():
             raise _nobody_answers(name, model.role)
         return model
 
@@ -356,6 +356,7 @@ class Models:
     async def _add_prefill(self, endpoint: EndpointAddress, info: EngineInfo) -> None:
         """Workers that compute prompts for all that serve the same card."""
         client = await self._runtime.client(endpoint)
+        client.has_fallback = True  # a decode worker computes the prompt
         await client.wait_synced(self._runtime.options.deadlines.connect_s)
         context = RouterContext(client, self._runtime, info.block_size, self._options.router, Role.PREFILL)
         self._prefills[_kin(endpoint, info)] = Leg(self._new_router(context), client)

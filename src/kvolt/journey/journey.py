@@ -15,6 +15,7 @@ import msgspec
 
 from kvolt.core.delta import Delta, StageTimes, Usage
 from kvolt.core.errors import DeadlineExceeded, KvoltError, with_fields
+from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, Request
 from kvolt.core.withdrawal import was_withdrawn
 from kvolt.journey.asked import Asked
@@ -43,6 +44,7 @@ from kvolt.journey.machine import (
 )
 from kvolt.journey.prefill import Leg
 from kvolt.journey.prompt import Prompt
+from kvolt.journey.reachable import route_when_reachable
 from kvolt.journey.resuming import is_over, lost_ends
 from kvolt.journey.road import Receiver, Road
 from kvolt.journey.stats import Outcome
@@ -305,7 +307,7 @@ class Journey:
             self._asked.look_elsewhere(self.sink if self._machine.state is State.REROUTING else None)
         try:
             async with asyncio.timeout_at(self._started + total_s):
-                decision = await self._at.router.route(self._asked.request, action.excluded)
+                decision = await self._choose(action.excluded)
         except TimeoutError:
             return Failed(
                 DeadlineExceeded(f"no worker within {total_s:g} s (route)", stage="route", after_s=total_s)
@@ -321,6 +323,13 @@ class Journey:
         elif failure is not None:
             self._asked.count_elsewhere(failure, decision)
         return Routed(decision)
+
+    async def _choose(self, excluded: frozenset[InstanceId]) -> Decision:
+        """Waits for workers that are out of reach, unless there are others that can answer."""
+        at, request = self._at, self._asked.request
+        if at is not self._road:
+            return await at.router.route(request, excluded)
+        return await route_when_reachable(at.router, at.client, request, excluded)
 
     async def _open(self, action: Open) -> Event:
         decision = self.decision = action.decision

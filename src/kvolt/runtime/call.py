@@ -22,6 +22,8 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     first_s: float = 60.0
     between_s: float = 30.0
     total_s: float = 600.0
+    stall_s: float = 0.0
+    """How much longer the first and the next response may take while the peer seems to be stalled."""
 
 
 class Call:
@@ -112,9 +114,13 @@ class Call:
     def _due(self) -> tuple[float, str, float]:
         """When the next deadline is, which one, and its length."""
         limits = self.deadlines
-        arrival = self._stream.seen_at() if self._stream is not None else None
+        stream = self._stream
+        arrival = stream.seen_at() if stream is not None else None
         stage, length = ("first", limits.first_s) if arrival is None else ("between", limits.between_s)
-        due = max(self._waiting_since, arrival or 0.0) + length
+        forgiven_until = stream.forgiven_until if stream is not None else 0.0
+        due = max(self._waiting_since, arrival or 0.0, forgiven_until) + length
+        if stream is not None and stream.peer_silent:
+            due += limits.stall_s
         total = self._started + limits.total_s
         return (due, stage, length) if due < total else (total, "total", limits.total_s)
 

@@ -3,6 +3,9 @@
 An instance whose connection fails is out of the candidate set at once, whatever discovery says, and
 comes back when it can be reached again: a task dials it in the background, so that no request is
 spent on finding out.
+
+An instance that is silent while its connection stays open may be stalled. It is out of the candidate set, too, but
+calls to it go on; they end if, a moment later, another instance could take them over.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -39,6 +43,10 @@ _TIMER_GRAIN_S = 0.002
 
 _REDIAL_FIRST_S = 0.1
 _REDIAL_MAX_S = 2.0
+
+_TAKE_OVER_AFTER_S = 1.0
+"""From the silence of an instance until its calls end for another one's: instances that stall together, as on one
+machine, do not fall silent in the same instant, nor come back in the same."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_any: Decode = msgspec.msgpack.Decoder().decode
@@ -109,25 +117,37 @@ class EndpointClient:
         discovery: Discovery | None = None,
         static: Sequence[str] = (),
         deadlines: Deadlines | None = None,
+        stall_grace_s: float = 30.0,
     ) -> None:
         self.endpoint = endpoint
+        self.stall_grace_s = stall_grace_s
+        """How long requests wait while no instance can be reached."""
+        self.has_fallback = False
+        """Callers have another way than these instances: calls to a silent one end whether or not there are others."""
         self._plane = plane
         self._rng = rng
         self._discovery = discovery
         self._deadlines = deadlines or Deadlines()
         self._instances: dict[InstanceId, Instance] = {}
         self._unreachable: dict[InstanceId, KvoltError] = {}
+        self._silent: dict[str, None] = {}
+        """Addresses that may be stalled: their calls go on."""
+        self._expired: dict[InstanceId, Instance] = {}
+        """Silent ones whose registration is gone: a stall may outlast a lease."""
+        self._take_over: asyncio.TimerHandle | None = None
         self._candidates: list[Instance] | None = None
         """Worked out once per change, not once per request."""
         self._crew = Crew(f"client {endpoint}")
         self._turn = 0
         self._synced = asyncio.Event()
         self._changed: list[Callable[[], None]] = []
+        self._change = asyncio.Event()
         for address in static:
             instance_id = InstanceId(f"static-{address}")
             self._instances[instance_id] = Instance(id=instance_id, endpoint=endpoint, address=address)
         self._static = frozenset(self._instances)
         plane.on_closed(self._on_peer_lost)
+        plane.on_silent(self._on_silent)
 
     async def start(self) -> None:
         if self._discovery is not None:
@@ -144,7 +164,8 @@ class EndpointClient:
             log.warning("discovery has not answered within %g s; going on without", timeout_s)
 
     async def close(self) -> None:
-        self._plane.forget(self._on_peer_lost)
+        self._plane.forget(self._on_peer_lost, self._on_silent)
+        self._stop_timer()
         await self._crew.close()
 
     @property
@@ -171,6 +192,22 @@ class EndpointClient:
                 if instance.state is InstanceState.READY and instance.id not in self._unreachable
             ]
         return self._candidates
+
+    def awaited(self) -> frozenset[InstanceId]:
+        """Those that want requests, cannot be reached now, and may come back: redialed, or stalled."""
+        unreachable = [
+            instance_id
+            for instance_id in self._unreachable
+            if (instance := self._instances.get(instance_id)) is not None
+            and instance.state is InstanceState.READY
+        ]
+        return frozenset([*unreachable, *self._expired])
+
+    async def wait_change(self, timeout_s: float) -> None:
+        """Until the set of candidates may have changed, or the time is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._change.wait()
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Be told when the set of candidates may have changed."""
@@ -254,30 +291,74 @@ class EndpointClient:
     # --- reachability
 
     def _on_peer_lost(self, address: str, reason: KvoltError) -> None:
+        self._end_silence(address)
         for instance in self.instances():
             if instance.address == address:
                 self._mark_unreachable(instance.id, reason)
+
+    def _on_silent(self, address: str, is_silent: bool) -> None:
+        here = [instance for instance in self.instances() if instance.address == address]
+        if is_silent and here:
+            self._silent[address] = None
+            reason = Unavailable(f"{address} is silent", endpoint=str(self.endpoint), reason="silent")
+            for instance in here:
+                self._mark_unreachable(instance.id, reason)
+            self._set_timer()
+        elif not is_silent:
+            self._end_silence(address)
+            for instance in here:
+                self._mark_reachable(instance.id)
+
+    def _end_silence(self, address: str) -> None:
+        self._silent.pop(address, None)
+        kept = {key: each for key, each in self._expired.items() if each.address != address}
+        if len(kept) != len(self._expired):
+            self._expired = kept
+            self._tell_changed()
+
+    def _set_timer(self) -> None:
+        """After every change: an instance may have come that can take over calls to a silent one."""
+        if self._silent and self._take_over is None and not self._crew.closed:
+            loop = asyncio.get_running_loop()
+            self._take_over = loop.call_later(_TAKE_OVER_AFTER_S, self._drop_silent)
+
+    def _stop_timer(self) -> None:
+        if self._take_over is not None:
+            self._take_over.cancel()
+            self._take_over = None
+
+    def _drop_silent(self) -> None:
+        self._take_over = None
+        if self.has_fallback or self.candidates():
+            for address in list(self._silent):
+                self._plane.drop_silent(address)
 
     def _mark_unreachable(self, instance_id: InstanceId, reason: KvoltError) -> None:
         if instance_id in self._instances and instance_id not in self._unreachable:
             self._unreachable[instance_id] = reason
             self._tell_changed()
             if not self._crew.closed:
-                self._crew.start(self._redial(instance_id), f"redial {instance_id}")
+                self._crew.start(self._redial(instance_id, reason), f"redial {instance_id}")
 
-    async def _redial(self, instance_id: InstanceId) -> None:
+    def _mark_reachable(self, instance_id: InstanceId) -> None:
+        if self._unreachable.pop(instance_id, None) is not None:
+            self._tell_changed()
+
+    async def _redial(self, instance_id: InstanceId, reason: KvoltError) -> None:
         """Try to reach an instance until it answers or is no longer registered."""
         pause_s = _REDIAL_FIRST_S
         while (instance := self._instances.get(instance_id)) is not None:
             await asyncio.sleep(pause_s * self._rng.uniform(0.75, 1.25))
+            if self._unreachable.get(instance_id) is not reason:
+                return  # it answers again by itself
             try:
                 await self._plane.reach(instance.address, self._deadlines.connect_s)
             except NetworkFault:
                 pause_s = min(pause_s * 2, _REDIAL_MAX_S)
                 continue
             break
-        self._unreachable.pop(instance_id, None)
-        self._tell_changed()
+        if self._unreachable.get(instance_id) is reason:
+            self._mark_reachable(instance_id)
 
     # --- discovery
 
@@ -289,15 +370,22 @@ class EndpointClient:
                     log.warning("%s is not an instance that this version understands", event.key)
                     continue
                 self._instances[instance.id] = instance
+                self._expired.pop(instance.id, None)
                 self._tell_changed()
             elif isinstance(event, Delete):
                 instance_id = InstanceId(event.key.rsplit("/", 1)[-1])
-                if instance_id not in self._static and self._instances.pop(instance_id, None) is not None:
+                gone = None if instance_id in self._static else self._instances.pop(instance_id, None)
+                if gone is not None:
+                    if gone.address in self._silent:
+                        self._expired[instance_id] = gone
                     self._tell_changed()
             else:
                 self._synced.set()
 
     def _tell_changed(self) -> None:
         self._candidates = None
+        self._change.set()
+        self._change = asyncio.Event()
+        self._set_timer()
         for listener in self._changed:
             listener()

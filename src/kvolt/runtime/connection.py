@@ -1,7 +1,8 @@
 """Drives a Session over a byte stream: writes once per loop tick, keeps the heart beating.
 
-A peer that is silent for `dead_after_s` is lost, however healthy its socket looks. A loop that was
-itself stalled does not blame the peer: it gives the bytes that wait in the socket a chance first.
+A peer whose socket closes is lost at once. One that is silent for `dead_after_s` while its socket stays open may be
+stalled (stopped, swapping, out of CPU): it gets no new calls, and its streams are kept for `stall_grace_s`, unless the
+same peer answers on another connection. Time in which this loop itself was stalled does not count as silence.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _UNCOUNTED_BYTES = 64 * 1024
 class ConnectionOptions:
     heartbeat_s: float = 1.0
     dead_after_s: float = 3.0
+    """A peer silent for this long gets no new calls."""
     limits: SessionLimits = field(default_factory=SessionLimits)
+    stall_grace_s: float = 30.0
+    """How long the streams of a silent peer are kept while its socket stays open."""
 
 
 class Connection(asyncio.Protocol):
@@ -50,6 +54,7 @@ class Connection(asyncio.Protocol):
         on_open: Callable[[Connection, ServedStream], None],
         on_ready: Callable[[Connection], None],
         on_closed: Callable[[Connection, KvoltError], None],
+        on_silent: Callable[[Connection], None],
         stats: PlaneStats,
         budget: ByteBudget,
     ) -> None:
@@ -62,11 +67,14 @@ class Connection(asyncio.Protocol):
         """It was counted among those of its peer's address."""
         self.closed: KvoltError | None = None
         """Why the connection is over, once it is."""
+        self.silent = False
+        """Nothing came for `dead_after_s`; the peer may be stalled."""
         self._options = options
         self._admit = on_made
         self._serve = on_open
         self._tell_ready = on_ready
         self._tell_closed = on_closed
+        self._report_silence = on_silent
         self._stats = stats
         self._budget = budget
         self._counted_bytes = 0
@@ -76,6 +84,8 @@ class Connection(asyncio.Protocol):
         self._busy = False
         self._made_at = 0.0
         self._last_received = 0.0
+        self._replaced_at: float | None = None
+        """When a silent peer answered on another connection."""
         self._sent_since_beat = False
         self._beat: asyncio.TimerHandle | None = None
         self._beat_due = 0.0
@@ -88,10 +98,16 @@ class Connection(asyncio.Protocol):
         session = self.session
         return (
             self.closed is None
+            and not self.silent
             and session.peer is not None
             and not session.peer_going_away
             and not session.exhausted
         )
+
+    @property
+    def silent_s(self) -> float:
+        """How long nothing has come."""
+        return self._loop.time() - self._last_received
 
     @property
     def send_buffer_bytes(self) -> int:
@@ -126,6 +142,8 @@ class Connection(asyncio.Protocol):
         self._stats.bytes_in += len(data)
         if self._close_reason is not None:
             return
+        if self.silent:
+            self._set_silent(False)
         try:
             self.session.receive(data, self._last_received)
         except ProtocolError as error:
@@ -283,19 +301,43 @@ class Connection(asyncio.Protocol):
         peer = self.session.peer
         return ours if peer is None else min(max(ours, 3 * peer.heartbeat_s), _MOST_PATIENCE * ours)
 
+    def expect_soon(self) -> None:
+        """The peer answers on another connection: this one is lost unless something comes on it now."""
+        if self.silent and self._replaced_at is None:
+            self._replaced_at = self._loop.time()
+
+    def _set_silent(self, silent: bool) -> None:
+        self.silent = silent
+        self._replaced_at = None
+        if silent:
+            self._stats.heartbeat_timeouts += 1
+        else:
+            self.session.forgiven_until = self._last_received
+        self._report_silence(self)
+        self.session.set_peer_silent(silent)
+
+    def _is_lost(self, now: float, silent_s: float) -> bool:
+        """Whether a silent peer is given up."""
+        if self._replaced_at is not None and now - self._replaced_at >= self._options.dead_after_s:
+            return True
+        return silent_s >= self._options.stall_grace_s
+
     def _on_beat(self) -> None:
         now = self._loop.time()
-        stalled = now - self._beat_due > self._options.heartbeat_s / 2
-        dead_after_s = self._dead_after_s()
-        if now - self._last_received >= dead_after_s and not stalled:
-            self._stats.heartbeat_timeouts += 1
-            self.abort(
-                WorkerLost(
-                    f"{self.peer_name} has been silent for {dead_after_s:g} s",
-                    address=self.peer_name,
-                    reason="heartbeat",
-                )
-            )
+        late_s = now - self._beat_due
+        # Our own stall: in that time nothing could have been received, whatever the peer sent.
+        self._last_received = min(self._last_received + late_s, now)
+        if self._replaced_at is not None:
+            self._replaced_at += late_s
+        stalled = late_s > self._options.heartbeat_s / 2
+        if stalled:
+            self.session.forgiven_until = now
+        silent_s = now - self._last_received
+        if not self.silent and silent_s >= self._dead_after_s():
+            self._set_silent(True)
+        if self.silent and self._is_lost(now, silent_s):
+            self.abort(silent_error(self.peer_name, silent_s))
+        if self.closed is not None:
             return
         if not stalled:
             try:
@@ -313,6 +355,15 @@ class Connection(asyncio.Protocol):
             self._flush()  # now, so that the ping itself does not count as traffic below
         self._sent_since_beat = False
         self._schedule_beat(now)
+
+
+def silent_error(peer: str, silent_s: float) -> WorkerLost:
+    """Why the streams of a silent peer end."""
+    return WorkerLost(
+        f"{peer} has been silent for {silent_s:.0f} s; it may be stalled or cut off",
+        address=peer,
+        reason="heartbeat",
+    )
 
 
 def _lost(peer: str, reason: KvoltError) -> WorkerLost:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from typing import Any
 
 from kvolt import __version__
 from kvolt.core.errors import Cancelled, ConnectFailed, KvoltError, ProtocolError, WorkerLost
 from kvolt.runtime.byte_budget import ByteBudget
-from kvolt.runtime.connection import Connection, ConnectionOptions
+from kvolt.runtime.connection import Connection, ConnectionOptions, silent_error
 from kvolt.runtime.network import (
     Listener,
     Network,
@@ -24,7 +25,14 @@ from kvolt.runtime.network import (
     split_host,
 )
 from kvolt.runtime.open_gate import OpenGate
-from kvolt.runtime.plane import ClosedListener, Destination, OutgoingStream, PlaneFactory, ServeStream
+from kvolt.runtime.plane import (
+    ClosedListener,
+    Destination,
+    OutgoingStream,
+    PlaneFactory,
+    ServeStream,
+    SilentListener,
+)
 from kvolt.runtime.plane_stats import PlaneGauges, PlaneStats
 from kvolt.runtime.streams import Decode, ServedStream, Sink
 from kvolt.runtime.tasks import Crew
@@ -64,10 +72,13 @@ class Connections:
         self._advertised: str | None = None
         self._by_address: dict[str, Connection] = {}
         self._all: dict[Connection, None] = {}
+        self._silent: dict[Connection, None] = {}
         self._dialing: dict[str, asyncio.Future[Connection]] = {}
+        self._dials: dict[str, asyncio.Task[Any]] = {}
         self._hello_waiters: dict[Connection, asyncio.Future[None]] = {}
         self._crew = Crew("connections")
         self._listeners: list[ClosedListener] = []
+        self._silence_listeners: list[SilentListener] = []
         self._closed = False
         self._going_away = False
 
@@ -104,9 +115,18 @@ class Connections:
     def on_closed(self, listener: ClosedListener) -> None:
         self._listeners.append(listener)
 
-    def forget(self, listener: ClosedListener) -> None:
-        if listener in self._listeners:
-            self._listeners.remove(listener)
+    def on_silent(self, listener: SilentListener) -> None:
+        self._silence_listeners.append(listener)
+
+    def forget(self, *listeners: ClosedListener | SilentListener) -> None:
+        self._listeners = [known for known in self._listeners if known not in listeners]
+        self._silence_listeners = [known for known in self._silence_listeners if known not in listeners]
+
+    def drop_silent(self, address: str) -> None:
+        for connection in list(self._silent):
+            peer = connection.session.peer
+            if self._by_address.get(address) is connection or (peer is not None and peer.address == address):
+                connection.abort(silent_error(address, connection.silent_s))
 
     async def listen(self, address: str, advertise: str | None = None) -> str:
         listener = await self._network.listen(address, self._accept)
@@ -154,7 +174,8 @@ class Connections:
             dial = asyncio.get_running_loop().create_future()
             self._dialing[address] = dial
             # Not for the first caller's time only: a hasty one must not fail those who share the dial.
-            self._crew.start(self._dial(address, dial, max(timeout_s, _DIAL_S)), f"dial {address}")
+            work = self._dial(address, dial, max(timeout_s, _DIAL_S))
+            self._dials[address] = self._crew.start(work, f"dial {address}")
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(dial)
@@ -229,6 +250,7 @@ class Connections:
             on_open=self._on_open,
             on_ready=self._on_ready,
             on_closed=self._on_closed,
+            on_silent=self._on_silent,
             stats=self.stats,
             budget=self.unfinished,
         )
@@ -264,11 +286,15 @@ class Connections:
             self._fail(dial, address, made, ConnectFailed(reason, address=address))
         else:
             self.stats.connects["ok"] += 1
-            self._by_address[address] = connection
             self._dialing.pop(address, None)
+            before = self._by_address.get(address)
+            if before is not None:
+                before.expect_soon()
+            self._by_address[address] = connection
             if not dial.done():
                 dial.set_result(connection)
         finally:
+            self._dials.pop(address, None)
             for each in made:
                 self._hello_waiters.pop(each, None)
 
@@ -297,15 +323,45 @@ class Connections:
         waiter = self._hello_waiters.pop(connection, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-        if peer is None or peer.address is None or connection.dialer:
+        if peer is None:
+            return
+        for other in self._silent:
+            if other.session.peer is not None and other.session.peer.process == peer.process:
+                other.expect_soon()
+        if peer.address is None or connection.dialer:
             return
         if not (_is_local(peer.address) and not _is_local(connection.peer_name)):  # its loopback is not ours
             current = self._by_address.get(peer.address)
             if current is None or not current.ready:
                 self._by_address[peer.address] = connection
 
+    def _on_silent(self, connection: Connection) -> None:
+        if connection.silent:
+            self._silent[connection] = None
+        else:
+            self._silent.pop(connection, None)
+        session, addresses = connection.session, self._addresses_of(connection)
+        if connection.silent and (session.num_calls or session.num_served):
+            log.warning(
+                "peer silent: address=%s calls=%d served=%d; its streams are kept for %g s",
+                addresses[0] if addresses else connection.peer_name,
+                session.num_calls,
+                session.num_served,
+                self._options.stall_grace_s,
+            )
+        for address in addresses:
+            if not connection.silent and address in self._dials:
+                self._dialing[address].set_result(connection)
+                self._dials[address].cancel()
+            for listener in list(self._silence_listeners):
+                listener(address, connection.silent)
+
+    def _addresses_of(self, connection: Connection) -> list[str]:
+        return [address for address, known in self._by_address.items() if known is connection]
+
     def _on_closed(self, connection: Connection, reason: KvoltError) -> None:
         self._all.pop(connection, None)
+        self._silent.pop(connection, None)
         self._gate.forget(connection)
         if connection.is_admitted and not connection.dialer:
             self._accepted[connection.peer_host] -= 1
@@ -314,7 +370,7 @@ class Connections:
         waiter = self._hello_waiters.pop(connection, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-        for address in [address for address, known in self._by_address.items() if known is connection]:
+        for address in self._addresses_of(connection):
             del self._by_address[address]
             for listener in self._listeners:
                 listener(address, reason)

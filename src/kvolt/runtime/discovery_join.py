@@ -2,7 +2,8 @@
 
 Owns reconnecting: one keeper per lease holds it and, after every loss, brings what the server has in line
 with what this process owns; one follower per watched prefix mirrors it. While the server is away the
-mirrors stand still, and when it is back what is missing is believed for a while longer.
+mirrors stand still, and when it is back what is missing is believed for a while longer. A silent server is
+away: what it would say after a stall or a partition, of leases that expired in that time, is not news.
 
     put / delete --- turn of the lease ---> server
     keeper --------- hold, put back ------> server, whenever the hold broke or a change was left in doubt
@@ -92,6 +93,7 @@ class JoinDiscovery:
         self._followers: dict[str, asyncio.Task[Any]] = {}
         self._crew = Crew("discovery-join")
         self._closed = False
+        plane.on_silent(self._on_silent)
 
     # -- the port
 
@@ -301,8 +303,13 @@ class JoinDiscovery:
             self._followers.pop(prefix).cancel()
             self._state.forget(f"watch {prefix}")
 
+    def _on_silent(self, address: str, is_silent: bool) -> None:
+        if is_silent and address == self._address:
+            self._plane.drop_silent(address)
+
     def _end_watches(self) -> None:
         self._closed = True
+        self._plane.forget(self._on_silent)
         for mirror in self._mirrors.values():
             mirror.close()
 

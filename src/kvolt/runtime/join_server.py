@@ -2,7 +2,8 @@
 
 What clients put goes into the store it stands on (`mem` in a process of its own, `file` in `kvolt
 serve`), so both see the same cluster; the store refuses a put over another lease's key. A client's lease
-lives as long as its `hold` stream; when the stream breaks, the lease gets its ttl to be held again.
+lives as long as its `hold` stream; when the stream breaks or its client falls silent, the lease gets its ttl
+to be held again. A client whose stall outlasts the lease sees its `hold` end, and puts everything back.
 
 A lease id is a secret of its client: 128 random bits that are never shown or logged here. A connection
 that does not know it can neither hold, use nor revoke the lease; a client that reconnects proves by it
@@ -33,6 +34,7 @@ from kvolt.core.errors import DiscoveryLost, KeyConflict, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.discovery import Delete, Discovery, LeaseId, Put
+from kvolt.runtime.plane import IncomingStream
 from kvolt.runtime.server import EndpointServer, decoder
 from kvolt.runtime.tasks import Crew
 
@@ -145,8 +147,8 @@ class JoinServer:
         self._crew = Crew("join-server")
 
     def add_to(self, server: EndpointServer) -> None:
+        server.add(HOLD, InstanceId(""), partial(self._on_hold, server))
         for endpoint, handler, kind in (
-            (HOLD, self._hold, HoldRequest),
             (PUT, self._put, PutRequest),
             (DELETE, self._delete, KeyRequest),
             (REVOKE, self._revoke, str),
@@ -165,7 +167,10 @@ class JoinServer:
 
     # -- leases
 
-    async def _hold(self, request: HoldRequest) -> AsyncIterator[HoldItem]:
+    def _on_hold(self, server: EndpointServer, stream: IncomingStream) -> None:
+        server.generator(lambda request: self._hold(request, stream), decoder(HoldRequest))(stream)
+
+    async def _hold(self, request: HoldRequest, stream: IncomingStream) -> AsyncIterator[HoldItem]:
         lease = self._leases.get(request.lease)
         if lease is None:
             lease = await self._new_lease(request)
@@ -176,6 +181,15 @@ class JoinServer:
         if lease.hold is not None:
             lease.hold.end()  # the same client over an older connection, of whose end we have not heard
         hold = lease.hold = _Hold()
+
+        def on_silent(is_silent: bool) -> None:
+            if lease.hold is hold and is_silent:
+                self._start_expiry(request.lease, lease)
+            elif lease.hold is hold and lease.expiry is not None:
+                lease.stop_expiry()
+                self._spare_others()
+
+        stream.on_silent = on_silent
         try:
             yield Held(tuple(lease.keys))
             while not hold.over:

@@ -45,6 +45,16 @@ class OutgoingStream(Protocol):
         """When its last item came, by the loop's clock."""
         ...
 
+    @property
+    def peer_silent(self) -> bool:
+        """The peer may be stalled: nothing comes from it, and it is not known to be lost."""
+        ...
+
+    @property
+    def forgiven_until(self) -> float:
+        """Silence before this time, by the loop's clock, counts for no deadline: one of both processes was stalled."""
+        ...
+
     def cancel(self) -> None:
         """Tell the peer to stop; nothing more is delivered, not even an end."""
         ...
@@ -59,6 +69,8 @@ class IncomingStream(Protocol):
     """Called when `send` would go through again after items were kept back."""
     on_closed: Callable[[], None] | None
     """Called once when the stream is over, however it ended."""
+    on_silent: Callable[[bool], None] | None
+    """Called when the peer falls silent, and when it answers again."""
 
     @property
     def target(self) -> str: ...
@@ -100,6 +112,7 @@ class IncomingStream(Protocol):
 
 ServeStream = Callable[[IncomingStream], None]
 ClosedListener = Callable[[str, KvoltError], None]
+SilentListener = Callable[[str, bool], None]
 
 
 class RequestPlane(Protocol):
@@ -154,7 +167,18 @@ class RequestPlane(Protocol):
         """Be told (address, reason) when a peer that could be called is lost, before its streams end."""
         ...
 
-    def forget(self, listener: ClosedListener) -> None: ...
+    def on_silent(self, listener: SilentListener) -> None:
+        """Report (address, True) when a peer that could be called falls silent, and False when it answers again.
+
+        A silent peer is one that may be stalled. It gets no new calls; its streams are kept for a grace period.
+        """
+        ...
+
+    def drop_silent(self, address: str) -> None:
+        """End the streams to a peer that is silent now: another one can take them over."""
+        ...
+
+    def forget(self, *listeners: ClosedListener | SilentListener) -> None: ...
 
     def go_away(self) -> None:
         """Refuse new streams of all peers, those to come included; what runs goes on."""

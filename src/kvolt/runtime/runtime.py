@@ -67,6 +67,8 @@ class ProcessOptions:
     """Between telling that no new streams are wanted and refusing them: the time the news takes."""
     start_timeout_s: float = 30.0
     deadlines: Deadlines = field(default_factory=Deadlines)
+    stall_grace_s: float = 30.0
+    """How long requests wait while no instance of an endpoint can be reached."""
 
 
 class EndpointStatus(msgspec.Struct, frozen=True):
@@ -261,6 +263,7 @@ class Runtime:
             discovery=None if static else self.discovery,
             static=static,
             deadlines=deadlines or self.options.deadlines,
+            stall_grace_s=self.options.stall_grace_s,
         )
         await client.start()
         self._clients = [known for known in self._clients if not known.closed] + [client]

@@ -108,6 +108,10 @@ class Session:
         self.peer_going_away = False
         self.paused = False
         """The transport is full: streams keep their items back."""
+        self.peer_silent = False
+        """The peer may be stalled."""
+        self.forgiven_until = 0.0
+        """Silence before this time is no stream's fault: we were stalled, or the peer was."""
         self.stats = stats
 
     @property
@@ -254,6 +258,13 @@ class Session:
                 stream.release()
                 if stream.has_backlog:
                     self._held[stream.id] = stream
+
+    def set_peer_silent(self, silent: bool) -> None:
+        """The peer may be stalled, or is not any more."""
+        self.peer_silent = silent
+        for stream in list(self._served.values()):
+            if stream.on_silent is not None:
+                stream.on_silent(silent)
 
     def close(self, error: KvoltError) -> None:
         """The connection is gone: every stream ends, in the order of opening."""

@@ -98,7 +98,21 @@ class PlaneSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     heartbeat_s: Annotated[Seconds, Meta(description="How often an idle connection says that it lives.")] = (
         1.0
     )
-    dead_after_s: Annotated[Seconds, Meta(description="A connection silent for this long is lost.")] = 3.0
+    dead_after_s: Annotated[
+        Seconds,
+        Meta(
+            description="A process whose connection is silent for this long gets no new calls. One whose connection "
+            "closes is lost at once."
+        ),
+    ] = 3.0
+    stall_grace_s: Annotated[
+        Grace,
+        Meta(
+            description="How long a stalled process (stopped, swapping, out of CPU) keeps its streams while its "
+            "connection stays open, and how long requests wait while no instance can be reached. Raise it for machines "
+            "that pause longer, such as VMs under live migration; 0 ends streams after plane.dead_after_s."
+        ),
+    ] = 30.0
     max_frame_bytes: Annotated[Bytes, Meta(description="Largest frame on the wire.")] = MIB
     max_message_bytes: Annotated[Bytes, Meta(description="Largest message, in however many frames.")] = (
         64 * MIB

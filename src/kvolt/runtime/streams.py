@@ -57,6 +57,9 @@ def _innermost(sink: Sink) -> Sink:
 class CallerHost(Protocol):
     """What a caller's stream needs of its session."""
 
+    peer_silent: bool
+    forgiven_until: float
+
     def grant(self, stream_id: int, num_items: int) -> None: ...
 
     def cancel_call(self, stream_id: int) -> None: ...
@@ -216,6 +219,14 @@ class CallerStream:
         self._session.settle_steps_read()
         return self.last_arrival
 
+    @property
+    def peer_silent(self) -> bool:
+        return self._session.peer_silent
+
+    @property
+    def forgiven_until(self) -> float:
+        return self._session.forgiven_until
+
     def finish(self, error: KvoltError | None) -> None:
         self.ended = True
         self._finish(error)
@@ -241,6 +252,7 @@ class ServedStream:
         "id",
         "on_cancel",
         "on_closed",
+        "on_silent",
         "on_writable",
         "session",
         "target",
@@ -268,6 +280,8 @@ class ServedStream:
         """Called when `send` would go through again after items were kept back."""
         self.on_closed: Callable[[], None] | None = None
         """Called once when the stream is over, however it ended."""
+        self.on_silent: Callable[[bool], None] | None = None
+        """Called when the peer falls silent, and when it answers again."""
 
     @property
     def writable(self) -> bool:

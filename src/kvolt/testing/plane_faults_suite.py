@@ -1,4 +1,4 @@
-"""Conformance suite of a request plane, second part: deadlines, lost peers, and how processes stop.
+"""Conformance suite of a request plane, second part: deadlines, lost and stalled peers, and how processes stop.
 
 Run it as `plane_suite`: the same Harness, the same `run_case`.
 """
@@ -14,6 +14,7 @@ from kvolt.core.errors import Cancelled, ConnectFailed, DeadlineExceeded, KvoltE
 from kvolt.runtime.address import InstanceState
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.tasks import Crew, Scope
+from kvolt.testing import plane_stall_cases
 from kvolt.testing.discovery_observer import SOON_S, expect
 from kvolt.testing.plane_suite import (
     ENDPOINT,
@@ -144,20 +145,6 @@ async def what_came_before_the_loss_is_delivered(harness: Harness) -> None:
         await harness.cut("server")
         expect([await anext(stream) for _ in range(5)] == list(range(5)), "what has arrived can be read")
         await fails(WorkerLost, anext(stream))
-
-
-async def a_silent_peer_is_lost_after_a_while(harness: Harness) -> None:
-    probe = Probe()
-    async with served(harness, probe.forever) as (_, _, client):
-        stream = await client.stream(1)
-        expect(await anext(stream) == 0, "it runs")
-        began = _now()
-        await harness.isolate("server")
-        await fails(WorkerLost, anext(stream))
-        waited_s = _now() - began
-        expect(waited_s > harness.dead_after_s / 2, f"a short silence is no loss: {waited_s:g} s")
-        expect(waited_s < 2 * harness.dead_after_s + 2, f"a long one is: {waited_s:g} s")
-        await until(lambda: probe.num_closed == 1, "the end of the handler, whose caller fell silent as well")
 
 
 async def an_idle_connection_stays(harness: Harness) -> None:
@@ -360,7 +347,6 @@ CASES: tuple[Case, ...] = (
     the_server_keeps_the_deadline_too,
     a_killed_peer_is_lost_at_once,
     what_came_before_the_loss_is_delivered,
-    a_silent_peer_is_lost_after_a_while,
     an_idle_connection_stays,
     a_lost_instance_leaves_and_comes_back,
     a_lost_instance_is_out_before_its_streams_end,
@@ -372,4 +358,5 @@ CASES: tuple[Case, ...] = (
     close_without_time_is_retryable,
     a_closed_caller_ends_its_calls,
     close_leaves_no_task,
+    *plane_stall_cases.CASES,
 )

@@ -47,6 +47,8 @@ class Harness(ABC):
 
     dead_after_s: float
     """How long a peer may be silent: long against the machine's hiccups, at most 5 s."""
+    stall_grace_s: float
+    """How long streams of a silent peer are kept: at least three times as long, at most 30 s."""
     window_items: int
     """Items that may be on their way to a reader that takes none; at most 64."""
     max_message_bytes: int
@@ -76,6 +78,14 @@ class Harness(ABC):
     @abstractmethod
     async def rejoin(self, name: str) -> None:
         """A process that was isolated can be reached again."""
+
+    @abstractmethod
+    async def hold_back(self, name: str) -> None:
+        """From now on nothing reaches a process or leaves it; its connections stay up and lose no byte."""
+
+    @abstractmethod
+    async def release(self, name: str) -> None:
+        """What was held back arrives."""
 
     async def runtime(self, name: str) -> Runtime:
         """A started process that finds all others of this harness."""

@@ -385,10 +385,10 @@ def test_when_all_workers_are_gone_the_error_says_so(number: int) -> None:
             await until(lambda turn=turn: inbox.num_tokens >= 4 * (turn + 1))
             [holder] = [each for each in range(number) if stage.decision(each) == journey.decision]
             crash(stage, holder)()
-        await until(lambda: bool(inbox.ends))
+        await until(lambda: bool(inbox.ends), road.client.stall_grace_s + 5)
         [error] = inbox.ends
         assert isinstance(error, WorkerLost)
-        assert "nobody could go on with it: another instance cannot be reached" in error.message
+        assert "nobody could go on with it: another instance cannot be reached; waited 30 s" in error.message
         assert error.fields["gpu_work"] == "some"
         assert inbox.tokens() == expected()[: inbox.num_tokens]
         assert Elsewhere(True, Outcome.FAILURE) in road.stats.elsewhere_s

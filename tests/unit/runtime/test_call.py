@@ -25,6 +25,8 @@ class FakeStream:
         self.num_consumed = self.num_cancels = 0
         self.ended = False
         self.held = False
+        self.peer_silent = False
+        self.forgiven_until = 0.0
 
     @property
     def last_arrival(self) -> float | None:

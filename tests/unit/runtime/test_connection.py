@@ -79,6 +79,7 @@ class World:
         self.stats = PlaneStats()
         self.streams: list[ServedStream] = []
         self.closed: list[KvoltError] = []
+        self.silences: list[bool] = []
         self.num_ready = 0
         self.transport = FakeTransport()
         self.connection = Connection(
@@ -89,6 +90,7 @@ class World:
             on_open=lambda connection, stream: self.streams.append(stream),
             on_ready=lambda connection: self._ready(),
             on_closed=lambda connection, reason: self.closed.append(reason),
+            on_silent=lambda connection: self.silences.append(connection.silent),
             stats=self.stats,
             budget=ByteBudget(1 << 30, 1 << 30),
         )
@@ -236,33 +238,114 @@ async def test_heartbeat_only_when_idle() -> None:
 
 
 @virtual
-async def test_a_silent_peer_is_lost() -> None:
+async def test_a_silent_peer_gets_no_calls_and_keeps_its_streams_for_the_grace() -> None:
     world = World()
     await world.greet()
     (stream,) = world.open()
     errors: list[KvoltError] = []
     stream.on_cancel = errors.append
     await asyncio.sleep(2.9)
-    assert world.closed == []
+    assert world.connection.ready
     await asyncio.sleep(1.2)
+    assert world.silences == [True]
+    assert not world.connection.ready
+    assert world.stats.heartbeat_timeouts == 1
+    await asyncio.sleep(25.0)
+    assert world.closed == errors == []
+    await asyncio.sleep(2.5)
     assert [type(reason) for reason in world.closed] == [WorkerLost]
     assert world.closed[0].fields["reason"] == "heartbeat"
     assert world.transport.aborted
     assert errors == world.closed
-    assert world.stats.heartbeat_timeouts == 1
     assert world.stats.losses == {"heartbeat": 1}
 
 
 @virtual
-async def test_our_own_stall_is_not_the_peers_silence() -> None:
-    """After a stall the bytes that wait in the socket are read before anyone is given up."""
+async def test_a_silent_peer_that_answers_again_is_called_again() -> None:
     world = World()
     await world.greet()
-    loop = asyncio.get_running_loop()
-    loop._now += 10.0  # type: ignore[attr-defined]
-    loop.call_soon(world.connection.data_received, frame(FrameKind.PING, 0))
-    await asyncio.sleep(0.5)
+    world.open()
+    for _ in range(3):
+        await asyncio.sleep(20.0)
+        assert not world.connection.ready
+        world.connection.data_received(frame(FrameKind.PING, 0))
+        assert world.connection.ready
+    assert world.silences == [True, False] * 3
     assert world.closed == []
+    world.connection.close(Cancelled("done"))
+
+
+@virtual
+async def test_a_silent_peer_that_answers_elsewhere_has_lost_this_connection() -> None:
+    world = World()
+    await world.greet()
+    world.connection.expect_soon()
+    await asyncio.sleep(4.1)
+    assert world.silences == [True]
+    world.connection.expect_soon()
+    await asyncio.sleep(2.0)
+    assert world.closed == []
+    await asyncio.sleep(2.0)
+    assert [reason.fields["reason"] for reason in world.closed] == ["heartbeat"]
+
+
+@virtual
+async def test_without_a_grace_a_silent_peer_is_lost_at_once() -> None:
+    world = World(ConnectionOptions(stall_grace_s=0.0))
+    await world.greet()
+    await asyncio.sleep(4.1)
+    assert [reason.fields["reason"] for reason in world.closed] == ["heartbeat"]
+
+
+def stall(seconds: float) -> None:
+    """As if the whole loop had stood still."""
+    asyncio.get_running_loop()._now += seconds  # type: ignore[attr-defined]
+
+
+@virtual
+async def test_our_own_stall_is_not_the_peers_silence() -> None:
+    """Whatever its length, and even though nothing of the peer waits in the socket: it may be stalled as well."""
+    world = World()
+    await world.greet()
+    for seconds in (3.0, 6.0, 25.0, 300.0):
+        stall(seconds)
+        await asyncio.sleep(1.5)
+        assert world.connection.ready
+        world.connection.data_received(frame(FrameKind.PING, 0))
+    assert world.silences == []
+    assert world.closed == []
+    world.connection.close(Cancelled("done"))
+
+
+@virtual
+async def test_a_peer_that_stays_silent_after_our_own_stalls_is_noticed() -> None:
+    """Only the stalled time is forgiven: a loop that is late at every beat still notices a lost peer."""
+    world = World()
+    await world.greet()
+    for _ in range(5):
+        stall(0.8)
+        await asyncio.sleep(1.0)
+    assert world.silences == [True]
+    world.connection.close(Cancelled("done"))
+
+
+@virtual
+async def test_no_deadline_counts_the_time_of_a_stall() -> None:
+    world = World()
+    await world.greet()
+    session = world.connection.session
+    await asyncio.sleep(1.5)
+    assert session.forgiven_until == 0.0
+    stall(40.0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    now = asyncio.get_running_loop().time()
+    assert session.forgiven_until == now, "our own"
+    await asyncio.sleep(10.0)
+    assert session.peer_silent
+    world.connection.data_received(frame(FrameKind.PING, 0))
+    assert session.forgiven_until == now + 10.0, "the peer's"
+    assert not session.peer_silent
     world.connection.close(Cancelled("done"))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,13 +36,25 @@ class _Gate(asyncio.Protocol):
         self.silent = silent
         self.transport: Any = None
         self.lost = False
+        self.held: list[Callable[[], None]] | None = None
+        """What came or was written while it is held back."""
+
+    def hold(self) -> None:
+        self.held = self.held or []
+
+    def release(self) -> None:
+        held, self.held = self.held or [], None
+        for each in held:
+            each()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
         self.inner.connection_made(_GatedTransport(self, transport))
 
     def data_received(self, data: bytes) -> None:
-        if not self.silent:
+        if self.held is not None:
+            self.held.append(partial(self.data_received, data))
+        elif not self.silent:
             self.inner.data_received(data)
 
     def eof_received(self) -> bool | None:
@@ -64,7 +77,9 @@ class _GatedTransport:
         self._transport = transport
 
     def write(self, data: bytes) -> None:
-        if not self._gate.silent:
+        if self._gate.held is not None:
+            self._gate.held.append(partial(self.write, data))
+        elif not self._gate.silent and not self._gate.lost:
             self._transport.write(data)
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +92,7 @@ class GatedNetwork:
     def __init__(self) -> None:
         self._sockets = SocketNetwork()
         self._gates: list[_Gate] = []
-        self._silent = False
+        self._silent = self._holds = False
 
     async def listen(self, address: str, factory: ProtocolFactory) -> Listener:
         return await self._sockets.listen(address, lambda: self._gate(factory))
@@ -89,7 +104,19 @@ class GatedNetwork:
 
     def _gate(self, factory: ProtocolFactory) -> _Gate:
         self._gates.append(_Gate(factory(), self._silent))
+        if self._holds:
+            self._gates[-1].hold()
         return self._gates[-1]
+
+    def hold(self) -> None:
+        self._holds = True
+        for gate in self._gates:
+            gate.hold()
+
+    def release(self) -> None:
+        self._holds = False
+        for gate in self._gates:
+            gate.release()
 
     def cut(self) -> None:
         for gate in self._gates:
@@ -106,12 +133,13 @@ class GatedNetwork:
 
 class SocketHarness(Harness):
     dead_after_s = 0.8
+    stall_grace_s = 3.0
     window_items = LIMITS.window_items
     max_message_bytes = LIMITS.max_message_bytes
 
     def __init__(self) -> None:
         super().__init__()
-        self._options = ConnectionOptions(0.2, self.dead_after_s, LIMITS)
+        self._options = ConnectionOptions(0.2, self.dead_after_s, LIMITS, self.stall_grace_s)
         self._networks: dict[str, GatedNetwork] = {}
         self._blocking = ThreadBlocking(1)
 
@@ -131,6 +159,12 @@ class SocketHarness(Harness):
     async def rejoin(self, name: str) -> None:
         self._networks[name].set_silent(False)
 
+    async def hold_back(self, name: str) -> None:
+        self._networks[name].hold()
+
+    async def release(self, name: str) -> None:
+        self._networks[name].release()
+
     async def close(self) -> None:
         await super().close()
         self._blocking.close()
@@ -141,12 +175,13 @@ class SocketHarness(Harness):
 
 class VirtualHarness(Harness):
     dead_after_s = 3.0
+    stall_grace_s = 9.0
     window_items = LIMITS.window_items
     max_message_bytes = LIMITS.max_message_bytes
 
     def __init__(self) -> None:
         super().__init__()
-        self._options = ConnectionOptions(1.0, self.dead_after_s, LIMITS)
+        self._options = ConnectionOptions(1.0, self.dead_after_s, LIMITS, self.stall_grace_s)
         self._names: list[str] = []
         profile = LinkProfile(jitter_s=0.0002, bytes_per_s=1e9, rechunk=True)
         self._network = VirtualNetwork(random.Random(7), profile=profile)
@@ -173,6 +208,12 @@ class VirtualHarness(Harness):
     async def rejoin(self, name: str) -> None:
         for other in self._others(name):
             self._network.heal(name, other)
+
+    async def hold_back(self, name: str) -> None:
+        self._network.pause(name)
+
+    async def release(self, name: str) -> None:
+        self._network.resume(name)
 
     async def close(self) -> None:
         await super().close()
