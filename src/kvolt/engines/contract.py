@@ -54,6 +54,7 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
+from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Handoff, Request
 from kvolt.transfer.memory import Slab
 
@@ -354,6 +355,16 @@ class Measured(Protocol):
 
     def metrics(self, labels: Mapping[str, str]) -> Iterable[Metric]:
         """Under the engine's names; `labels` say whose they are."""
+        ...
+
+
+@runtime_checkable
+class Calibrated(Protocol):
+    """Corrects its step model by the steps it runs. No feature: the worker registers the corrected model."""
+
+    @property
+    def latency(self) -> LatencyModel | None:
+        """The step model as corrected now; None where none was measured."""
         ...
 
 

@@ -29,6 +29,9 @@ _MOST_RATIO = 8.0
 """A step counts as at most so many times slower or faster than predicted."""
 _MOST_FACTOR = 64.0
 _LEAST_FACTOR = 1 / 8
+_MATTERS = 1.25
+_DECODES, _PROMPT = (8, 4096), 512
+"""A batch with its context tokens, and a prompt, that models are compared by."""
 _PROMPT_PRICES = ("prefill_token_s", "prefill_context_s", "prefill_step_s")
 
 
@@ -74,6 +77,12 @@ class StepPace:
             if name.endswith("_s")
         }
         return msgspec.structs.replace(self._measured, **prices)
+
+
+def differ(one: LatencyModel, other: LatencyModel) -> bool:
+    """Whether two models disagree by enough to matter for routing."""
+    times = ((each.decode_s(*_DECODES), each.prefill_s(_PROMPT)) for each in (one, other))
+    return any(max(pair) > _MATTERS * min(pair) for pair in zip(*times, strict=True))
 
 
 def _bounded(log_factor: float) -> float:

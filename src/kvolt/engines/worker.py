@@ -36,13 +36,14 @@ from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import MEETING, Request
 from kvolt.core.withdrawal import Withdraw, Withdrawn, withdrawn_error
 from kvolt.engines.bring_back import bring_back
-from kvolt.engines.contract import Engine, KvPlaced, Measured, features_of
+from kvolt.engines.contract import Calibrated, Engine, KvPlaced, Measured, features_of
 from kvolt.engines.handoffs import Handoffs, HandoffStats
 from kvolt.engines.kv_moving import KvMover
 from kvolt.engines.kv_neighbours import Neighbours
 from kvolt.engines.kv_peers import check_peers, with_slabs
 from kvolt.engines.own_handoffs import OwnHandoffs
 from kvolt.engines.pool_telling import tell_pool
+from kvolt.engines.step_pace import differ
 from kvolt.engines.tiering import NewTiering, Tiering
 from kvolt.engines.worker_control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall
 from kvolt.engines.worker_handover import as_expanded, hand_over, new_handoffs, without_moved
@@ -71,6 +72,7 @@ from kvolt.runtime.tasks import Crew
 log = logging.getLogger(__name__)
 
 _LOAD_INTERVAL_S = 0.1
+_LATENCY_INTERVAL_S = 10.0
 _TIERS_MADE_S = 600.0
 """Room for terabytes on a disk."""
 
@@ -177,6 +179,8 @@ class Worker:
             self._crew.start(tell_pool(self.tiering.cache.host, self.tell_anew), "pool")
         if self._neighbours is not None:
             self._neighbours.begin(instance.id)
+        if isinstance(self._engine, Calibrated) and self._engine.latency is not None:
+            self._crew.start(self._register_latency(self._engine), "latency")
         log.info("serving %s as %s with the %s engine", card.name, info.role, info.engine)
 
     async def _start_tiers(self, info: EngineInfo) -> None:
@@ -485,6 +489,14 @@ class Worker:
         finally:  # also when who asked has gone meanwhile
             await self._tell_loras()
         yield answer
+
+    async def _register_latency(self, engine: Calibrated) -> None:
+        """Register the engine's step model again when its steps have moved it, until this is cancelled."""
+        while True:
+            await asyncio.sleep(_LATENCY_INTERVAL_S)
+            latency, registered = engine.latency, self.info.latency if self.info is not None else None
+            if latency is not None and registered is not None and differ(latency, registered):
+                await self.tell_anew(latency=latency)
 
     async def tell_links(self, links: dict[str, Link]) -> None:
         """Register anew with the speeds at which KV comes here."""

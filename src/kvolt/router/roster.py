@@ -13,7 +13,7 @@ import numpy as np
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.ids import InstanceId
-from kvolt.core.latency import Floats
+from kvolt.core.latency import Floats, StepModel
 from kvolt.router.load import LoadBook, Rows
 from kvolt.router.lookup import Lookups, side_by_side
 from kvolt.router.place import Place
@@ -51,12 +51,18 @@ class Roster:
     """See the module."""
 
     def __init__(
-        self, book: LoadBook, on_come: Callable[[int], None], on_gone: Callable[[int], None]
+        self,
+        book: LoadBook,
+        on_come: Callable[[int], None],
+        on_gone: Callable[[int], None],
+        on_new_model: Callable[[int], None],
     ) -> None:
-        """`on_come` and `on_gone` are told the row of a place that is new or no more."""
+        """`on_come` and `on_gone` are told the row of a place that is new or no more; `on_new_model` that of one whose
+        worker has registered another step model."""
         self._book = book
         self._on_come = on_come
         self._on_gone = on_gone
+        self._on_new_model = on_new_model
         self._infos: dict[InstanceId, EngineInfo | None] = {}
         self._rows: dict[Place, int] = {}
         self._fields: dict[tuple[tuple[InstanceId, ...], int | None], Field] = {}
@@ -74,6 +80,9 @@ class Roster:
             row = self._rows.pop(place)
             self._book.drop_row(row)
             self._on_gone(row)
+        for place, row in self._rows.items():
+            if _step_model(infos[place.instance_id]) != _step_model(self._infos[place.instance_id]):
+                self._on_new_model(row)
         for place in sorted(wanted - self._rows.keys()):
             row = self._rows[place] = self._book.add_row()
             self._on_come(row)
@@ -121,6 +130,10 @@ class Roster:
             tuple(frozenset(() if info is None else info.taints) for info in infos),
             nothing,
         )
+
+
+def _step_model(info: EngineInfo | None) -> StepModel | None:
+    return None if info is None else info.step_model
 
 
 def ranks_of(info: EngineInfo | None) -> tuple[int, ...]:

@@ -165,7 +165,7 @@ class Selector:
         self._expected = ExpectedBlocks()
         self._overlaps = Overlaps(holders, self._expected, settings)
         self._learning = Learning(watch, settings.correct_times)
-        self._roster = Roster(self._book, self._add_row, self._drop_row)
+        self._roster = Roster(self._book, self._add_row, self._drop_row, self._learning.drop_row)
         self._affinity = Affinity(settings.affinity_half_life_s, settings.affinity_sessions)
         self._under_way: dict[int, Choice] = {}
         self._tiered: frozenset[InstanceId] = frozenset()

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvolt.core.card import Capacity, EngineInfo
 from kvolt.core.ids import CardHash, InstanceId
+from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Role
 from kvolt.router.load import LoadBook
 from kvolt.router.roster import Place, Roster
@@ -31,7 +32,8 @@ class Seen:
 
     def __init__(self) -> None:
         self.rows: set[int] = set()
-        self.roster = Roster(LoadBook(), self.rows.add, self.rows.remove)
+        self.new_models: list[int] = []
+        self.roster = Roster(LoadBook(), self.rows.add, self.rows.remove, self.new_models.append)
 
 
 def test_each_rank_is_a_place_of_its_own() -> None:
@@ -46,6 +48,15 @@ def test_each_rank_is_a_place_of_its_own() -> None:
     assert field.max_seqs.tolist() == [8, 8, 8, math.inf]
     assert field.max_batch_tokens.tolist() == [100, 100, 100, math.inf]
     assert seen.roster.field((A, C), dp_rank=1).places == ((A, 1),)
+
+
+def test_a_worker_that_registers_another_step_model_is_told_by_its_rows() -> None:
+    seen, slow = Seen(), LatencyModel(base_s=0.1)
+    seen.roster.set_workers({A: info(dp_ranks=(0, 1)), B: info(latency=slow), C: None})
+    seen.roster.set_workers({A: info(dp_ranks=(0, 1), taints=("gpu",)), B: info(latency=slow), C: None})
+    assert seen.new_models == []
+    seen.roster.set_workers({A: info(dp_ranks=(0, 1), latency=slow), B: info(latency=slow), C: None})
+    assert seen.new_models == [seen.roster.places[Place(A, 0)], seen.roster.places[Place(A, 1)]]
 
 
 def test_who_stays_keeps_its_row_and_who_goes_gives_it_back() -> None:

@@ -28,7 +28,8 @@ from kvolt.core.errors import ConfigError, InvalidRequest, NotFound, Unsupported
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
-from kvolt.core.load import WorkerLoad
+from kvolt.core.latency import LatencyModel
+from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Request, Role
 from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, SealedKv
 from kvolt.engines.kv_exchange import KvExchange
@@ -346,6 +347,24 @@ class FakeCapabilities:
 def load(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
     hooks.progress("loading")
     return FakeCore(spec, arguments, hooks)
+
+
+class MeasuredCore(FakeCore):
+    """Registers steps of ten seconds and runs steps of a tenth."""
+
+    def __init__(self, spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> None:
+        super().__init__(spec, arguments, hooks)
+        self.info = replace(self.info, latency=LatencyModel(base_s=10.0))
+
+    def step(self) -> StepOutput | None:
+        output = super().step()
+        if output is None or output.load is None:
+            return output
+        return replace(output, load=replace(output.load, step=StepStats(batch=1, time_s=0.1)))
+
+
+def load_measured(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:
+    return MeasuredCore(spec, arguments, hooks)
 
 
 def load_slowly(spec: EngineSpec, arguments: NativeArguments, hooks: Any) -> FakeCore:

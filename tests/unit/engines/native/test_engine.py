@@ -72,6 +72,20 @@ async def test_loading_is_told_while_it_lasts(process: str, caplog: pytest.LogCa
         assert engine.card.name == "fake"
 
 
+@MODES
+async def test_the_step_model_follows_the_steps(process: str) -> None:
+    async with running("load_measured", process=process) as (engine, reader):
+        measured = engine.latency
+        assert measured is not None
+        assert measured.base_s == 10.0
+        engine.submit(request("a", tokens=12))
+        await reader.finish("a")
+        assert engine.latency is not None
+        assert engine.latency.base_s < 5.0
+    async with running(process=process) as (engine, _):
+        assert engine.latency is None, "nothing was measured"
+
+
 async def test_progress_lines_have_the_latest_last(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     lines = ProgressLines(logging.getLogger("test"), every_s=0.05)

@@ -34,6 +34,7 @@ from kvolt.core.errors import (
 from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
+from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Handoff, Request, Role
 from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, Pooling, SealedKv, features_of
 from kvolt.engines.native.arguments import NativeArguments
@@ -55,6 +56,7 @@ from kvolt.engines.native.shell.messages import (
 )
 from kvolt.engines.native.shell.progress_lines import ProgressLines
 from kvolt.engines.registry import EngineSpec
+from kvolt.engines.step_pace import StepPace
 from kvolt.engines.step_plan import check_request, check_vocabulary
 from kvolt.engines.unread_steps import tells_of, without
 from kvolt.runtime.tasks import Crew
@@ -93,6 +95,8 @@ class NativeEngine:
         self._loading: asyncio.Future[Loaded] | None = None
         self._loaded: Loaded | None = None
         self._loras: dict[str, str] = {}
+        self._pace: StepPace | None = None
+        """As in the engine's process, from the same steps."""
         self._ledger = Ledger()
         self._steps: deque[StepOutput] = deque()
         self._changed = asyncio.Event()
@@ -108,6 +112,10 @@ class NativeEngine:
     @property
     def card(self) -> ModelCard:
         return self._known.card
+
+    @property
+    def latency(self) -> LatencyModel | None:
+        return None if self._pace is None else self._pace.model
 
     @property
     def kv_memories(self) -> tuple[int, ...]:
@@ -271,6 +279,7 @@ class NativeEngine:
             case Loaded():
                 self._loaded = answer
                 self._loras = dict(answer.facts.loras)
+                self._pace = None if answer.info.latency is None else StepPace(answer.info.latency)
                 if self._loading is not None and not self._loading.done():
                     self._loading.set_result(answer)
             case Fatal():
@@ -279,6 +288,8 @@ class NativeEngine:
                     log.error("the engine failed:\n%s", answer.trace)
 
     def _take(self, step: Step) -> None:
+        if self._pace is not None and step.load is not None and step.load.step is not None:
+            self._pace.observe(step.load.step)
         output = None if self._is_over else self._ledger.read(step)
         if output is not None:
             self._steps.append(output)
