@@ -164,4 +164,4 @@ def test_it_can_be_turned_off() -> None:
     assert len(answer.events) == 8
     assert edge.sample("dynamo_frontend_model_migration_total") == 0
     unary = asked({**fields, "stream": False}, 7, migration_limit=0)[0]
-    assert unary.status == 500
+    assert unary.status == 503
