@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvolt.router.queue import Order, QueueLimits, Waiting, WaitingQueue
+from kvolt.router.queue import KEPT_ONE_IN, PROMOTED_ONE_IN, Order, QueueLimits, Waiting, WaitingQueue
 
 KINDS = (None, "pinned", "adapter")
 TENANTS = (None, "a", "b", "c")
@@ -45,7 +45,7 @@ class Queues(RuleBasedStateMachine):
         entry = Waiting(tokens, self.now, tenant, priority, kind, deadline)
         before = [*self.waiting, entry]
         refused = self.queue.push(entry)
-        lowest = min(each.priority for each in before)
+        lowest = self._lowest_to_go(before)
         self.waiting = [each for each in before if each not in refused]
         assert len(set(map(id, refused))) == len(refused)
         for victim in refused:
@@ -58,6 +58,15 @@ class Queues(RuleBasedStateMachine):
             ]
             assert refused[0] is first_out[-1], "the newest"
 
+    def _lowest_to_go(self, before: list[Waiting]) -> int:
+        """The lowest priority of which more is here than is kept for it and those below."""
+        most = self.limits.max_requests // KEPT_ONE_IN, self.limits.max_tokens // KEPT_ONE_IN
+        for priority in sorted({each.priority for each in before}):
+            below = [each for each in before if each.priority <= priority]
+            if len(below) > most[0] or sum(each.tokens for each in below) > most[1]:
+                break
+        return priority
+
     @precondition(lambda self: self.waiting)
     @rule(number=picks)
     def leave(self, number: int) -> None:
@@ -65,15 +74,19 @@ class Queues(RuleBasedStateMachine):
         assert self.queue.remove(entry)
         assert not self.queue.remove(entry)
 
-    @rule(blocked=blockings)
-    def take(self, blocked: set[str | None]) -> None:
+    @rule(blocked=blockings, is_timed=st.booleans())
+    def take(self, blocked: set[str | None], is_timed: bool) -> None:
         able = [each for each in self.waiting if each.kind not in blocked]
-        entry = self.queue.next(blocked)
+        entry = self.queue.next(blocked, self.now) if is_timed else self.queue.next(blocked)
         if entry is None:
             assert not able, "work conserving"
             return
         assert entry in able
-        assert entry.priority == max(each.priority for each in able)
+        highest = max(each.priority for each in able)
+        if entry.priority < highest:
+            assert is_timed
+            own = [each for each in able if each.priority == entry.priority]
+            assert max(self.now - each.arrived_at for each in own) >= self.limits.promote_s
         peers = [each for each in able if (each.priority, each.tenant) == (entry.priority, entry.tenant)]
         assert entry is min(peers, key=self._rank)
         self.queue.take(entry)
@@ -134,3 +147,56 @@ def test_tenants_that_wait_all_the_time_get_the_same_within_a_quantum(
         left[entry.tenant] -= 1
         # A request cannot be divided: beside the quantum it is the largest that makes the difference.
         assert max(served.values()) - min(served.values()) <= 2 * quantum + largest
+
+
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 200), st.integers(-(2**31), 2**31 - 2), st.sampled_from(TENANTS)),
+        min_size=1,
+        max_size=8,
+    ),
+    order=st.sampled_from(Order),
+    flood=st.integers(1, 3),
+)
+def test_no_priority_waits_longer_than_the_bound_under_a_flood_of_the_highest(
+    arrivals: list[tuple[int, int, str | None]], order: Order, flood: int
+) -> None:
+    """One request leaves every 0.1 s, and at least as many of the highest priority arrive."""
+    limits = QueueLimits(max_requests=64, promote_s=5.0)
+    queue = WaitingQueue(limits, order)
+    low: list[Waiting] = []
+    served: dict[int, float] = {}
+    for tick in range(400):
+        now = tick / 10.0
+        for at, priority, tenant in arrivals:
+            if at == tick:
+                low.append(Waiting(10, now, tenant, priority))
+                assert low[-1] not in queue.push(low[-1]), "an eighth of the room is theirs"
+        for _ in range(flood):
+            assert not set(map(id, queue.push(Waiting(10, now, priority=2**31 - 1)))) & set(map(id, low))
+        entry = queue.next((), now)
+        assert entry is not None
+        queue.take(entry)
+        served[entry.number] = now
+    for each in low:
+        ahead = sum(other.arrived_at <= each.arrived_at for other in low)
+        bound_s = limits.promote_s + 0.1 * PROMOTED_ONE_IN * ahead
+        assert served[each.number] - each.arrived_at <= bound_s + 0.1
+
+
+@given(st.integers(0, 200))
+def test_a_backlog_of_low_priority_costs_the_high_one_its_share_only(num_low: int) -> None:
+    queue = WaitingQueue(QueueLimits(promote_s=0.0))
+    for _ in range(num_low):
+        queue.push(Waiting(10, 0.0))
+    high = [Waiting(10, 1.0, priority=1) for _ in range(70)]
+    for each in high:
+        queue.push(each)
+    num_taken = num_high = 0
+    while num_high < len(high):
+        entry = queue.next((), 2.0)
+        assert entry is not None
+        queue.take(entry)
+        num_taken += 1
+        num_high += entry.priority
+    assert num_taken == 70 + min(num_low, 69 // (PROMOTED_ONE_IN - 1))

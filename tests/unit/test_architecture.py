@@ -71,6 +71,7 @@ PURE = [
             "posted",
             "prices",
             "queue",
+            "queue_level",
             "queue_stats",
             "roster",
             "shadow",

@@ -177,6 +177,7 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
             strict_fields=wanted.strict_fields,
             hold_headers_s=wanted.hold_headers_s,
             request_timeout_s=wanted.request_timeout_s,
+            max_priority=settings.router.max_priority,
         ),
         metrics_prefix=wanted.metrics_prefix,
         limits=HttpLimits(

@@ -88,6 +88,8 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     hold_headers_s: float = 5.0
     """How long a stream's headers wait for the first token, so that an early error gets its own status."""
     request_timeout_s: float = 600.0
+    max_priority: int | None = None
+    """The highest that a client may ask for."""
 
 
 @dataclass(slots=True)
@@ -221,9 +223,18 @@ class Generation:
         record.stage("parse")
         # A client may use its own id for several requests at once; ours must tell them apart.
         request_id = http.id if said.request_id is None else new_id(self._rng)
-        return _Asked(
+        asked = _Asked(
             http, body, model, said, options, wording, record, request_id, headers, [], parsed.is_large
         )
+        self._cap_priority(asked)
+        return asked
+
+    def _cap_priority(self, asked: _Asked) -> None:
+        routing, most = asked.hints.routing, self._options.max_priority
+        if most is not None and routing.priority > most:
+            asked.warn(f"priority {routing.priority} counts as {most}, the highest that is allowed here")
+            routing = msgspec.structs.replace(routing, priority=most)
+            asked.hints = msgspec.structs.replace(asked.hints, routing=routing)
 
     async def _prepare_chat(self, asked: _Asked, body: ChatRequest) -> None:
         processor = asked.model.processor

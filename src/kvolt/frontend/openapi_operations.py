@@ -83,7 +83,7 @@ _HEADERS = (
     _header("x-kvolt-session-id", "The conversation; also `x-dynamo-session-id`, `x-session-id`.", _VISIBLE),
     _header(
         "x-kvolt-request-priority",
-        "Higher is sooner; also `x-dynamo-request-priority`. Beats the body.",
+        "Higher is sooner, up to `router.max_priority`; also `x-dynamo-request-priority`. Beats the body.",
         {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1},
     ),
     _header(

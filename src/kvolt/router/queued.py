@@ -75,6 +75,7 @@ class QueueOptions(msgspec.Struct, frozen=True, kw_only=True):
             max_tokens=settings.queue_tokens,
             quantum_tokens=settings.queue_quantum_tokens,
             aging_tokens_per_s=settings.queue_aging_tokens_per_s,
+            promote_s=settings.queue_promote_s,
         )
         take_back = TakeBackOptions(max_moves=settings.take_back_moves, min_gain_s=settings.take_back_gain_s)
         return cls(
@@ -279,7 +280,7 @@ class QueueRouter:
         self._set_timer()
 
     def _next(self) -> _Waiter | None:
-        entry = self._queue.next(self._blocked)
+        entry = self._queue.next(self._blocked, self._now())
         assert entry is None or isinstance(entry, _Waiter)
         return entry
 

@@ -145,6 +145,20 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     queue_aging_tokens_per_s: Annotated[
         _Weight, Meta(description="Of `shortest`: tokens that a second of waiting makes up for.")
     ] = 1000.0
+    queue_promote_s: Annotated[
+        _Grace,
+        Meta(
+            description="Seconds after which a waiting request of a lower priority gets a share: one of every eight "
+            "requests that leave the queue is such a one, whatever waits above it."
+        ),
+    ] = 10.0
+    max_priority: Annotated[
+        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
+        Meta(
+            description="Highest priority that a client may ask for; a higher one counts as this one, and a response "
+            "header says so. No limit if not set.",
+        ),
+    ] = None
     take_back_moves: Annotated[
         Annotated[int, Meta(ge=0, le=16)],
         Meta(description="How often a request that has not begun may be sent elsewhere; 0 for never."),

@@ -421,6 +421,29 @@ def test_hints_reach_the_worker() -> None:
     served(body, lambda: Answering(*WHOLE))
 
 
+@pytest.mark.parametrize(
+    ("headers", "fields", "asked"),
+    [
+        ({"x-kvolt-request-priority": "9"}, {}, 9),
+        ({}, {"nvext": {"agent_hints": {"priority": 8}}}, 8),
+        ({}, {"priority": 2**31 - 1}, 2**31 - 1),
+        ({}, {"priority": 3}, 3),
+        ({}, {"priority": -4}, -4),
+    ],
+)
+def test_a_priority_above_the_highest_allowed_counts_as_that(
+    headers: dict[str, str], fields: dict[str, Any], asked: int
+) -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        answer = await edge.chat(headers, **fields)
+        assert answer.status == 200
+        assert running.engine.submitted[0].routing.priority == min(asked, 3)
+        warning = f"priority {asked} counts as 3, the highest that is allowed here"
+        assert answer.headers.get("x-kvolt-warning") == (warning if asked > 3 else None)
+
+    served(body, lambda: Answering(*WHOLE), options=GenerateOptions(max_priority=3))
+
+
 # --- where it goes
 
 
@@ -745,6 +768,29 @@ class FirstToken(ScriptedEngine):
     def submit(self, request: Request) -> None:
         super().submit(request)
         self.put(StepOutput(((RequestId(request.request_id), Delta(token_ids=(300,))),)))
+
+
+class Gone(ScriptedEngine):
+    """As an attached server that has just died: each request ends with it."""
+
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        died = ErrorInfo("engine_died", "http://10.0.0.7:8000 broke off")
+        self.put(StepOutput(failed=((RequestId(request.request_id), died),)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_is_gone_is_a_503_where_no_other_is(stream: bool) -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        alone = await edge.complete(max_tokens=5, stream=stream)
+        assert (alone.status, alone.json["error"]["code"]) == (503, "engine_died")
+        assert alone.headers["retry-after"] == "1"
+        await lab.worker("w1")
+        await until(lambda: len(edge.models.get(MODEL).candidates()) == 2)
+        for _ in range(4):
+            assert (await edge.complete(max_tokens=5, stream=stream)).status == 200
+
+    served(body, Gone)
 
 
 @pytest.mark.parametrize("stream", [False, True])
