@@ -44,6 +44,9 @@ _TIMER_GRAIN_S = 0.002
 _REDIAL_FIRST_S = 0.1
 _REDIAL_MAX_S = 2.0
 
+_REGISTER_S = 5.0
+"""For an instance that was stalled to register again."""
+
 _TAKE_OVER_AFTER_S = 1.0
 """From the silence of an instance until its calls end for another one's: instances that stall together, as on one
 machine, do not fall silent in the same instant, nor come back in the same."""
@@ -133,7 +136,9 @@ class EndpointClient:
         self._silent: dict[str, None] = {}
         """Addresses that may be stalled: their calls go on."""
         self._expired: dict[InstanceId, Instance] = {}
-        """Silent ones whose registration is gone: a stall may outlast a lease."""
+        """Of silent addresses, without a registration: a stall may outlast a lease."""
+        self._returning: dict[InstanceId, float] = {}
+        """Those of them that are not silent any more, and until when they may register again."""
         self._take_over: asyncio.TimerHandle | None = None
         self._candidates: list[Instance] | None = None
         """Worked out once per change, not once per request."""
@@ -201,7 +206,9 @@ class EndpointClient:
             if (instance := self._instances.get(instance_id)) is not None
             and instance.state is InstanceState.READY
         ]
-        return frozenset([*unreachable, *self._expired])
+        now = asyncio.get_running_loop().time()
+        returning = [instance_id for instance_id, until in self._returning.items() if now < until]
+        return frozenset([*unreachable, *self._expired, *returning])
 
     async def wait_change(self, timeout_s: float) -> None:
         """Until the set of candidates may have changed, or the time is over."""
@@ -305,9 +312,17 @@ class EndpointClient:
                 self._mark_unreachable(instance.id, reason)
             self._set_timer()
         elif not is_silent:
+            self._expect_registrations(address)
             self._end_silence(address)
             for instance in here:
                 self._mark_reachable(instance.id)
+
+    def _expect_registrations(self, address: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._returning = {each: until for each, until in self._returning.items() if now < until}
+        for instance in self._expired.values():
+            if instance.address == address:
+                self._returning[instance.id] = now + _REGISTER_S
 
     def _end_silence(self, address: str) -> None:
         self._silent.pop(address, None)
@@ -371,6 +386,7 @@ class EndpointClient:
                     continue
                 self._instances[instance.id] = instance
                 self._expired.pop(instance.id, None)
+                self._returning.pop(instance.id, None)
                 self._tell_changed()
             elif isinstance(event, Delete):
                 instance_id = InstanceId(event.key.rsplit("/", 1)[-1])
