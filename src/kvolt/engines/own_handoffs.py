@@ -46,10 +46,9 @@ class OwnHandoffs:
         if self._given.get(request_id) is given:
             del self._given[request_id]
 
-    async def take(self, handoff: Handoff, keep_for: RequestId | None = None) -> Pulled:
-        """The engine fetches it when it has the request."""
+    async def take(self, handoff: Handoff, keep_for: RequestId | None = None) -> None:
+        """The engine reads it when it has the request, and reports bytes, path and time with the first delta."""
         self.stats.num_taken += 1
-        return Pulled()
 
     async def push(self, request: Request, meeting: Rendezvous, instance: InstanceId) -> Handoff:
         raise Unsupported("this engine moves KV by itself, prefill first", feature="decode-first")

@@ -17,7 +17,7 @@ from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
 from kvolt.engines.contract import Engine, KvPlaced, Prefill
-from kvolt.engines.handoffs import Handoffs
+from kvolt.engines.handoffs import Handoffs, Pulled
 from kvolt.engines.kv_moving import KvMover
 from kvolt.engines.meetings import MeetingEngine
 from kvolt.engines.own_handoffs import OwnHandoffs
@@ -73,6 +73,7 @@ async def hand_over(
     """Compute a prompt for others, or go on with one that others have computed."""
     request_id = request.request_id
     failure: KvoltError
+    pulled: Pulled | None
     try:
         meeting = request.rendezvous
         if request.prefill_only:
@@ -87,15 +88,15 @@ async def hand_over(
                 entry.stream.end()
             return
         if meeting is not None:
-            pulled = await handoffs.receive(request, meeting, keep_for=request_id)
+            pulled = received = await handoffs.receive(request, meeting, keep_for=request_id)
             if (entry := requests.get(request_id)) is not None:
-                entry.moved_blocks = pulled.num_blocks
+                entry.moved_blocks = received.num_blocks
         else:
             assert request.handoff is not None
             pulled = await handoffs.take(request.handoff, keep_for=request_id)
         entry = requests.get(request_id)
         if entry is not None:  # its caller has not gone meanwhile
-            entry.stages = pulled.stages
+            entry.stages = None if pulled is None else pulled.stages
             requests.enter(entry)
             submit(request)
         else:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvolt.core.card import EngineInfo
-from kvolt.core.delta import Delta, FinishReason, StepOutput, TokenLogprobs, Usage, plain_delta
+from kvolt.core.delta import Delta, FinishReason, StageTimes, StepOutput, TokenLogprobs, Usage, plain_delta
 from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
@@ -61,6 +61,8 @@ class Answer:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     cached: int | None = None
     """Tokens of the prompt that the engine had, as told with the first delta."""
+    stages: StageTimes | None = None
+    """KV transfers, as reported by an engine that moves its KV by itself."""
     error: ErrorInfo | None = None
     may_fail: bool = False
     stopped: bool = False
@@ -91,6 +93,9 @@ class Answer:
         if delta.cached_tokens is not None and not delta.index:
             assert self.cached is None, f"{name} was told its cached tokens twice"
             self.cached = delta.cached_tokens
+        if delta.stages is not None:
+            assert self.stages is None, f"{name}: its transfers were reported twice"
+            self.stages = delta.stages
         assert (delta.usage is None) == (delta.finish is None), f"{name}: usage comes with an end: {delta}"
         if delta.usage is not None:
             self.usage[delta.index] = delta.usage

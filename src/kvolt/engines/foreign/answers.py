@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from kvolt.core.delta import Delta, FinishReason, StepOutput, TokenLogprobs, Usage
+from kvolt.core.delta import Delta, FinishReason, StageTimes, StepOutput, TokenLogprobs, Usage
 from kvolt.core.errors import InvalidRequest, KvoltError, to_info
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import KvChange
@@ -39,6 +39,8 @@ class Entry:
     """Of the prompt, tokens that were not computed."""
     is_told: bool = False
     """Of `cached`."""
+    stages: StageTimes | None = None
+    """KV transfers, until the first delta reports them."""
 
 
 @dataclass(slots=True)
@@ -141,6 +143,19 @@ class Answers:
 
     # --- what the engine says
 
+    def add_transfer(self, engine_id: str, num_bytes: int, took_s: float, path: str) -> None:
+        """KV of a request was transferred here, all of it or the part of one rank. Ranks transfer side by side."""
+        choice = self._choices.get(engine_id)
+        if choice is None:
+            return
+        entry = self._entries[choice.request.request_id]
+        before = entry.stages or StageTimes()
+        entry.stages = StageTimes(
+            transfer_ms=max(before.transfer_ms or 0.0, took_s * 1e3),
+            transfer_bytes=(before.transfer_bytes or 0) + num_bytes,
+            transfer_path=path,
+        )
+
     def tell(self, choice: Choice, news: News) -> None:
         request = choice.request
         entry = self._entries[request.request_id]
@@ -162,6 +177,7 @@ class Answers:
             self._plain[request.request_id] = news.token_ids[0]
             return
         entry.is_told = entry.is_told or is_first
+        stages, entry.stages = entry.stages, None
         usage = None
         if news.finish is not None:
             usage = Usage(len(request.token_ids), choice.num_tokens, entry.cached)
@@ -180,6 +196,7 @@ class Answers:
                 prompt_logprobs=news.prompt_logprobs,
                 cached_tokens=entry.cached if is_first else None,
                 usage=usage,
+                stages=stages,
                 stop_reason=stop_reason,
             ),
         )

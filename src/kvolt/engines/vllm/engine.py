@@ -36,6 +36,7 @@ from kvolt.engines.registry import EngineSpec
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.extras import check_extra
 from kvolt.engines.vllm.figures import Figures
+from kvolt.engines.vllm.hold_renewals import HoldRenewals
 from kvolt.engines.vllm.kv_telling import KvTelling
 from kvolt.engines.vllm.launch import Launched, launch, socket_folder
 from kvolt.engines.vllm.loras import Adapters
@@ -45,6 +46,7 @@ from kvolt.engines.vllm.prompt_embeds import EMBEDS, check_embeds, read_rows, re
 from kvolt.engines.vllm.refusals import refusals
 from kvolt.engines.vllm.requests import check_supported, prompt_input, sampling_params
 from kvolt.engines.vllm.rest import Rest, check_sleeps
+from kvolt.engines.vllm_plugins.read_reports import reads_of
 from kvolt.engines.vllm_plugins.tier_figures import VllmTierMetrics
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.environment import environment
@@ -80,6 +82,7 @@ class VllmEngine(ForeignEngine[Launched]):
         self._commands: asyncio.Queue[Callable[[], Awaitable[Any]]] = asyncio.Queue()
         """What is sent to the core, in order."""
         self._rest = Rest()
+        self._renewals = HoldRenewals()
         self._prefills = Prefills(self._core_request, self._post, lambda: self._core, self._figures.forget)
 
     # --- life
@@ -99,6 +102,7 @@ class VllmEngine(ForeignEngine[Launched]):
         self._kv.begin(running.info, running.events, self._crew, bool(self._arguments.tiers.disk))
         self._go_on(self._read, "outputs")
         self._go_on(self._send, "commands")
+        self._go_on(self._renewals.run, "renewals")
         for name, path in self._arguments.loras.items():
             try:
                 await self.load_lora(name, path)
@@ -114,6 +118,7 @@ class VllmEngine(ForeignEngine[Launched]):
             self._running.llm = None
             gc.collect()  # it is part of a cycle, and its __del__ fails when the interpreter ends
         self._kv.close()
+        self._renewals.close()
         if self._sockets is not None:
             self._sockets.cleanup()
 
@@ -128,9 +133,12 @@ class VllmEngine(ForeignEngine[Launched]):
         while True:
             outputs = await core.get_output_async()
             self._figures.step(outputs)
+            stats, rank = outputs.scheduler_stats, outputs.engine_index
+            if stats is not None:
+                for read in reads_of(stats.kv_connector_stats):
+                    self._answers.add_transfer(read.engine_id, read.num_bytes, read.took_s, "nixl")
             for output in outputs.outputs:
                 self._take(output)
-            stats, rank = outputs.scheduler_stats, outputs.engine_index
             load = None
             if stats is not None:
                 self._tier_metrics.take(rank, stats.kv_connector_stats, running.info.block_size)
@@ -143,6 +151,8 @@ class VllmEngine(ForeignEngine[Launched]):
     def _take(self, output: Any) -> None:
         if self._prefills.take(output):
             return
+        if self._renewals:
+            self._renewals.stop(output.request_id)
         choice = self._answers.find(output.request_id)
         if choice is None:
             return  # nobody waits for it any more
@@ -178,6 +188,9 @@ class VllmEngine(ForeignEngine[Launched]):
             return
         transfer = None if request.handoff is None else transfer_params(request.handoff)
         self._add([self._core_request(choice, transfer) for choice in choices])
+        if transfer is not None and self._known.moves_kv:
+            for choice in choices:
+                self._renewals.start(choice.engine_id, transfer)
 
     async def _hand_over_embedded(self, choices: list[Choice], adapter: Any) -> None:
         """To read vectors takes its time, which other requests' tokens do not wait for."""
@@ -238,6 +251,8 @@ class VllmEngine(ForeignEngine[Launched]):
 
     def _drop(self, engine_ids: list[str]) -> None:
         self._figures.forget(engine_ids)
+        for engine_id in engine_ids:
+            self._renewals.stop(engine_id)
         self._post(partial(self._core.abort_requests_async, engine_ids))
 
     def _post(self, command: Callable[[], Awaitable[Any]]) -> None:

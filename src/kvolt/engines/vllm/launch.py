@@ -130,6 +130,8 @@ def engine_args(spec: EngineSpec, arguments: VllmArguments, model: Path, folder:
     if spec.role in _NIXL_ROLES:
         defaults["kv_transfer_config"] = {"kv_connector": NIXL, "kv_role": _NIXL_ROLES[spec.role]}
     given = defaults | given
+    if spec.role in _NIXL_ROLES:
+        _check_connector(given["kv_transfer_config"])
     if arguments.tiers.host:
         given |= _with_tiers(given.get("kv_transfer_config"), arguments, model)
     if isinstance(given.get("kv_transfer_config"), dict):
@@ -142,6 +144,18 @@ def engine_args(spec: EngineSpec, arguments: VllmArguments, model: Path, folder:
 
         given["kv_events_config"] = KVEventsConfig(**given["kv_events_config"])
     return given
+
+
+def _check_connector(transfer: Any) -> None:
+    """ConfigError for a connector by which an answer could go on from KV that is another request's."""
+    name = transfer.get("kv_connector") if isinstance(transfer, dict) else transfer.kv_connector
+    if name not in (NIXL, TIERED_NIXL):
+        raise ConfigError(
+            f"prefill and decode workers hand KV over with kvolt's own connector, not with {name}: vLLM's connectors"
+            " use KV that was released before it was read",
+            key=f"{_KEY}.kv_transfer_config",
+            remedy=f'leave it out, or set its kv_connector to "{NIXL}"',
+        )
 
 
 def _transfer_config(given: dict[str, Any], hold_s: float) -> dict[str, Any]:

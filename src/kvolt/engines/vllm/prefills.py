@@ -10,19 +10,23 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from kvolt.core.errors import Cancelled, EngineFailed, InvalidRequest, KvoltError
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.foreign.answers import Choice
+from kvolt.engines.vllm_plugins.side_channel import DEADLINE_S, HOLD_S
 
 MAX_TICKET_BYTES = 1 << 20
 """A block's number takes up to five bytes: two hundred thousand blocks."""
 RELEASE = "kvolt_release"
 """Among a request's transfer parameters: whose blocks are to be let go (see `nixl_connector`)."""
+_MIN_HOLD_S = 1.0
+"""Also of a request whose time is nearly over."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
@@ -38,6 +42,9 @@ class _Ticket(msgspec.Struct):
     tp_size: int
     remote_num_tokens: int
     do_remote_prefill: bool
+    kvolt_hold_s: Annotated[float, Meta(gt=0)]
+    """Of an owner that answers whether its hold is intact. KV of any other is not used: nothing shows that it was
+    held until the read was over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +98,8 @@ class Prefills:
         request_id = request.request_id
         if request_id in self._prompts:
             raise InvalidRequest(f"request {request_id} is here already", param="request_id")
+        if request.deadline_s is not None:
+            hold_s = max(min(hold_s, request.deadline_s), _MIN_HOLD_S)
         prompt = _Prompt(request, asyncio.get_running_loop().create_future())
         self._number += 1
         for index in request.open_choices:
@@ -99,8 +108,9 @@ class Prefills:
         prompt.names = tuple(prompt.choices)
         prompt.fetched = prompt.names[0]
         # One of them is fetched: the others are computed for their first tokens only, by the same blocks.
+        held = {"do_remote_decode": True, HOLD_S: hold_s, DEADLINE_S: request.deadline_s}
         made = [
-            self._make(choice, {"do_remote_decode": True} if name == prompt.fetched else None, True)
+            self._make(choice, held if name == prompt.fetched else None, True)
             for name, choice in prompt.choices.items()
         ]
         self._prompts[request_id] = prompt
@@ -112,7 +122,7 @@ class Prefills:
         except BaseException:
             self.release(request_id)
             raise
-        # vLLM has a lease of its own, which who waits to fetch prolongs: here it is only forgotten.
+        # The connector's hold may last longer, renewed by the reader: here the prompt is only forgotten.
         asyncio.get_running_loop().call_later(hold_s, self._expire, prompt)
         return Handoff(
             ticket=_encode(prompt.transfer or {}),

@@ -31,6 +31,7 @@ VOCAB_SIZE = 1000
 EOS, OTHER_EOS = 2, 5
 ENDS = 7
 """A prompt that begins with it has answers that end."""
+BLOCK_BYTES, READ_S = 4096, 0.25
 _RESUMED, _RELEASE = "kvolt_resumed", "kvolt_release"
 
 # --- what goes in and out
@@ -284,6 +285,8 @@ class Core:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.held: dict[str, Sequence] = {}
+        self._reads: list[list[Any]] = []
+        self.side_channel_port = 1
         self.received: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.loras: dict[int, Any] = {}
@@ -481,6 +484,8 @@ class Core:
             if sequence.num_computed == len(sequence.tokens):
                 outputs.append(self._say(sequence, width))
         stats = SchedulerStats(len(self.running), len(self.waiting), kv_cache_usage=self.pool.usage)
+        if self._reads:
+            stats.kv_connector_stats, self._reads = {"kvolt_reads": self._reads}, []
         await self._publish()
         self._outputs.put_nowait(EngineCoreOutputs(outputs=outputs, scheduler_stats=stats))
 
@@ -554,6 +559,8 @@ class Core:
         if source is None or transfer["remote_request_id"] not in source.held:
             return 0  # it did not come: computed again
         source._release(transfer["remote_request_id"])
+        num_blocks = len(transfer["remote_block_ids"][0])
+        self._reads.append([sequence.request.request_id, num_blocks * BLOCK_BYTES, READ_S])
         return min(transfer["remote_num_tokens"], len(sequence.tokens) - 1)
 
     def _say(self, sequence: Sequence, width: int) -> EngineCoreOutput:
@@ -604,8 +611,9 @@ class Core:
             "remote_block_ids": [list(range(len(sequence.blocks)))],
             "remote_engine_id": self.engine_id,
             "remote_request_id": name,
-            "remote_host": "localhost",
-            "remote_port": 5600,
+            "remote_host": "127.0.0.1",
+            "remote_port": self.side_channel_port,
             "tp_size": 1,
             "remote_num_tokens": sequence.num_computed,
+            "kvolt_hold_s": sequence.transfer["kvolt_hold_s"],
         }

@@ -108,7 +108,7 @@ def test_one_block_stands_for_nothing(launched: Launcher) -> None:
         (VllmArguments(), Role.PREFILL, {}, ("KvEvents", "Prefill")),
         (VllmArguments(loras={"a": "/a"}), Role.AGGREGATED, {}, ("KvEvents", "Lora")),
         (VllmArguments(), Role.AGGREGATED, {"enable_sleep_mode": True}, ("KvEvents", "Sleep")),
-        (VllmArguments(), Role.DECODE, {"kv_transfer_config": {"kv_connector": "Other"}}, ("KvEvents",)),
+        (VllmArguments(), Role.AGGREGATED, {"kv_transfer_config": {"kv_connector": "Other"}}, ("KvEvents",)),
     ],
     ids=["plain", "no events", "prefill", "lora", "sleep", "another connector"],
 )
@@ -192,9 +192,23 @@ def test_where_a_user_says_it_is_met_it_is_met(launched: Launcher, monkeypatch: 
 
 def test_a_users_own_connector_is_left_alone(launched: Launcher) -> None:
     own = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
-    transfer = launched.args(role=Role.PREFILL, kv_transfer_config=own)["kv_transfer_config"]
+    transfer = launched.args(role=Role.AGGREGATED, kv_transfer_config=own)["kv_transfer_config"]
     assert transfer == KVTransferConfig(**own)
     assert "VLLM_NIXL_SIDE_CHANNEL_PORT" not in os.environ
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("kind", [dict, KVTransferConfig])
+def test_no_handoff_by_a_connector_that_does_not_check_its_reads(
+    launched: Launcher, role: Role, kind: Any
+) -> None:
+    own = kind(kv_connector="NixlConnector", kv_role="kv_both")
+    with pytest.raises(
+        ConfigError, match="NixlConnector: vLLM's connectors use KV that was released"
+    ) as caught:
+        launched.args(role=role, kv_transfer_config=own)
+    assert caught.value.fields["key"] == "args.engine_args.kv_transfer_config"
+    assert NIXL in caught.value.fields["remedy"]
 
 
 def test_what_vllm_is_told_by_its_environment(launched: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,19 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
-from tests.unit.engines.vllm.fake_core import Core, EngineCoreOutput, EngineCoreOutputs, FinishReason
+from tests.unit.engines.vllm.fake_core import (
+    BLOCK_BYTES,
+    READ_S,
+    Core,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+)
 from tests.unit.engines.vllm.lab import ARGUMENTS, MOVING, Harness, running, with_args
 from tests.unit.engines.vllm.test_engine import asked, soon
+from tests.unit.engines.vllm_plugins.owner_lab import Owner
 
+from kvolt.core.delta import StageTimes
 from kvolt.core.errors import (
     Cancelled,
     EngineDied,
@@ -24,6 +33,7 @@ from kvolt.core.errors import (
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request, RoutingHints, StopConditions
 from kvolt.engines.vllm.prefills import MAX_TICKET_BYTES, RELEASE, transfer_params
+from kvolt.engines.vllm_plugins.side_channel import DEADLINE_S, HOLD_S
 from kvolt.runtime.tasks import Crew
 from kvolt.testing.engine_harness import Run
 
@@ -61,6 +71,71 @@ async def test_what_a_handoff_says(model: str) -> None:
         await engine_of(run).release_prefill(R)
         await soon(lambda: not core.held)
         await run.assert_empty()
+
+
+@pytest.mark.parametrize(("deadline_s", "hold_s"), [(None, 60.0), (900.0, 60.0), (7.5, 7.5), (0.0, 1.0)])
+async def test_a_hold_ends_with_the_request(model: str, deadline_s: float | None, hold_s: float) -> None:
+    async with running(Harness(model, replace(MOVING, hold_s=60.0))) as (run, core):
+        handoff = await prefilled(run, replace(asked(), deadline_s=deadline_s))
+        assert handoff.expires_in_s == hold_s
+        transfer = core.received[0].sampling_params.extra_args["kv_transfer_params"]
+        assert (transfer[HOLD_S], transfer[DEADLINE_S]) == (hold_s, deadline_s)
+        assert msgspec.msgpack.decode(handoff.ticket)[HOLD_S] == hold_s
+
+
+async def test_an_answer_reports_how_the_kv_arrived(model: str) -> None:
+    async with running(Harness(model, MOVING)) as (source, _), running(Harness(model, MOVING)) as (target, _):
+        request = asked(prompt=40)
+        handoff = await prefilled(source, request)
+        num_blocks = len(msgspec.msgpack.decode(handoff.ticket)["remote_block_ids"][0])
+        answer = await target.answer(replace(request, handoff=handoff))
+        assert answer.stages == StageTimes(
+            transfer_ms=READ_S * 1e3, transfer_bytes=num_blocks * BLOCK_BYTES, transfer_path="nixl"
+        )
+
+
+async def test_no_transfer_is_reported_for_a_prompt_that_decode_computed(model: str) -> None:
+    async with running(Harness(model, MOVING)) as (source, _), running(Harness(model, MOVING)) as (target, _):
+        request = asked(prompt=40)
+        handoff = await prefilled(source, request)
+        await engine_of(source).release_prefill(R)
+        await soon(lambda: not engine_of(source)._core.held)
+        answer = await target.answer(replace(request, handoff=handoff))
+        assert answer.stages is None
+
+
+async def test_the_hold_of_a_request_is_renewed_until_it_begins(model: str) -> None:
+    """Also while vLLM's core does not look at it, as during a long step."""
+    with Owner() as owner:
+        async with (
+            running(Harness(model, replace(MOVING, hold_s=0.3))) as (source, _),
+            running(Harness(model, MOVING)) as (target, core),
+        ):
+            engine_of(source)._core.side_channel_port = owner.port
+            request = asked(prompt=40)
+            handoff = await prefilled(source, request)
+            held = msgspec.msgpack.decode(handoff.ticket)
+            owner.serve(held["remote_engine_id"], held["remote_request_id"])
+            core.pause()
+            target.submit(replace(request, handoff=handoff))
+            await soon(lambda: owner.num_renewals >= 3)
+            core.go_on()
+            await soon(lambda: not engine_of(target)._renewals)
+
+
+async def test_an_aborted_request_renews_nothing(model: str) -> None:
+    async with (
+        running(Harness(model, MOVING)) as (source, _),
+        running(Harness(model, MOVING)) as (target, core),
+    ):
+        request = asked(prompt=40)
+        handoff = await prefilled(source, request)
+        core.pause()
+        answer = target.submit(replace(request, handoff=handoff))
+        assert engine_of(target)._renewals
+        target.abort(answer)
+        assert not engine_of(target)._renewals
+        core.go_on()
 
 
 async def test_blocks_are_let_go_by_the_rank_that_has_them(model: str) -> None:
@@ -269,6 +344,7 @@ TICKET = {
     "tp_size": 1,
     "remote_num_tokens": 33,
     "transfer_mode": "pull",
+    "kvolt_hold_s": 30.0,
 }
 
 
@@ -293,6 +369,8 @@ def test_a_ticket_is_what_the_connector_said() -> None:
         msgspec.msgpack.encode({**TICKET, "remote_block_ids": [[1], 2]}),
         msgspec.msgpack.encode({**TICKET, "remote_port": "x"}),
         msgspec.msgpack.encode({**TICKET, RELEASE: "another's"}),
+        msgspec.msgpack.encode({name: value for name, value in TICKET.items() if name != HOLD_S}),
+        msgspec.msgpack.encode({**TICKET, HOLD_S: 0}),
         msgspec.msgpack.encode({**TICKET, "more": b"x" * MAX_TICKET_BYTES}),
         b"\x81\xa1a" + b"\x91" * 100_000 + b"\xc0",
         b"\x81\xa2\xff\xff\xc0",
@@ -308,6 +386,8 @@ def test_a_ticket_is_what_the_connector_said() -> None:
         "no groups",
         "no port",
         "release",
+        "no hold",
+        "no time",
         "long",
         "deep",
         "utf",

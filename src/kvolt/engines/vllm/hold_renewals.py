@@ -1,0 +1,103 @@
+"""HoldRenewals: requests that wait for KV which another vLLM holds, whose holds are renewed until they begin.
+
+Runs in the worker's process, which computes nothing: vLLM's own readers renew between steps, and a step may take longer
+than the hold. A request that vLLM's core has not looked at yet is renewed as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from kvolt.engines.vllm_plugins.side_channel import HOLD_S, renew_message
+
+_PER_HOLD = 3
+"""Renewals in the time that a hold lasts without one."""
+_MIN_S = 0.1
+
+_Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    owner: _Address
+    engine_id: str
+    name: str
+    hold_s: float
+
+
+class HoldRenewals:
+    """See the module. `close` it after `run` has ended."""
+
+    def __init__(self) -> None:
+        self._holds: dict[str, _Hold] = {}
+        self._sockets: dict[_Address, Any] = {}
+        self._context: Any = None
+        self._is_waiting = asyncio.Event()
+
+    def __bool__(self) -> bool:
+        return bool(self._holds)
+
+    def start(self, request: str, ticket: Mapping[str, Any]) -> None:
+        """Renew the hold of a ticket now, and until `stop`. `request`: its name in the engine."""
+        hold = self._holds[request] = _Hold(
+            (ticket["remote_host"], ticket["remote_port"]),
+            ticket["remote_engine_id"],
+            ticket["remote_request_id"],
+            ticket[HOLD_S],
+        )
+        self._renew([hold])
+        self._is_waiting.set()
+
+    def stop(self, request: str) -> None:
+        """It has begun, or is over."""
+        self._holds.pop(request, None)
+
+    async def run(self) -> None:
+        while True:
+            await self._is_waiting.wait()
+            while self._holds:
+                shortest_s = min(hold.hold_s for hold in self._holds.values())
+                await asyncio.sleep(max(shortest_s / _PER_HOLD, _MIN_S))
+                self._renew(list(self._holds.values()))
+            self._is_waiting.clear()
+            self._close_sockets()
+
+    def _renew(self, holds: list[_Hold]) -> None:
+        names: dict[tuple[_Address, str], list[str]] = {}
+        for hold in holds:
+            names.setdefault((hold.owner, hold.engine_id), []).append(hold.name)
+        for (owner, engine_id), held in names.items():
+            with contextlib.suppress(
+                zmq.ZMQError
+            ):  # its queue is full, or the address is none: the hold expires
+                message = renew_message(engine_id, held)
+                self._socket(owner).send_multipart((b"", message), zmq.DONTWAIT)
+
+    def _socket(self, owner: _Address) -> Any:
+        if owner not in self._sockets:
+            self._context = self._context or zmq.Context()
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            host, port = owner
+            socket.setsockopt(zmq.IPV6, ":" in host)
+            socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+            self._sockets[owner] = socket
+        return self._sockets[owner]
+
+    def _close_sockets(self) -> None:
+        for socket in self._sockets.values():
+            socket.close()
+        self._sockets.clear()
+
+    def close(self) -> None:
+        self._holds.clear()
+        self._close_sockets()
+        if self._context is not None:
+            self._context.term()
+            self._context = None
