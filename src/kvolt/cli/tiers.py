@@ -34,6 +34,7 @@ from kvolt.runtime.cache_directory import cache_directory
 from kvolt.runtime.memory import free_bytes
 from kvolt.runtime.settings import WorkerSettings
 from kvolt.runtime.settings_tiers import TierSettings
+from kvolt.runtime.wire import MALFORMED
 from kvolt.transfer import nixl_library
 from kvolt.transfer.agent import TransferAgent
 
@@ -302,7 +303,7 @@ async def resize_tiers(tiering: Tiering | None, body: bytes) -> dict[str, dict[s
         raise Unsupported("this worker has no KV tiers", feature="kv_tiers")
     try:
         sizes = msgspec.json.decode(body or b"{}", type=NewSizes)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise InvalidRequest(f'{error}; say for example {{"host": "16GiB"}}', param="body") from None
     host = tiering.cache.host
     for tier, text in ((Tier.HOST, sizes.host), (Tier.DISK, sizes.disk)):

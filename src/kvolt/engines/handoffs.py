@@ -26,6 +26,7 @@ from kvolt.engines.kv_moving import KvMover, KvOffer
 from kvolt.engines.kv_settling import KvSettling
 from kvolt.engines.meetings import WAIT_S, MeetingEngine, Parts, Receiving, compute, push
 from kvolt.runtime.tasks import Crew
+from kvolt.runtime.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +238,7 @@ class Handoffs:
             return _NOTHING
         try:
             ticket = _decode(handoff.ticket)
-        except msgspec.MsgspecError as error:
+        except MALFORMED as error:
             self._missed(error)
             return _NOTHING
         try:

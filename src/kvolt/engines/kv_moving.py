@@ -15,6 +15,7 @@ import msgspec
 
 from kvolt.core.errors import KvoltError, ProtocolError
 from kvolt.core.ids import BlockKey
+from kvolt.runtime.wire import MALFORMED
 from kvolt.transfer.agent import Offering, Operation, TransferAgent
 from kvolt.transfer.layout import SlabLayout, sources_for
 from kvolt.transfer.memory import Slab
@@ -191,7 +192,7 @@ def _read_tickets(data: bytes) -> tuple[bytes, ...]:
     """Of the ranks. ProtocolError for what is none."""
     try:
         tickets: tuple[bytes, ...] = _decode_tickets(data)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise ProtocolError(f"tickets that cannot be read: {error}", rule="ticket") from None
     return tickets
 

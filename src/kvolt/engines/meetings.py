@@ -21,6 +21,7 @@ from kvolt.core.ids import BlockKey
 from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.engines.contract import KvMovable, KvPlaced, KvRoom, Prefill
 from kvolt.engines.kv_moving import KvMover, KvOffer, KvPost
+from kvolt.runtime.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 
@@ -197,5 +198,5 @@ class Receiving:
 def _read(note: bytes) -> Part:
     try:
         return _decode(note)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise ProtocolError(f"no part of a prompt ({error})", rule="part") from error

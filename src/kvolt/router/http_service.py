@@ -50,6 +50,7 @@ from kvolt.runtime.http import (
 )
 from kvolt.runtime.network import Network
 from kvolt.runtime.tasks import Crew
+from kvolt.runtime.wire import MALFORMED
 
 MAX_MODELS = 256
 
@@ -192,7 +193,7 @@ class RouterHttp:
             translate = self._translating[key] = self._translators[engine](model.block_size)
         try:
             changes, told_rank = translate(request.body)
-        except msgspec.MsgspecError as error:
+        except MALFORMED as error:
             raise InvalidRequest(
                 f"the body is no batch of events of {engine}: {error}", param="body"
             ) from None

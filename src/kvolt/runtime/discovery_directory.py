@@ -37,6 +37,7 @@ from kvolt.core.errors import KeyConflict
 from kvolt.runtime.discovery import LeaseId
 from kvolt.runtime.discovery_view import LeaseSeen, Record, Snapshot
 from kvolt.runtime.private_directory import make_private
+from kvolt.runtime.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 
@@ -336,7 +337,7 @@ def _lease_of(path: Path) -> LeaseId | None:
     """The lease of whatever record lies there, under whatever name."""
     try:
         return _decode_record(path.read_bytes()).lease
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except MALFORMED:
         return None
 
 
@@ -346,7 +347,7 @@ def _read_record(path: Path, info: os.stat_result) -> Record | None:
         return None
     try:
         record = _decode_record(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except MALFORMED:
         return None
     return record if file_name(record.key) == path.name else None
 
@@ -357,7 +358,7 @@ def _read_lease(path: Path, info: os.stat_result) -> LeaseFile | None:
         return None
     try:
         lease = _decode_lease(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except MALFORMED:
         return None
     return lease if lease.ttl_s > 0 and math.isfinite(lease.ttl_s) else None
 

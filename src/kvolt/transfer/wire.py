@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvolt.core.errors import ErrorInfo, ProtocolError
+from kvolt.runtime.wire import MALFORMED
 from kvolt.transfer.capabilities import Capabilities
 from kvolt.transfer.device_memory import DeviceHandle
 from kvolt.transfer.memory import SlabInfo
@@ -234,7 +235,7 @@ class FrameReader:
                 break
             try:
                 message = _decode_message(memoryview(buffer)[start + _LENGTH.size : end].tobytes())
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            except MALFORMED as error:
                 raise ProtocolError(f"a message that cannot be read: {error}", rule="message") from None
             yield message
             start = end
@@ -249,5 +250,5 @@ def read_ticket(data: bytes) -> Ticket:
     """ProtocolError for what is none."""
     try:
         return _decode_ticket(data)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except MALFORMED as error:
         raise ProtocolError(f"a ticket that cannot be read: {error}", rule="ticket") from None

@@ -21,6 +21,7 @@ from kvolt.kv.tiers.disk import About, file_of, slots_per_file
 from kvolt.kv.tiers.eight_bits import EightBits
 from kvolt.kv.tiers.journal import FORMAT, Journal, Written, read_journal
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
+from kvolt.runtime.wire import MALFORMED
 
 _AT_ONCE, _AT_ONCE_BYTES = 64, 64 << 20
 _ALL_SLOTS = 1 << 40
@@ -59,7 +60,7 @@ def _part(folder: Path) -> Part:
     try:
         about = msgspec.json.decode((folder / "about.json").read_bytes(), type=About)
         blocks = read_journal(folder, _ALL_SLOTS)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *MALFORMED) as error:
         raise ConfigError(
             f"{folder} cannot be read: {error}", key="dir", remedy="remove it: nothing in it is the only copy"
         ) from None

@@ -26,6 +26,7 @@ from kvolt.kv.tiers.pool_wire import (
 )
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.runtime.tasks import Crew
+from kvolt.runtime.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class PoolLink:
                     waiting.set_result(answered.body)
                 else:
                     self.on_late(answered.body)
-        except (KvoltError, msgspec.MsgspecError) as error:
+        except (KvoltError, *MALFORMED) as error:
             log.warning("the shared pool has gone: %s", str(error))
         finally:
             self._hang_up(writer)

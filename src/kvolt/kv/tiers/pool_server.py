@@ -54,6 +54,7 @@ from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_reads import offer_slots, read_slots, withdraw
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.runtime.tasks import Crew
+from kvolt.runtime.wire import MALFORMED
 from kvolt.transfer.agent import Offering, TransferAgent
 from kvolt.transfer.device_memory import Sums
 from kvolt.transfer.memory import Numbers
@@ -135,7 +136,7 @@ class PoolServer:
             while True:
                 data = await read_frame(reader)
                 await client.asked(msgspec.msgpack.decode(data, type=Asked))
-        except (KvoltError, msgspec.MsgspecError) as error:
+        except (KvoltError, *MALFORMED) as error:
             log.debug("a connection has ended: %s", str(error))
         finally:
             self._num_workers -= 1
