@@ -29,6 +29,8 @@ class Fallback(msgspec.Struct, frozen=True, kw_only=True):
     """The route, in words."""
     could_be_bytes_per_s: float
     lacks: tuple[Lack, ...]
+    is_choice: bool = False
+    """Both sides have what the faster route takes."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,15 +63,24 @@ def find_fallback(
     measured = speeds.expected(source.host, name)
     took = guessed if measured is None else measured.bytes_per_s
     ruled_out = next(iter(route.instead_of), None)
+    is_choice = False
     if ruled_out is not None and ruled_out.bytes_per_s > WORTH_TELLING * took:
         words, could_be, lacks = ruled_out.route, ruled_out.bytes_per_s, ruled_out.lacks
     else:
         words, could_be, lacks = str(route), _speed(route, speeds), (_not_taken(source, route),)
+        is_choice = route.hops[0].path == "shm" and source.kind is not MemoryKind.HOST
         if _crossing(route) == path or route.bytes_per_s <= WORTH_TELLING * guessed:
             return None
         if could_be <= WORTH_TELLING * took:
             return None
-    return Fallback(path=path, bytes_per_s=took, instead_of=words, could_be_bytes_per_s=could_be, lacks=lacks)
+    return Fallback(
+        path=path,
+        bytes_per_s=took,
+        instead_of=words,
+        could_be_bytes_per_s=could_be,
+        lacks=lacks,
+        is_choice=is_choice,
+    )
 
 
 def _crossing(route: Route) -> str:

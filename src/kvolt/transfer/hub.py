@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 MAX_TIMEOUT_S = 7 * 86_400.0
 MAX_WRITABLES = 65_536
+_RETIRE_S = 1.0
 _MAX_SERVED = 4096
 _MAX_LINKS = 4096
 
@@ -120,6 +121,8 @@ class Hub:
         """Those whose blocks nobody takes yet."""
         self._links: dict[Address, Link] = {}
         """By all of an address: an agent's name alone anybody can give himself."""
+        self._retired: set[Link] = set()
+        """That finish what was begun over them."""
         self._own_reads: dict[Reading, Offered] = {}
         """Of what this very agent offers."""
         self._writables: dict[int, Writable] = {}
@@ -141,7 +144,7 @@ class Hub:
             listener.close()
         if self.nixl is not None:
             self.nixl.close(error)
-        for link in list(self._links.values()):
+        for link in [*self._links.values(), *self._retired]:
             link.close(error)
         for served in list(self._served):
             served.close()
@@ -183,8 +186,26 @@ class Hub:
         self._served.pop(served, None)
         self._by_key.pop(served.key, None)
 
-    def unlink(self, address: Address) -> None:
-        self._links.pop(address, None)
+    def unlink(self, address: Address, link: Link) -> None:
+        if self._links.get(address) is link:
+            del self._links[address]
+        self._retired.discard(link)
+
+    def is_linked(self, address: Address) -> bool:
+        return address in self._links
+
+    def retire(self, address: Address, link: Link) -> None:
+        """New reads open another link; this one ends when nothing is left of it."""
+        self.unlink(address, link)
+        if link.is_idle:
+            link.close(Cancelled("another connection takes its place"))
+        else:
+            self._retired.add(link)
+            self.progress.at(self.progress.now() + _RETIRE_S, lambda: self._retire_again(address, link))
+
+    def _retire_again(self, address: Address, link: Link) -> None:
+        if not link.is_closed:
+            self.retire(address, link)
 
     def number_of(self, slab: Slab) -> int:
         """Peers know slabs by numbers."""

@@ -2,7 +2,8 @@
 
 Opened when something is wanted of the agent, over its Unix socket where that can be reached: then it is on this host,
 and its shared memory can be mapped; else over TCP. It stays until it breaks. When it does, or cannot be opened in time,
-all that waits for it or is read over it fails.
+all that waits for it or is read over it fails. A socket of this host that could not be reached is tried again, ever
+less often: once it is reached, new reads open another link.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
 """Until a peer has said welcome."""
+PROBE_S = 5.0
+"""Until a socket of this host that could not be reached is tried again; doubled each time."""
+_MOST_PROBE_S = 300.0
 _MAX_SLABS = 1024
 """Of a peer."""
 
@@ -80,6 +84,10 @@ class Link:
         """That will carry chunks."""
         self._give_up: Callable[[], None] = _nothing
         """Of what is being connected."""
+        self._probe: Timer | None = None
+        self._give_up_probe: Callable[[], None] = _nothing
+        self._has_tcp = True
+        """Blocks can be sent over TCP, as far as is known."""
         self._key = ""
         self._is_welcome = False
         self._waiting: _Waiting = deque()
@@ -110,6 +118,10 @@ class Link:
     def is_busy(self) -> bool:
         """Something is read, or about to be."""
         return bool(self._readings or self._waiting or self._waiting_for_chunks)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.is_busy or self._offers or self._guests)
 
     # --- what is wanted of the peer
 
@@ -170,10 +182,13 @@ class Link:
         self._closed_with = error
         self._timer.cancel()
         self._give_up()
+        self._give_up_probe()
+        if self._probe is not None:
+            self._probe.cancel()
         for connection in (self._frames, self._greeting, self._chunks):
             if connection is not None:
                 connection.close()
-        self._hub.unlink(self._to)
+        self._hub.unlink(self._to, self)
         for reading in list(self._readings.values()):
             reading.stop(error)
         for on_over in list(self._offers.values()):
@@ -189,7 +204,7 @@ class Link:
         self._device_slabs.clear()
         while self._opened:
             self._opened.popitem()[1].close()
-        if self._hub.nixl is not None:
+        if self._hub.nixl is not None and not self._hub.is_linked(self._to):
             self._hub.nixl.forget(self._to)
 
     # --- connecting
@@ -207,16 +222,41 @@ class Link:
                 self._frames = FrameConnection(self._hub.progress, found, self._on_message, self.close)
                 self.send(Hello(self._hub.address.agent, "frames"))
             elif use_unix:
+                if self._to.host == self._hub.address.host:
+                    self._probe_socket(PROBE_S)
                 self._connect(use_unix=False)
             else:
                 self.close(found)
 
         self._open(use_unix, done)
 
+    def _probe_socket(self, after_s: float) -> None:
+        def tried(found: socket.socket | ConnectFailed) -> None:
+            self._give_up_probe = _nothing
+            if isinstance(found, ConnectFailed):
+                self._probe_socket(min(2 * after_s, _MOST_PROBE_S))
+                return
+            found.close()
+            log.info("shared memory of %s can be reached again: new reads use it", name_of(self._to))
+            self._hub.retire(self._to, self)
+
+        def probe() -> None:
+            give_up = connect(self._hub.progress, self._to, True, tried)
+            if self._probe is timer and not self.is_closed:
+                self._give_up_probe = give_up
+
+        timer = self._probe = self._hub.progress.at(self._hub.progress.now() + after_s, probe)
+
     def _connect_chunks(self) -> None:
         def done(found: socket.socket | ConnectFailed) -> None:
             if isinstance(found, ConnectFailed):
-                self.close(found)
+                if self._frames is None or not self._frames.is_unix:
+                    self.close(found)
+                    return
+                # On this host, and not reached so: what has another path takes that.
+                self._timer.cancel()
+                self._has_tcp = False
+                self._grant(self._waiting_for_chunks)
                 return
             greeting = FrameConnection(
                 self._hub.progress, found, self._welcome_chunks, self.close, MAX_GREETING_BYTES
@@ -285,6 +325,9 @@ class Link:
         if path == NIXL and self._hub.nixl is not None and not self._hub.nixl.is_ready:
             self._hub.nixl.when_ready(lambda: self.read(reading))
             return
+        if path == TCP and not self._has_tcp:
+            reading.stop(ConnectFailed(f"no connection to {name_of(self._to)}", address=name_of(self._to)))
+            return
         if path == TCP and self._chunks is None:
             self._waiting_for_chunks.append((lambda: self._begin(reading), reading.stop))
             if len(self._waiting_for_chunks) == 1:
@@ -298,7 +341,8 @@ class Link:
     def paths_between(self, source: MemoryKind, destination: MemoryKind) -> list[str]:
         """By which blocks could come from the peer."""
         is_near = self._frames is not None and self._frames.is_unix
-        return self._hub.paths_from(source, destination, is_near, self._serves)
+        *others, tcp = self._hub.paths_from(source, destination, is_near, self._serves)
+        return others if others and not self._has_tcp else [*others, tcp]
 
     # --- what the peer says
 

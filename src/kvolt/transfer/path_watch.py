@@ -16,7 +16,7 @@ import msgspec
 
 from kvolt.core.card import Link
 from kvolt.transfer.capabilities import Capabilities
-from kvolt.transfer.choosing import PROVEN, fastest, name_taken
+from kvolt.transfer.choosing import PROVEN, Choice, choose, name_taken
 from kvolt.transfer.fallbacks import find_fallback
 from kvolt.transfer.lanes import MemoryKind, Place
 from kvolt.transfer.link_speeds import LinkSpeeds
@@ -29,8 +29,9 @@ _MAX_TOLD = 1024
 """Slow paths that were told; those after them are counted only."""
 _MAX_CHOSEN = 1024
 """Paths that are remembered, by peer and memories."""
-_PROBE_EVERY = 256
-"""One read of so many goes as if nothing were known: a path that was left for its speed may have become fast again."""
+_TRIAL_EVERY = 8
+"""Reads between two over the challenger of the path that is taken; doubled with each after the first few."""
+_MOST_EVERY = 256
 
 
 class PathOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +50,30 @@ class Peer:
     """Ours, where it is on this one."""
     agent: str
     can: Capabilities
+    is_near: bool = False
+    """Its socket on this host was reached: its shared memory can be mapped."""
+
+
+@dataclass(slots=True)
+class _Chosen:
+    """A choice, and when its challenger is read over next."""
+
+    choice: Choice
+    num_trials: int = 0
+    every: int = _TRIAL_EVERY
+    num_left: int = _TRIAL_EVERY
+
+    def next_path(self) -> str:
+        if self.choice.challenger is None:
+            return self.choice.path
+        self.num_left -= 1
+        if self.num_left:
+            return self.choice.path
+        self.num_trials += 1
+        if self.num_trials > PROVEN:
+            self.every = min(2 * self.every, _MOST_EVERY)
+        self.num_left = self.every
+        return self.choice.challenger
 
 
 class Ends(msgspec.Struct, frozen=True):
@@ -88,15 +113,13 @@ class PathWatch:
         """By host and lane: the speed that was news last."""
         self._told: set[tuple[str, str, tuple[str, ...]]] = set()
         self._num_slow: Counter[tuple[str, str]] = Counter()
-        self._chosen: dict[tuple[Peer, Ends, tuple[str, ...]], str] = {}
-        """Until something new is known of a link."""
-        self._taken: dict[tuple[Peer, Ends, tuple[str, ...]], str] = {}
-        """What was chosen before that."""
-        self._num_asked = 0
+        self._chosen: dict[tuple[Peer, Ends, tuple[str, ...]], _Chosen] = {}
+        self._stale: set[tuple[Peer, Ends, tuple[str, ...]]] = set()
+        """Chosen before something new was known of a link."""
 
     def peer(self, host: str, agent: str, is_near: bool, can: Capabilities) -> Peer:
         """`is_near`: known to be on our host. One that tells our own address is, too."""
-        return Peer(self._host if is_near else host, agent, can)
+        return Peer(self._host if is_near else host, agent, can, is_near)
 
     def observe(self, peer: Peer, way: Way, num_bytes: int, seconds: float) -> None:
         """A read has ended well."""
@@ -110,7 +133,7 @@ class PathWatch:
             self._speeds.observe(peer.host, name, num_bytes, seconds)
             is_news = self._is_news(peer.host, name)
             if is_news or self._speeds.num_large(peer.host, name) == PROVEN:
-                self._chosen.clear()
+                self._stale.update(self._chosen)
         if is_news:
             self.on_news()
 
@@ -133,7 +156,8 @@ class PathWatch:
         source, destination = self._places(peer, way.ends)
         with self._lock:
             found = find_fallback(source, destination, way.path, self.can, peer.can, self._speeds)
-            if found is None:
+            # What both sides can do is not lacking: it was left for its speed, or another path is being tried.
+            if found is None or (peer.is_near and found.is_choice):
                 return
             for name in found.names:
                 self._num_slow[way.path, name] += 1
@@ -155,27 +179,24 @@ class PathWatch:
             return dict(self._num_slow)
 
     def fastest(self, peer: Peer, ends: Ends, paths: Sequence[str]) -> str:
-        """Of these paths, each of which blocks can take between the two: the one that is expected to be."""
+        """Of these paths, each of which blocks can take between the two: the one for the next read."""
         if len(paths) == 1:
             return paths[0]
         key = (peer, ends, tuple(paths))
         with self._lock:
-            self._num_asked += 1
-            if self._num_asked % _PROBE_EVERY == 0:
-                return self._fastest(peer, ends, paths, LinkSpeeds())
-            chosen = self._chosen.get(key)
-            if chosen is None:
-                if len(self._taken) >= _MAX_CHOSEN:
-                    self._taken.clear()
+            known = self._chosen.get(key)
+            if known is None or key in self._stale:
+                self._stale.discard(key)
+                if len(self._chosen) >= _MAX_CHOSEN:
                     self._chosen.clear()
-                chosen = self._fastest(peer, ends, paths, self._speeds, self._taken.get(key, ""))
-                self._chosen[key] = self._taken[key] = chosen
-            return chosen
+                    self._stale.clear()
+                choice = self._choose(peer, ends, paths, "" if known is None else known.choice.path)
+                # News begin the trials anew: a path that became faster is soon seen to be.
+                known = self._chosen[key] = _Chosen(choice)
+            return known.next_path()
 
-    def _fastest(
-        self, peer: Peer, ends: Ends, paths: Sequence[str], speeds: LinkSpeeds, taken: str = ""
-    ) -> str:
-        return fastest(*self._places(peer, ends), paths, self.can, peer.can, speeds, taken=taken)
+    def _choose(self, peer: Peer, ends: Ends, paths: Sequence[str], taken: str) -> Choice:
+        return choose(*self._places(peer, ends), paths, self.can, peer.can, self._speeds, taken=taken)
 
     def _places(self, peer: Peer, ends: Ends) -> tuple[Place, Place]:
         source = Place(kind=ends.source, host=peer.host, process=peer.agent, device=ends.source_device)

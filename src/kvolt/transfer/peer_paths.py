@@ -13,7 +13,7 @@ from kvolt.transfer.capabilities import Capabilities
 from kvolt.transfer.lanes import MemoryKind
 from kvolt.transfer.path_watch import Ends, PathWatch, Peer, Way
 from kvolt.transfer.progress import Progress
-from kvolt.transfer.reading import Reading
+from kvolt.transfer.reading import TCP, Reading
 from kvolt.transfer.self_test import SelfTest
 from kvolt.transfer.wanted import Wanted
 from kvolt.transfer.wire import Address
@@ -71,9 +71,9 @@ class PeerPaths:
         return paths[0] if self._peer is None else self._watch.fastest(self._peer, ends_of(wanted), paths)
 
     def _test(self) -> None:
-        *paths, tcp = self._link.paths_between(MemoryKind.SHARED, MemoryKind.HOST)
+        paths = self._link.paths_between(MemoryKind.SHARED, MemoryKind.HOST)
         # TCP only where there is nothing else: it takes a connection more, and who is near may not be reached so.
-        paths = paths or [tcp]
+        paths = [path for path in paths if path != TCP] or paths
         SelfTest(self._progress, self._link, self._to, paths, self._tested).start()
 
     def _tested(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvolt.transfer.capabilities import Capabilities
-from kvolt.transfer.choosing import PROVEN, fastest, name_taken
+from kvolt.transfer.choosing import PROVEN, Choice, choose, name_taken
 from kvolt.transfer.lanes import MemoryKind, Place
 from kvolt.transfer.link_speeds import LARGE_BYTES, LinkSpeeds
 from kvolt.transfer.path_watch import Ends, PathWatch, Peer, Way
@@ -22,14 +22,23 @@ ALL = ("shm", "nixl", "tcp")
 
 
 def chosen(source: Place, paths: tuple[str, ...], speeds: LinkSpeeds | None = None, taken: str = "") -> str:
-    return fastest(source, HERE, paths, CAN, CAN, speeds or LinkSpeeds(), taken=taken)
+    return choose(source, HERE, paths, CAN, CAN, speeds or LinkSpeeds(), taken=taken).path
+
+
+def measured(*speeds: tuple[str, float]) -> LinkSpeeds:
+    """Seconds that a large read took over a path, proven."""
+    found = LinkSpeeds()
+    for path, seconds in speeds:
+        for _ in range(PROVEN):
+            found.observe("here", path, LARGE_BYTES, seconds)
+    return found
 
 
 def test_by_the_table_of_lanes() -> None:
     assert chosen(NEAR, ALL) == "shm"
     assert chosen(NEAR, ("nixl", "tcp")) == "nixl"
     assert chosen(FAR, ("nixl", "tcp")) == "tcp"
-    assert fastest(FAR, HERE, ("nixl", "tcp"), WITH_RDMA, WITH_RDMA, LinkSpeeds()) == "nixl"
+    assert choose(FAR, HERE, ("nixl", "tcp"), WITH_RDMA, WITH_RDMA, LinkSpeeds()).path == "nixl"
 
 
 @pytest.mark.parametrize("device", ["GPU-0", "GPU-1"])
@@ -37,20 +46,24 @@ def test_devices_go_their_own_way_where_there_is_one(device: str) -> None:
     source = Place(kind=MemoryKind.DEVICE, host="here", process="p1", device="GPU-0")
     target = Place(kind=MemoryKind.DEVICE, host="here", process="p2", device=device)
     paths = ("cuda-ipc", "tcp")
-    assert fastest(source, target, paths, CAN, CAN, LinkSpeeds()) == "cuda-ipc"
-    assert fastest(source, target, ("tcp",), CAN, CAN, LinkSpeeds()) == "tcp"
-    speeds, name = LinkSpeeds(), name_taken(source, target, "cuda-ipc", CAN, CAN)
+    assert choose(source, target, paths, CAN, CAN, LinkSpeeds()) == Choice("cuda-ipc", None)
+    assert choose(source, target, ("tcp",), CAN, CAN, LinkSpeeds()) == Choice("tcp", None)
+    name = name_taken(source, target, "cuda-ipc", CAN, CAN)
     assert name is not None
-    for _ in range(PROVEN):
-        speeds.observe("here", name, LARGE_BYTES, 0.05)
-    assert fastest(source, target, paths, CAN, CAN, speeds) == "tcp"
+    assert choose(source, target, paths, CAN, CAN, measured((name, 0.05))) == Choice("cuda-ipc", "tcp")
 
 
 def test_what_was_measured_decides() -> None:
-    speeds = LinkSpeeds()
-    for _ in range(PROVEN):
-        speeds.observe("here", "shm", LARGE_BYTES, 0.01)
-    assert chosen(NEAR, ALL, speeds) == "nixl"
+    speeds = measured(("shm", 0.01), ("nixl", 0.001))
+    assert choose(NEAR, HERE, ALL, CAN, CAN, speeds) == Choice("nixl", "shm")
+
+
+def test_a_busy_machine_is_not_compared_with_the_table_of_an_idle_one() -> None:
+    """Every path is slow there: the one that is fast by the table stays, and the other gets a read now and then."""
+    speeds = measured(("shm", 0.1))
+    assert choose(NEAR, HERE, ("shm", "tcp"), CAN, CAN, speeds) == Choice("shm", "tcp")
+    speeds = measured(("shm", 0.1), ("tcp", 0.2))
+    assert choose(NEAR, HERE, ("shm", "tcp"), CAN, CAN, speeds) == Choice("shm", None)
 
 
 def test_a_bad_moment_decides_nothing() -> None:
@@ -61,35 +74,52 @@ def test_a_bad_moment_decides_nothing() -> None:
 
 
 def test_a_path_that_is_hardly_faster_is_not_changed_to() -> None:
-    speeds = LinkSpeeds()
-    for path, seconds in (("shm", 0.0011), ("nixl", 0.001)):
-        for _ in range(PROVEN):
-            speeds.observe("here", path, LARGE_BYTES, seconds)
-    assert chosen(NEAR, ALL, speeds) == "nixl"
-    assert chosen(NEAR, ALL, speeds, taken="shm") == "shm"
+    speeds = measured(("shm", 0.0011), ("nixl", 0.001))
+    assert chosen(NEAR, ALL, speeds) == "shm"
+    assert chosen(NEAR, ALL, speeds, taken="nixl") == "nixl"
 
 
-def test_a_watch_thinks_again_when_something_is_known() -> None:
+def reads(watch: PathWatch, peer: Peer, seconds: dict[str, float], number: int) -> list[str]:
     """Asked before every read, as links do."""
-    watch, peer = PathWatch("here", "p2", CAN), Peer("here", "p1", CAN)
     taken = []
-    for seconds in [0.05] * (PROVEN + 1) + [0.5] * (PROVEN + 1) + [0.001]:
+    for _ in range(number):
         path = watch.fastest(peer, ENDS, ALL)
         taken.append(path)
-        watch.observe(peer, Way(ENDS, path), LARGE_BYTES, seconds)
-    assert taken[: PROVEN + 1] == ["shm"] * PROVEN + ["nixl"]
-    assert taken[-1] == "tcp"
+        watch.observe(peer, Way(ENDS, path), LARGE_BYTES, seconds[path])
+        watch.judge(peer, Way(ENDS, path))
+    return taken
 
 
-def test_a_path_that_was_left_is_tried_again_now_and_then() -> None:
-    watch, peer = PathWatch("here", "p2", CAN), Peer("here", "p1", CAN)
-    for _ in range(PROVEN):
-        watch.observe(peer, Way(ENDS, "shm"), LARGE_BYTES, 0.05)
-    taken = [watch.fastest(peer, ENDS, ALL) for _ in range(1000)]
-    assert 2 <= taken.count("shm") <= 4
-    for _ in range(100):  # which is what it needs to be seen to be fast
-        watch.observe(peer, Way(ENDS, "shm"), LARGE_BYTES, 0.0002)
-    assert watch.fastest(peer, ENDS, ALL) == "shm"
+def test_blocks_leave_a_slow_path_when_another_has_proven_faster_and_come_back() -> None:
+    watch, peer = PathWatch("here", "p2", CAN), Peer("here", "p1", CAN, is_near=True)
+    slow_shm = {"shm": 0.05, "nixl": 0.001, "tcp": 0.005}
+    taken = reads(watch, peer, slow_shm, 200)
+    assert taken[:PROVEN] == ["shm"] * PROVEN
+    assert taken[: 8 * PROVEN].count("shm") >= 7 * PROVEN - 1
+    assert taken[-50:].count("nixl") >= 40
+    taken = reads(watch, peer, {**slow_shm, "shm": 0.0004}, 2000)
+    assert taken[-50:].count("shm") == 50
+    assert not watch.slow_paths()  # it was a choice, and nothing is lacking
+
+
+def test_on_a_busy_machine_blocks_stay_where_they_are() -> None:
+    watch, peer = PathWatch("here", "p2", CAN), Peer("here", "p1", CAN, is_near=True)
+    taken = reads(watch, peer, {"shm": 0.1, "nixl": 0.15, "tcp": 0.2}, 1000)
+    assert taken.count("shm") >= 980
+    assert not watch.slow_paths()
+
+
+def test_a_path_that_is_still_slow_is_tried_less_and_less() -> None:
+    watch, peer = PathWatch("here", "p2", CAN), Peer("here", "p1", CAN, is_near=True)
+    reads(watch, peer, {"shm": 0.05, "nixl": 0.001, "tcp": 0.005}, 1000)
+    taken = reads(watch, peer, {"shm": 0.05, "nixl": 0.001, "tcp": 0.005}, 2560)
+    assert 5 <= taken.count("shm") <= 20
+
+
+def test_a_socket_that_cannot_be_reached_is_lacking() -> None:
+    watch, peer = PathWatch("here", "p2", CAN), Peer("here", "p1", CAN, is_near=False)
+    watch.judge(peer, Way(ENDS, "tcp"))
+    assert watch.slow_paths() == {("tcp", "socket"): 1}
 
 
 def test_what_goes_through_the_host_for_want_of_a_lane_has_a_speed_too() -> None:
@@ -115,5 +145,5 @@ def test_how_many_choices_are_kept_is_bounded() -> None:
     watch = PathWatch("here", "p2", can)
     for _ in range(3000):
         watch.fastest(Peer("here", "p1", can), ENDS, ("shm", "tcp"))
-    assert len(watch._taken) <= 1024
+    assert len(watch._stale) <= 1024
     assert len(watch._chosen) <= 1024

@@ -431,3 +431,59 @@ async def test_chunks_that_break_at_the_source_end_the_reads(source: Side, targe
         await target.agent.read(slow.ticket, target.slab, [2], SOON_S)
     slow.cancel()
     await asyncio.wait_for(slow.over(), 5)
+
+
+async def test_shared_memory_is_used_again_once_its_socket_is_reached(
+    source: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "PROBE_S", 0.05)
+    real, is_reachable, num_refused = link.connect, threading.Event(), 0
+
+    def connect(progress: Progress, to: Address, use_unix: bool, on_done: OnDone) -> Callable[[], None]:
+        nonlocal num_refused
+        if use_unix and not is_reachable.is_set():
+            num_refused += 1
+            on_done(ConnectFailed("its backlog is full", address=to.unix))
+            return lambda: None
+        return real(progress, to, use_unix, on_done)
+
+    monkeypatch.setattr(link, "connect", connect)
+    reader = Side()
+    try:
+        paths = []
+        async with asyncio.timeout(SOON_S):
+            while not paths or paths[-1] != "shm":
+                offering = source.agent.offer(source.slab, [1, 2], SOON_S)
+                paths.append(await reader.agent.read(offering.ticket, reader.slab, [1, 2], SOON_S))
+                if num_refused >= 3:
+                    is_reachable.set()
+                await asyncio.sleep(0.01)
+        assert paths[0] == "tcp"
+        assert (reader.rows[1:3] == source.rows[1:3]).all()
+    finally:
+        reader.agent.close()
+
+
+async def test_a_near_peer_that_tcp_does_not_reach_is_read_by_its_socket(
+    source: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that is to try TCP takes the path that there is."""
+    real = link.connect
+
+    def connect(progress: Progress, to: Address, use_unix: bool, on_done: OnDone) -> Callable[[], None]:
+        if not use_unix:
+            on_done(ConnectFailed("no route", address=to.host))
+            return lambda: None
+        return real(progress, to, use_unix, on_done)
+
+    monkeypatch.setattr(link, "connect", connect)
+    reader = Side()
+    monkeypatch.setattr(reader.agent.paths, "fastest", lambda peer, ends, paths: paths[-1])
+    try:
+        async with asyncio.timeout(SOON_S):
+            for _ in range(3):
+                offering = source.agent.offer(source.slab, [1, 2], SOON_S)
+                read = reader.agent.read(offering.ticket, reader.slab, [1, 2], timeout_s=SOON_S)
+                assert await read == "shm"
+    finally:
+        reader.agent.close()
