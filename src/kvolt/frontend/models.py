@@ -22,6 +22,7 @@ from kvolt.core.request import Role, Sampling
 from kvolt.frontend.kv_pairs import paired
 from kvolt.frontend.openai_api.generation import sampling_defaults
 from kvolt.frontend.preprocess import CardProcessor, NewProcessor, ParserNames, Processor, ProcessorSpec
+from kvolt.frontend.template_process import Renderer
 from kvolt.journey.journey import Road
 from kvolt.journey.prefill import Leg
 from kvolt.journey.ways import Chooser, OneWay, WayRule, Ways
@@ -168,6 +169,7 @@ class Models:
         self._unsynced = set(self._namespaces)
         self._settled = asyncio.Event()
         self._crew = Crew("models")
+        self._renderer = Renderer(runtime.ports.blocking)
 
     def start(self) -> None:
         for namespace in self._namespaces:
@@ -175,6 +177,7 @@ class Models:
 
     async def close(self) -> None:
         await self._crew.close()
+        self._renderer.close()
         for model in self._every():
             await model.road.router.close()
         for leg in self._prefills.values():
@@ -391,6 +394,8 @@ class Models:
                 cache_bytes=options.cache_bytes,
                 parsers=options.parsers,
                 wall=ports.clock.wall,
+                monotonic=ports.clock.monotonic,
+                renderer=self._renderer,
             ),
         )
         context = RouterContext(client, self._runtime, info.block_size, options.router, info.role)

@@ -33,12 +33,21 @@ class OffLoop:
         self._num_waiting = 0
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Overloaded when too many wait. A call abandoned by cancellation runs to its end."""
+        """Overloaded when too many wait, or this one too long. A call abandoned by cancellation runs to its end."""
         if self._num_waiting >= _MAX_WAITING:
-            raise Overloaded("too many large requests wait", queue="large_requests", limit=_MAX_WAITING)
+            raise self._overloaded("too many large requests wait")
         self._num_waiting += 1
         try:
-            async with self._turn:
-                return await self._blocking.run(call, _TIMEOUT_S)
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise self._overloaded(f"a large request waited {_TIMEOUT_S:g} s for its turn") from None
         finally:
             self._num_waiting -= 1
+        try:
+            return await self._blocking.run(call, _TIMEOUT_S)
+        finally:
+            self._turn.release()
+
+    def _overloaded(self, message: str) -> Overloaded:
+        return Overloaded(message, queue="large_requests", limit=_MAX_WAITING)

@@ -6,6 +6,7 @@ pre- and postprocessing puts another `Processor` in its place: `kvolt.frontend.p
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -25,8 +26,12 @@ from kvolt.frontend.parsers.registry import (
     tool_parser,
 )
 from kvolt.frontend.template import ChatTemplate
+from kvolt.frontend.template_dialect import Beyond
+from kvolt.frontend.template_process import Renderer, RenderJob
 from kvolt.frontend.token_cache import CachedEncoder, EncoderStats
 from kvolt.runtime.clock import Blocking
+
+log = logging.getLogger(__name__)
 
 _CHARACTERS_PER_TOKEN = 32
 """A text that is longer for each token of the context is refused unread: tokenizing it would take some
@@ -66,6 +71,10 @@ class ProcessorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The operator's, which beat the card's."""
     wall: Callable[[], float] | None = None
     """For templates that ask what day it is."""
+    monotonic: Callable[[], float] | None = None
+    """Bounds a rendering on the event loop."""
+    renderer: Renderer | None = None
+    """Renders what does not belong on the event loop; None: one of the processor's own."""
 
 
 class AskedChat(NamedTuple):
@@ -138,7 +147,12 @@ class CardProcessor:
         )
         check_parsers(self.parsers)
         self._encoder = CachedEncoder(self.vocabulary.tokenizer, spec.cache_bytes)
-        self._template = ChatTemplate(card.chat_template, *self._markers(card), wall=spec.wall)
+        self._markers = self._marker_texts(card)
+        self._template = ChatTemplate(
+            card.chat_template, *self._markers, wall=spec.wall, monotonic=spec.monotonic
+        )
+        self._wall = spec.wall
+        self._renderer = spec.renderer or Renderer(spec.blocking)
         self.takes_tools = self._template.supports_tools
         self._blocking = spec.blocking
         self._around = _special_around(self.vocabulary)
@@ -149,25 +163,24 @@ class CardProcessor:
     def stats(self) -> EncoderStats:
         return self._encoder.stats
 
-    def _markers(self, card: ModelCard) -> tuple[str, str]:
+    def _marker_texts(self, card: ModelCard) -> tuple[str, str]:
         """The texts of the tokens that begin and end a sequence, which templates like to name."""
         ids = (card.bos_token_id, card.eos_token_ids[0] if card.eos_token_ids else None)
         texts = [self.vocabulary.decode([each], False) if each is not None else "" for each in ids]
         return texts[0], texts[1]
 
     async def render(self, given: TemplateInput) -> str:
-        if given.is_large:
-            return await self._blocking.run(lambda: self._render(given), _TIMEOUT_S)
-        return self._render(given)
-
-    def _render(self, given: TemplateInput) -> str:
-        return self._template.render(
-            given.messages,
-            given.tools,
-            given.add_generation_prompt,
-            given.continue_final_message,
-            **given.kwargs,
-        )
+        """Here when it is cheap, else in a process that can be lost."""
+        template = self._template
+        if template.is_plain and not given.is_large:
+            try:
+                return template.render_inline(given)
+            except Beyond as reason:
+                log.debug("rendering elsewhere: %s", reason)
+        bos, eos = self._markers
+        now = None if self._wall is None else self._wall()
+        job = RenderJob.of(given, source=template.source, bos_token=bos, eos_token=eos, now=now)
+        return await self._renderer.render(job)
 
     async def encode(
         self, texts: Sequence[str], param: str, with_special: bool = False

@@ -1,8 +1,8 @@
 """Chat templates in Hugging Face's dialect: a request's messages to the text of a prompt.
 
-A template is the model's own code, as trusted as its weights, run on a client's values. The sandbox keeps
-it from reaching Python; what is bounded beside that (characters of output, steps of loops, repetition) is
-what a client's values could drive.
+A template comes with a model and is run on a client's values. The sandbox keeps it from reaching Python. What it may
+use is bounded: `render_inline` runs plain templates with a small allowance, on the event loop; `render` runs all of
+the dialect and belongs into a process that can be lost (`template_dialect` has both, `template_process` the process).
 
 Templates disagree about their input. What each one wants is read from its source, once: content as one
 string or as parts, None for an empty answer with tool calls or "".
@@ -11,31 +11,31 @@ string or as parts, None for an empty answer with tool calls or "".
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
 from itertools import islice
 from typing import Any, cast
 
-from jinja2 import Template, TemplateError, nodes, pass_context
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2 import Template
 
-from kvolt.core.errors import ConfigError, InvalidRequest
+from kvolt.core.errors import InvalidRequest
+from kvolt.frontend.openai_api.templating import TemplateInput
+from kvolt.frontend.template_dialect import (
+    FAILURES,
+    INLINE_UNITS,
+    STRFTIME_NOW,
+    Beyond,
+    RenderContext,
+    compiled,
+    to_json,
+)
 
 Message = Mapping[str, Any]
 
 DEFAULT_MAX_CHARS = 16 * 1024 * 1024
 
-_MAX_STEPS = 500_000
-"""Of all loops of one rendering together: some templates go over all messages for each message."""
-
-_FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""A template fails in any way that expressions can; RuntimeError holds too deep a recursion."""
+_INLINE_S = 0.05
+"""Longest rendering on the event loop."""
 
 _RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "strftime_now"}
@@ -49,7 +49,8 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
 class ChatTemplate:
     """One model's template. Without the clock that `wall` is, `strftime_now` is undefined, and templates
-    that use it fall back to a date of their own; with it, the date is UTC, the same in every frontend."""
+    that use it fall back to a date of their own; with it, the date is UTC, the same in every frontend.
+    With `monotonic`, a rendering on the loop is bounded in time, too."""
 
     def __init__(
         self,
@@ -59,15 +60,27 @@ class ChatTemplate:
         *,
         max_chars: int = DEFAULT_MAX_CHARS,
         wall: Callable[[], float] | None = None,
+        monotonic: Callable[[], float] | None = None,
     ) -> None:
         self.source = source
-        self._template, self._wants = _compiled(source)
+        self._compiled = compiled(source)
+        self._wants = self._compiled.wants
+        self._monotonic = monotonic
         self._max_chars = max_chars
         self._globals: dict[str, Any] = {"bos_token": bos_token, "eos_token": eos_token}
         if wall is not None:
-            self._globals["strftime_now"] = lambda form: datetime.fromtimestamp(wall(), UTC).strftime(form)
+
+            def strftime_now(form: str) -> str:
+                return datetime.fromtimestamp(wall(), UTC).strftime(form)
+
+            self._globals[STRFTIME_NOW] = strftime_now
         self.supports_tools = self._wants.tools
         """The template does something with tools; if not, they would be dropped without a word."""
+
+    @property
+    def is_plain(self) -> bool:
+        """It can be rendered on the event loop."""
+        return self._compiled.narrow is not None
 
     def render(
         self,
@@ -80,40 +93,61 @@ class ChatTemplate:
     ) -> str:
         """The prompt. With `continue_final_message` it ends where the last message ends, whatever
         `add_generation_prompt` says. Raises InvalidRequest when the template refuses."""
+        given = TemplateInput(
+            cast("list[dict[str, Any]]", messages),
+            cast("list[dict[str, Any]] | None", tools),
+            add_generation_prompt,
+            continue_final_message,
+            kwargs,
+        )
+        return self._render(given, self._compiled.wide, inline=False)
+
+    def render_inline(self, given: TemplateInput) -> str:
+        """The same on the event loop. Beyond when it takes too much, or when the template is not plain."""
+        if self._compiled.narrow is None:
+            raise Beyond("the template is not plain")
+        return self._render(given, self._compiled.narrow, inline=True)
+
+    def _render(self, given: TemplateInput, template: Template, inline: bool) -> str:
         if not self.source.strip():
             raise InvalidRequest(
                 "this model has no chat template: it takes completions only", param="messages"
             )
-        if taken := _RESERVED & kwargs.keys():
+        if taken := _RESERVED & given.kwargs.keys():
             raise InvalidRequest(f"{min(taken)} is not the client's to set", param="chat_template_kwargs")
-        if not messages:
+        if not given.messages:
             raise InvalidRequest("messages is empty: at least one is needed", param="messages")
+        continues = given.continue_final_message
         variables = {
-            **kwargs,
+            **given.kwargs,
             **self._globals,
-            "tools": tools or None,
-            "add_generation_prompt": add_generation_prompt and not continue_final_message,
-            _STEPS: [_MAX_STEPS],
+            "tools": given.tools or None,
+            "add_generation_prompt": given.add_generation_prompt and not continues,
         }
         try:
-            prepared = [self._prepare(message, index) for index, message in enumerate(messages)]
-            if continue_final_message:
+            prepared = [self._prepare(message, index) for index, message in enumerate(given.messages)]
+            if continues:
                 prepared[-1] = {**prepared[-1], "content": _marked(prepared[-1]["content"])}
-            text = self._generate({**variables, "messages": prepared})
-        except _FAILURES as error:
+            context = cast("RenderContext", template.new_context({**variables, "messages": prepared}))
+            if inline:
+                context.limit(self._monotonic, _INLINE_S)
+            text = self._generate(template, context)
+        except FAILURES as error:
             reason = str(error)[:500] or type(error).__name__
             raise InvalidRequest(
                 f"the chat template refused the messages: {reason}", param="messages"
             ) from error
-        return _cut_at_mark(text) if continue_final_message else text
+        return _cut_at_mark(text) if continues else text
 
-    def _generate(self, variables: dict[str, Any]) -> str:
+    def _generate(self, template: Template, context: RenderContext) -> str:
         # Template.generate() without its layers: they cost more than the rendering of a short chat.
-        stream = self._template.root_render_func(self._template.new_context(variables))
+        stream = template.root_render_func(context)
         pieces: list[str] = []
         room = self._max_chars
         while some := list(islice(stream, 256)):
             room -= sum(map(len, some))
+            if context.inline and room < self._max_chars - INLINE_UNITS:
+                raise Beyond("the prompt is long")
             if room < 0:
                 raise InvalidRequest(
                     f"the prompt is longer than {self._max_chars} characters once in the chat template",
@@ -181,7 +215,7 @@ class _Arguments(dict[str, Any]):
         self._text = text
 
     def __str__(self) -> str:
-        return _to_json(dict(self)) if self._text is None else self._text
+        return to_json(dict(self)) if self._text is None else self._text
 
     def __add__(self, other: Any) -> str:
         return cast(str, str(self) + other)
@@ -224,173 +258,3 @@ def _cut_at_mark(text: str) -> str:
             param="continue_final_message",
         )
     return text[:at] if text.startswith(_HERE, at) else text[:at].rstrip()
-
-
-# What a template wants, read from its source.
-
-
-@dataclass(frozen=True, slots=True)
-class _Wants:
-    tools: bool
-    """It reads `tools`."""
-    developer: bool
-    """It knows the role that newer clients give to system messages; others drop or refuse it."""
-    parts: bool
-    """It walks through a content's parts."""
-    only_parts: bool
-    """And never asks whether content is a string."""
-    none: bool
-    """It asks whether content is none: that is how it knows a message of tool calls alone."""
-
-
-def _wants(source: str, tree: nodes.Template) -> _Wants:
-    names = _names_of_content(tree)
-    parts = any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
-    tests = list(tree.find_all(nodes.Test))
-    return _Wants(
-        tools=any(name.name == "tools" and name.ctx == "load" for name in tree.find_all(nodes.Name)),
-        developer="developer" in source,
-        parts=parts,
-        only_parts=parts
-        and not any(test.name == "string" and _is_content(test.node, names) for test in tests),
-        none=any(test.name == "none" and _is_content(test.node, set()) for test in tests),
-    )
-
-
-def _names_of_content(tree: nodes.Template) -> set[str]:
-    """Variables and macro parameters that a message's content is given to."""
-    parameters = {macro.name: macro.args for macro in tree.find_all(nodes.Macro)}
-    bound: list[tuple[nodes.Node, nodes.Node]] = [
-        (assign.target, assign.node) for assign in tree.find_all(nodes.Assign)
-    ]
-    for call in tree.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Name):
-            bound += zip(parameters.get(call.node.name, ()), call.args, strict=False)
-    names: set[str] = set()
-    while new := {
-        target.name
-        for target, value in bound
-        if isinstance(target, nodes.Name) and target.name not in names and _is_content(value, names)
-    }:
-        names |= new
-    return names
-
-
-def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
-    match node:
-        case nodes.Filter():
-            return _is_content(node.node, names)
-        case nodes.CondExpr():
-            return _is_content(node.expr1, names) or _is_content(node.expr2, names)
-        case nodes.Name():
-            return node.name in names
-        case nodes.Getattr():
-            return node.attr == "content"
-        case nodes.Getitem():
-            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    return False
-
-
-# The dialect.
-
-_STEPS = "_steps"
-"""The variable that holds the steps left; clients cannot set it."""
-
-
-def _take(context: Context, num_steps: int) -> None:
-    left = context.parent[_STEPS]
-    left[0] -= num_steps
-    if left[0] < 0:
-        raise TemplateError(f"its loops take more than {_MAX_STEPS} steps")
-
-
-@pass_context
-def _counted(context: Context, items: Any) -> Any:
-    """A filter on the items of every loop."""
-    try:
-        _take(context, len(items))
-    except TypeError:
-        return _counted_singly(context, items)
-    return items
-
-
-def _counted_singly(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    for item in items:
-        _take(context, 1)
-        yield item
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model said, for training; here it is only its body."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        sized, times = (left, right) if isinstance(left, Sized) else (right, left)
-        if isinstance(sized, Sized) and isinstance(times, int) and len(sized) * times > DEFAULT_MAX_CHARS:
-            raise TemplateError(f"it repeats something {times} times")
-        if operator == "**" and (abs(left) > 2**64 or abs(right) > 64):
-            raise TemplateError("it computes too large a power")
-        return super().call_binop(context, operator, left, right)
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """As the sandbox's own, quicker for what templates do at every turn: `message.role`, `loop.last`,
-        `ns.index`, `content.strip`. None of these can reach Python or change what it is taken from."""
-        kind = type(obj)
-        if kind is dict and attribute not in _DICT_ATTRIBUTES:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if kind in _HARMLESS and not attribute.startswith(("_", "format")) and hasattr(obj, attribute):
-            return getattr(obj, attribute)
-        return super().getattr(obj, attribute)
-
-
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-_HARMLESS = frozenset({LoopContext, Namespace, str})
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own, without HTML escapes."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-_SANDBOX = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension])
-_SANDBOX.filters |= {"tojson": _to_json, _counted.__name__: _counted}
-_SANDBOX.globals["raise_exception"] = _raise_exception
-
-
-@lru_cache(maxsize=64)
-def _compiled(source: str) -> tuple[Template, _Wants]:
-    try:
-        tree = _SANDBOX.parse(source)
-        wants = _wants(source, tree)
-        for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, _counted.__name__, [], [], None, None, lineno=loop.lineno)
-        tree.set_environment(_SANDBOX)
-        return _SANDBOX.from_string(tree), wants
-    except (*_FAILURES, SyntaxError, MemoryError) as error:
-        raise ConfigError(
-            f"the chat template does not compile: {str(error)[:500] or type(error).__name__}",
-            key="chat_template",
-            remedy="give the model's own template, or one in Hugging Face's dialect",
-        ) from error

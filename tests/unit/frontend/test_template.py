@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvolt.core.errors import ConfigError, InvalidRequest
-from kvolt.frontend import template as template_module
+from kvolt.frontend import template_dialect
 from kvolt.frontend.template import ChatTemplate
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -524,10 +524,10 @@ def test_small_repetitions_and_powers_are_fine() -> None:
 
 
 def test_steps_over_what_has_no_length_are_counted_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "_MAX_STEPS", 100)
+    monkeypatch.setattr(template_dialect.RenderContext, "units_left", 100 * 64)
     source = "{% for i in messages | map('length') %}{{ i }}{% endfor %}"
     assert render(source, *[QUESTION] * 100) == "2" * 100
-    with pytest.raises(InvalidRequest, match="more than 100 steps"):
+    with pytest.raises(InvalidRequest, match="steps"):
         render(source, *[QUESTION] * 101)
 
 
