@@ -163,7 +163,11 @@ class StepPlanner:
         prefills: list[Work] = []
         stats, pace = beside, self.pace
         budget = self._limits.max_batch_tokens - beside.batch
-        limit_s = inf if pace is None else pace.limit_s(beside, others_decode)
+        limit_s = inf
+        if pace is not None:
+            limit_s = pace.limit_s(beside, others_decode)
+            if pace.most_prompt_tokens is not None:
+                budget = min(budget, max(pace.most_prompt_tokens, self._limits.block_size))
         for sequence in chain(prefilling, self._admissions()):
             start = sequence.num_computed
             end = sequence.ahead[0] * self._limits.block_size or sequence.num_to_prefill

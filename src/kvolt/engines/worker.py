@@ -491,12 +491,15 @@ class Worker:
         yield answer
 
     async def _register_latency(self, engine: Calibrated) -> None:
-        """Register the engine's step model again when its steps have moved it, until this is cancelled."""
+        """Register the engine's step model again when its steps have moved it for a while, until this is cancelled."""
+        differed = False
         while True:
             await asyncio.sleep(_LATENCY_INTERVAL_S)
             latency, registered = engine.latency, self.info.latency if self.info is not None else None
-            if latency is not None and registered is not None and differ(latency, registered):
+            differs = latency is not None and registered is not None and differ(latency, registered)
+            if differs and differed:  # one look may fall into a stall
                 await self.tell_anew(latency=latency)
+            differed = differs
 
     async def tell_links(self, links: dict[str, Link]) -> None:
         """Register anew with the speeds at which KV comes here."""

@@ -39,7 +39,21 @@ def test_a_corrected_model_is_registered_once_it_matters() -> None:
             assert registered(client) == MEASURED, "too little to matter"
             for speed in (0.5, 0.9):
                 engine.latency = at_speed(MEASURED, speed)
-                await until(lambda: registered(client) == engine.latency, 20.0)
+                await until(lambda: registered(client) == engine.latency, 40.0)
+
+    run_virtual(scenario)
+
+
+def test_a_stall_is_not_registered() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            engine = CalibratedEngine()
+            client = await lab.client(await lab.worker("w0", engine))
+            for _ in range(10):
+                for speed, after_s in ((0.1, 10.0), (1.0, 10.0)):
+                    engine.latency = at_speed(MEASURED, speed)
+                    await asyncio.sleep(after_s)
+                    assert registered(client) == MEASURED
 
     run_virtual(scenario)
 
@@ -50,6 +64,6 @@ def test_a_change_of_prompts_alone_matters_too() -> None:
             engine = CalibratedEngine()
             client = await lab.client(await lab.worker("w0", engine))
             engine.latency = msgspec.structs.replace(MEASURED, prefill_token_s=0.003)
-            await until(lambda: registered(client) == engine.latency, 20.0)
+            await until(lambda: registered(client) == engine.latency, 40.0)
 
     run_virtual(scenario)

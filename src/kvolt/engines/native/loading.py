@@ -38,7 +38,7 @@ from kvolt.engines.native.runner import ModelRunner
 from kvolt.engines.native.setup import Setup, choose_setup, device_of
 from kvolt.engines.native.sizing import largest_step_bytes, memory_for_kv
 from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, RankSlabs, SlabShape
-from kvolt.engines.native.trial_runner import measured_latency
+from kvolt.engines.native.trial_runner import measured_steps
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.scheduler import Scheduler
 from kvolt.engines.step_pace import StepPace
@@ -227,12 +227,13 @@ def build_core(
         hooks.progress("measuring steps")
         try:
             with hooks.turn(_computes_on(setup.device)):
-                latency = measured_latency(runner, limits, num_blocks, hooks.clock.monotonic)
+                trials = measured_steps(runner, limits, num_blocks, hooks.clock.monotonic)
         except Exception:  # without its times routers guess; the engine is as good as it was
             log.warning("steps cannot be measured, and nobody is told what they take", exc_info=True)
         else:
-            core.info = msgspec.structs.replace(info, latency=latency)
-            scheduler.pace = None if latency is None else StepPace(latency)
+            core.info = msgspec.structs.replace(info, latency=trials.latency)
+            if trials.latency is not None:
+                scheduler.pace = StepPace(trials.latency, trials.most_prompt_tokens)
     if arguments.step_log is not None:
         core.on_step = _step_log(Path(arguments.step_log), core, setup)
     hooks.progress(

@@ -116,6 +116,11 @@ class Trials(msgspec.Struct, frozen=True, kw_only=True):
     """None where they say too little."""
 
     @property
+    def most_prompt_tokens(self) -> int:
+        """Of the largest step."""
+        return max((step.prefill_tokens for step in self.steps), default=0)
+
+    @property
     def decodes(self) -> Errors:
         """How far the model is off from what was measured; of no steps where that says nothing."""
         return self._errors([step for step in self.steps if step.batch])

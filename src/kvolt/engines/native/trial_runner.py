@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable
 
 from kvolt.core.ids import RequestId
-from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.engines.latency_fit import Errors
 from kvolt.engines.native.runner import ModelRunner
@@ -31,10 +30,8 @@ _TOLD_PROMPT = 512
 """Tokens of the prompt that the log names a time for."""
 
 
-def measured_latency(
-    runner: ModelRunner, limits: Limits, num_blocks: int, now: Callable[[], float]
-) -> LatencyModel | None:
-    """The step model of this engine as it is now; None where a second or so was too little to tell."""
+def measured_steps(runner: ModelRunner, limits: Limits, num_blocks: int, now: Callable[[], float]) -> Trials:
+    """Steps of this engine as it is now."""
     on_gpu = runner.device.type == "cuda"
     long_batch, long_tokens = _DEVICE_LONG if on_gpu else _HOST_LONG
     room = TrialRoom(
@@ -45,7 +42,7 @@ def measured_latency(
     )
     trials = measure_steps(TrialRunner(runner, limits.block_size).prepare, room, now)
     log.info("%s", told(trials))
-    return trials.latency
+    return trials
 
 
 class TrialRunner:

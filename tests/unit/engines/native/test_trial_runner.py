@@ -134,7 +134,7 @@ def test_steps_that_cannot_be_measured_keep_no_engine_from_starting(
     def fail(*given: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(loading, "measured_latency", fail)
+    monkeypatch.setattr(loading, "measured_steps", fail)
     with closing(core_of(folder, measure_steps=True)) as core:
         assert core.info.latency is None
         assert_at_rest(core)
