@@ -332,6 +332,8 @@ class Connection(asyncio.Protocol):
         stalled = late_s > self._options.heartbeat_s / 2
         if stalled:
             self.session.forgiven_until = now
+            if self._stats.add_stall(now, late_s):
+                log.warning("process stalled: seconds=%.1f; no peer is blamed for its silence in it", late_s)
         silent_s = now - self._last_received
         if not self.silent and silent_s >= self._dead_after_s():
             self._set_silent(True)

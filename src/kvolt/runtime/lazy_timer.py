@@ -3,12 +3,17 @@
 A connection's deadline changes with every request. Cancelling and adding a loop timer each time costs
 more than the rest of the bookkeeping, so the loop's timer stays where it is and looks at the deadline
 when it fires. Knows nothing of what the deadline is for.
+
+A loop that was stalled gets a moment more: what would have moved the deadline may wait in a socket.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+
+_STALL_S = 1.0
+"""A timer that fires later than this shows a stall; it is also the moment that follows one."""
 
 
 def _nothing() -> None:
@@ -59,7 +64,10 @@ class LazyTimer:
         self._handle = None
         if self._deadline is None:
             return
-        if self._loop.time() < self._deadline:
+        now = self._loop.time()
+        if now - self._handle_at > _STALL_S:
+            self._deadline = max(self._deadline, now + _STALL_S)
+        if now < self._deadline:
             self._move(self._deadline)
             return
         self._deadline = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -84,6 +84,15 @@ class PlaneCollector(Collector):
             "refused_versions", "Peers without a common version", None, {"": stats.refused_versions}
         )
         yield _counter("heartbeat_timeouts", "Peers that fell silent", None, {"": stats.heartbeat_timeouts})
+        yield _counter(
+            "process_stalls", "Times that this process itself stood still", None, {"": stats.stalls}
+        )
+        yield _counter(
+            "process_stalled_seconds",
+            "Time in which this process itself stood still",
+            None,
+            {"": stats.stalled_s},
+        )
         ended = CounterMetricFamily("kvolt_streams", "Streams that ended", labels=("side", "outcome"))
         for side, outcomes in (("client", stats.calls_ended), ("server", stats.served_ended)):
             for outcome, count in sorted(outcomes.items()):
@@ -98,7 +107,7 @@ def _gauge(name: str, text: str, label: str | None, values: dict[str, int]) -> G
     return family
 
 
-def _counter(name: str, text: str, label: str | None, values: dict[str, int]) -> CounterMetricFamily:
+def _counter(name: str, text: str, label: str | None, values: Mapping[str, float]) -> CounterMetricFamily:
     family = CounterMetricFamily(f"kvolt_{name}", text, labels=(label,) if label else ())
     for value, number in sorted(values.items()):
         family.add_metric((value,) if label else (), number)

@@ -25,6 +25,10 @@ class PlaneStats:
     refused_connections: int = 0
     """Over the limit of the process or of an address."""
     heartbeat_timeouts: int = 0
+    stalls: int = 0
+    """Times that this process itself stood still for longer than half a heartbeat."""
+    stalled_s: float = 0.0
+    last_stall_at: float = -1.0
     connects: Counter[str] = field(default_factory=Counter)
     """By outcome."""
     losses: Counter[str] = field(default_factory=Counter)
@@ -33,6 +37,15 @@ class PlaneStats:
     """Streams that we opened, by outcome."""
     served_ended: Counter[str] = field(default_factory=Counter)
     """Streams that peers opened, by outcome."""
+
+    def add_stall(self, now: float, stalled_s: float) -> bool:
+        """Count a stall that ended now; False where another connection has counted it."""
+        if now <= self.last_stall_at + stalled_s:
+            return False
+        self.last_stall_at = now
+        self.stalls += 1
+        self.stalled_s += stalled_s
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,34 @@ async def test_first() -> None:
 
 
 @virtual
+async def test_a_silent_peer_gets_the_time_of_a_stall_besides() -> None:
+    """It may be stalled; a caller that has another way gives it none."""
+    for stall_s, expires_at in ((0.0, 10.0), (7.0, 17.0)):
+        began = asyncio.get_running_loop().time()
+        _, stream, sink = start(Deadlines(first_s=10.0, between_s=5.0, total_s=100.0, stall_s=stall_s))
+        stream.peer_silent = True
+        await asyncio.sleep(20.0)
+        assert expired(sink) == ("first", 10.0)
+        assert sink.ended_at == began + expires_at
+
+
+@virtual
+async def test_the_time_of_a_stall_counts_for_no_deadline_but_the_total() -> None:
+    _, stream, sink = start(Deadlines(first_s=10.0, between_s=5.0, total_s=21.0))
+    await asyncio.sleep(9.0)
+    stream.forgiven_until = 9.0
+    await asyncio.sleep(6.0)
+    assert sink.ends == []
+    stream.item("first")
+    await asyncio.sleep(4.0)
+    stream.forgiven_until = 19.0
+    await asyncio.sleep(1.9)
+    assert sink.ends == []
+    await asyncio.sleep(0.2)
+    assert expired(sink) == ("total", 21.0)
+
+
+@virtual
 async def test_first_counts_from_the_request_not_from_the_dial() -> None:
     sink = Sink()
     call = Call(sink, LIMITS)

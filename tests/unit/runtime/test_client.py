@@ -12,7 +12,7 @@ import pytest
 from kvolt.core.errors import ConnectFailed, InvalidRequest, KvoltError, Unavailable, WorkerLost
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.address import EndpointAddress, Instance, InstanceState, encode_instance
-from kvolt.runtime.call import Deadlines
+from kvolt.runtime.call import Deadlines, ResponseStream
 from kvolt.runtime.client import EndpointClient, open_stream
 from kvolt.runtime.connection import Connection, ConnectionOptions
 from kvolt.runtime.connections import Connections
@@ -20,6 +20,7 @@ from kvolt.runtime.discovery import LeaseId
 from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
 from kvolt.runtime.plane import Destination, IncomingStream
 from kvolt.runtime.session import SessionLimits
+from kvolt.runtime.tasks import Crew
 from kvolt.testing.loop import VirtualClock, run_virtual
 from kvolt.testing.network import VirtualNetwork
 
@@ -345,3 +346,126 @@ async def test_close_ends_the_watching_not_the_calls(world: World) -> None:
     assert [item async for item in stream] == [1, 2]
     world.network.cut("caller", "a", silent=False)
     await asyncio.sleep(5)
+
+
+# --- silent instances
+
+
+async def lasting(client: EndpointClient, instance: Instance) -> ResponseStream:
+    """A call that has begun and does not end: its window is not read further."""
+    stream = await client.stream(None, instance=instance)
+    assert await anext(stream) == str(instance.id)
+    return stream
+
+
+@in_world
+async def test_a_silent_instance_is_awaited_while_its_calls_go_on(world: World) -> None:
+    await world.server("a")
+    instance = await world.register("a")
+    client = await world.client()
+    stream = await lasting(client, instance)
+    changes: list[int] = []
+    client.on_change(lambda: changes.append(len(client.candidates())))
+    world.network.pause("a")
+    await asyncio.sleep(20.0)
+    assert client.candidates() == []
+    assert client.awaited() == {"a"}
+    assert world.caller.gauges().num_calls == 1
+    world.network.resume("a")
+    await asyncio.sleep(0.01)
+    assert client.candidates() == [instance], "at once: no dial is waited for"
+    assert changes == [0, 1]
+    assert client.awaited() == frozenset()
+    assert [item async for item in stream] == [1, 2]
+    assert world.caller.gauges().num_open == 1
+
+
+@in_world
+async def test_calls_to_a_silent_instance_end_when_another_comes(world: World) -> None:
+    """Not in the same instant: those that stall together come back one after the other."""
+    for name in "ab":
+        await world.server(name)
+    instance = await world.register("a")
+    client = await world.client()
+    await lasting(client, instance)
+    world.network.pause("a")
+    await asyncio.sleep(10.0)
+    await world.register("b")
+    await asyncio.sleep(0.8)
+    assert world.caller.gauges().num_calls == 1
+    await asyncio.sleep(0.4)
+    assert world.caller.gauges().num_calls == 0
+    assert [each.id for each in client.candidates()] == ["b"]
+    assert client.awaited() == {"a"}
+
+
+@in_world
+async def test_calls_to_a_silent_instance_end_where_there_is_a_fallback(world: World) -> None:
+    await world.server("a")
+    instance = await world.register("a")
+    client = await world.client()
+    client.has_fallback = True
+    stream = await lasting(client, instance)
+    world.network.pause("a")
+    await asyncio.sleep(5.5)
+    with pytest.raises(WorkerLost, match="may be stalled or cut off"):
+        _ = [item async for item in stream]
+
+
+@in_world
+async def test_an_instance_whose_lease_ends_in_a_stall_is_awaited(world: World) -> None:
+    await world.server("a")
+    instance = await world.register("a")
+    client = await world.client()
+    stream = await lasting(client, instance)
+    world.network.pause("a")
+    await asyncio.sleep(6.0)
+    await world.discovery.delete(instance.key)
+    await asyncio.sleep(1.0)
+    assert client.instances() == []
+    assert client.awaited() == {"a"}
+    world.network.resume("a")
+    await asyncio.sleep(1.0)
+    assert client.awaited() == {"a"}, "it answers, and will register again"
+    await world.register("a")
+    assert client.candidates() == [instance]
+    assert client.awaited() == frozenset()
+    assert [item async for item in stream] == [1, 2]
+
+
+@in_world
+async def test_an_instance_that_does_not_register_again_is_awaited_no_longer(world: World) -> None:
+    await world.server("a")
+    instance = await world.register("a")
+    client = await world.client()
+    await ask(client, instance)
+    for returns in (True, False):
+        world.network.pause("a")
+        await asyncio.sleep(6.0)
+        await world.discovery.delete(instance.key)
+        await asyncio.sleep(1.0)
+        assert client.awaited() == {"a"}
+        if returns:
+            world.network.resume("a")
+            await asyncio.sleep(5.5)
+        else:
+            world.network.crash("a", silent=False)
+            await asyncio.sleep(0.1)
+        assert client.awaited() == frozenset()
+        await world.register("a")
+
+
+@in_world
+async def test_waiting_for_a_change(world: World) -> None:
+    await world.server("a")
+    client = await world.client()
+    loop = asyncio.get_running_loop()
+    await client.wait_change(2.0)
+    assert loop.time() == pytest.approx(2.0, abs=0.1)
+    crew = Crew("waiting")
+    waiting = crew.start(client.wait_change(50.0), "wait")
+    await asyncio.sleep(1.0)
+    await world.register("a")
+    await waiting
+    assert loop.time() == pytest.approx(3.0, abs=0.1)
+    await crew.close()

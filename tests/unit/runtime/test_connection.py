@@ -341,6 +341,9 @@ async def test_no_deadline_counts_the_time_of_a_stall() -> None:
     await asyncio.sleep(0)
     now = asyncio.get_running_loop().time()
     assert session.forgiven_until == now, "our own"
+    assert world.stats.stalls == 1
+    assert 39.0 < world.stats.stalled_s <= 40.0
+    assert not world.stats.add_stall(now, 39.5), "another connection of the process saw the same one"
     await asyncio.sleep(10.0)
     assert session.peer_silent
     world.connection.data_received(frame(FrameKind.PING, 0))
