@@ -92,6 +92,16 @@ class TierMetrics(Collector):
         )
         dropped.add_metric((), sum(each.cache.host.num_dropped for each in every))
         yield dropped
+        skipped = CounterMetricFamily(
+            "kvolt_tier_skipped_blocks",
+            "Sightings of KV blocks that were too few (disk_touches, object_touches) to write them there",
+            labels=("tier",),
+        )
+        for tier in _TIERS:
+            counts = [each.cache.host.num_skipped for each in every]
+            if any(tier in count for count in counts):
+                skipped.add_metric((tier,), sum(count.get(tier, 0) for count in counts))
+        yield skipped
 
     def _dynamo(self, every: Sequence[Tiering]) -> Iterator[Metric]:
         """Its h2d is host to disk where it offloads, and host to device where it onboards."""

@@ -110,6 +110,7 @@ class _Rank:
         self.cache = self.host = self.hits = self
         self.num_asked = says.num_asked
         self.num_dropped = sum(each.num_dropped for each in says.tiers.values())
+        self.num_skipped: dict[Tier, int] = {}
         self.stats = {
             tier: TierStats(
                 num_stored=each.num_stored,

@@ -244,6 +244,11 @@ class HostTier:
         """Blocks that were worth a tier below and went before it was their turn."""
         return sum(writer.num_dropped for writer in self._writers)
 
+    @property
+    def num_skipped(self) -> dict[Tier, int]:
+        """Sightings of blocks that were too few to write the block to a tier below."""
+        return {writer.lower.tier: writer.num_skipped for writer in self._writers}
+
     def clear(self) -> int:
         """Forget what nobody is at; how many blocks."""
         self.num_clears += 1
@@ -262,9 +267,9 @@ class HostTier:
         """Keep those that are not here yet, as far as there is room; how many. `are_good`: asked once their bytes are
         here, whether they may be kept. Never an error but a cancellation, which leaves nothing."""
         stats, cleared = self.stats[Tier.HOST], self.num_clears
-        num_lacking = len(self.lacking(blocks))
         reserved = self.books.reserve(blocks)
-        stats.failures["no_room"] += num_lacking - len(reserved)
+        # After it: blocks of this call that were here may have gone to make room, and were reserved anew.
+        stats.failures["no_room"] += len(self.lacking(blocks))
         places = [index for index, _ in reserved]
         keys = [blocks[index].key for index in places]
         if keys:

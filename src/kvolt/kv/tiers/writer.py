@@ -31,6 +31,8 @@ _PAUSE_S = 5.0
 """After a tier would not take blocks, before it is asked again."""
 _FLUSH_S = 5.0
 """For what waits, when all ends."""
+_MANY_SKIPPED = 1024
+"""Sightings after which a tier that got nothing is reported."""
 _MOST_NEXT = 128
 """Blocks that stay for one tier: who looks for one that can go passes them by, each time."""
 
@@ -46,6 +48,7 @@ class TierWriter:
         self._host = host
         self._memory = memory
         self._at_once = at_once
+        self._touches = touches
         self._filter: TouchFilter[BlockKey] = TouchFilter(touches, 4 * host.num_slots, 4 * host.num_slots)
         self._waiting: OrderedDict[BlockKey, None] = OrderedDict()
         self._next: set[BlockKey] = set()
@@ -62,6 +65,10 @@ class TierWriter:
         """Told when blocks have come to the tier, or gone from it."""
         self.num_dropped = 0
         """Blocks that were worth it and went before it was their turn."""
+        self.num_skipped = 0
+        """Sightings of blocks that were not enough to write the block."""
+        self._has_passed = False
+        """A block was seen often enough."""
 
     def start(self, crew: Crew) -> None:
         self._writing = crew.start(self._write_on(), f"write to {self.lower.tier}")
@@ -70,6 +77,8 @@ class TierWriter:
         """What waits is written, as far as that is quick."""
         self._closing.set()
         self._has_waiting.set()
+        if 0 < self.num_skipped < _MANY_SKIPPED:
+            self._report_nothing_written()
         if self._writing is None:
             return
         await asyncio.wait([self._writing], timeout=_FLUSH_S)
@@ -85,14 +94,31 @@ class TierWriter:
 
     def want(self, key: BlockKey) -> None:
         """It was seen: written in its turn, if that is worth it."""
-        if self.lower.knows(key) or not self._host.has(key) or not self._filter.sees(key):
+        if self.lower.knows(key) or not self._host.has(key):
             return
+        if not self._filter.sees(key):
+            self.num_skipped += 1
+            if self.num_skipped == _MANY_SKIPPED:
+                self._report_nothing_written()
+            return
+        self._has_passed = True
         self._waiting[key] = None
         if len(self._waiting) > self._host.num_slots:
             self._let_go([self._waiting.popitem(last=False)[0]])
             self.num_dropped += 1
         self._hold_next()
         self._has_waiting.set()
+
+    def _report_nothing_written(self) -> None:
+        if not self._has_passed:
+            log.warning(
+                "nothing is written to the %s tier: skipped=%d blocks, each seen fewer than %d times; "
+                "set tiers.%s_touches to 1 to write every block",
+                self.lower.tier,
+                self.num_skipped,
+                self._touches,
+                self.lower.tier,
+            )
 
     def wake(self) -> None:
         """The tier may have something to clear up."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.unit.kv.tiers.tier_lab import Device, device, keys, sequence
 
@@ -19,6 +21,8 @@ from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.disk import DiskFiles
 from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.transfer.chunks import Sums
+from kvolt.transfer.memory import Numbers
 
 
 @asynccontextmanager
@@ -446,3 +450,41 @@ async def test_a_journal_that_cannot_be_written_once_is_right_afterwards(
             await until_on_disk(cache, 4)
         async with cache_over(memory, folder=tmp_path) as cache:
             assert cache.host.tiers_of(keys(second)) == [Tier.DISK] * 4
+
+
+async def test_blocks_that_make_room_for_others_of_their_own_call_are_no_failures() -> None:
+    """A full host: the new blocks of a call take the place of its known ones, which are kept anew."""
+    with device() as memory:
+        async with cache_over(memory, num_host=4) as cache:
+            known, new = sequence("known", 2), sequence("new", 2)
+            others = sequence("other", 2)
+            memory.compute([*known, *others, *new], range(6))
+            await cache.offload([*known], range(2))
+            await cache.offload([*others], range(2, 4))
+            failures = cache.host.stats[Tier.HOST].failures
+
+            async def fill(slots: Numbers, places: list[int]) -> tuple[Sums, float]:
+                return np.zeros(len(places), dtype=np.uint64), 0.001
+
+            assert await cache.host.store([*new, *known], fill) == 4
+            assert failures["no_room"] == 0
+            assert await cache.host.store(sequence("long", 6), fill) == 4
+            assert failures["no_room"] == 2
+
+
+async def test_a_tier_that_gets_nothing_because_of_its_touches_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with device() as memory, caplog.at_level(logging.WARNING):
+        async with cache_over(memory, folder=tmp_path, disk_touches=2) as cache:
+            blocks = sequence("a", 3)
+            memory.compute(blocks, range(3))
+            await cache.offload(blocks, range(3))
+            assert cache.host.num_skipped == {Tier.DISK: 3}
+        assert "nothing is written to the disk tier" in caplog.text
+        assert "tiers.disk_touches" in caplog.text
+        caplog.clear()
+        async with cache_over(memory, folder=tmp_path / "other", disk_touches=2) as cache:
+            for _ in range(2):
+                await cache.offload(blocks, range(3))
+        assert "nothing is written" not in caplog.text
