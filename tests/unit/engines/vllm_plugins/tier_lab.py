@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -59,10 +59,10 @@ _MODULES = {
 
 
 @contextmanager
-def _stood_in() -> Iterator[None]:
+def stood_in(modules: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
     """For as long as they are imported: others have a stand-in of their own."""
     before = dict(sys.modules)
-    for name, content in _MODULES.items():
+    for name, content in modules.items():
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
             module = ModuleType(".".join(parts[:end]))
@@ -77,7 +77,7 @@ def _stood_in() -> Iterator[None]:
                 del sys.modules[name]
 
 
-with _stood_in():
+with stood_in(_MODULES):
     from kvolt.engines.vllm_plugins import tier_messages, tier_scheduler, tier_vllm_events, tier_worker
 
 __all__ = [
@@ -85,6 +85,7 @@ __all__ = [
     "FakeRequest",
     "Plan",
     "plan",
+    "stood_in",
     "tier_messages",
     "tier_scheduler",
     "tier_vllm_events",
