@@ -1,5 +1,6 @@
-"""`kvolt serve` with a prefill and a decode vLLM on a host whose cores are taken by others: every answer is whole and right,
-and says how its KV arrived."""
+"""`kvolt serve` with a prefill and a decode vLLM on a host whose cores are taken by other processes.
+
+Every answer is whole and right, and says how its KV arrived."""
 
 from __future__ import annotations
 
