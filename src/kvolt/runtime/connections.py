@@ -15,6 +15,7 @@ from kvolt import __version__
 from kvolt.core.errors import Cancelled, ConnectFailed, KvoltError, ProtocolError, WorkerLost
 from kvolt.runtime.byte_budget import ByteBudget
 from kvolt.runtime.connection import Connection, ConnectionOptions, silent_error
+from kvolt.runtime.logs import unbind
 from kvolt.runtime.network import (
     Listener,
     Network,
@@ -175,7 +176,8 @@ class Connections:
             self._dialing[address] = dial
             # Not for the first caller's time only: a hasty one must not fail those who share the dial.
             work = self._dial(address, dial, max(timeout_s, _DIAL_S))
-            self._dials[address] = self._crew.start(work, f"dial {address}")
+            with unbind():  # what the connection logs has nothing to do with the request that needed it first
+                self._dials[address] = self._crew.start(work, f"dial {address}")
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(dial)

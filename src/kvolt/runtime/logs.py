@@ -94,6 +94,14 @@ def bind(*, request_id: str | None = None, traceparent: str | None = None) -> Bi
     return binding
 
 
+def unbind() -> Binding:
+    """The opposite of `bind`: for work that outlives the request that starts it."""
+    binding = Binding(_request_id.get(), _trace.get())
+    _request_id.set(None)
+    _trace.set(None)
+    return binding
+
+
 def current_context() -> dict[str, str]:
     """The bound ids as the request plane carries them in its headers; empty when none are."""
     context: dict[str, str] = {}

@@ -12,6 +12,7 @@ import pytest
 from kvolt.core.errors import ConnectFailed, KvoltError, NetworkFault, WorkerLost
 from kvolt.runtime.connection import ConnectionOptions
 from kvolt.runtime.connections import Connections
+from kvolt.runtime.logs import bind, current_context
 from kvolt.runtime.network import Listener, ProtocolFactory
 from kvolt.runtime.plane import Destination, IncomingStream
 from kvolt.runtime.plane_stats import PlaneGauges
@@ -353,3 +354,70 @@ async def test_advertise_a_host_alone(world: World) -> None:
         server = world.process(name)
         await server.listen(f"{name}:0", advertise)
         assert server.address == told
+
+
+@in_world
+async def test_what_a_connection_logs_names_no_request(world: World) -> None:
+    """Neither the one that it was dialed for, nor in the process of the peer."""
+    await world.listening("b")
+    seen: list[dict[str, str]] = []
+    caller = world.process("a")
+    caller.on_silent(lambda address, is_silent: seen.append(current_context()))
+    with bind(request_id="first"):
+        await caller.reach("b:7000", 1.0)
+        assert current_context() == {"request_id": "first"}
+    world.network.pause("b")
+    await asyncio.sleep(5.0)
+    assert seen == [{}]
+
+
+# --- silent peers
+
+
+@in_world
+async def test_a_peer_that_answers_a_new_dial_has_lost_the_old_connection(world: World) -> None:
+    """As after a firewall forgot it: no reset comes, and the streams need not wait for the grace."""
+    await world.listening("b")
+    caller = world.process("a")
+    old = await caller.get("b:7000", 1.0)
+    world.network.cut("a", "b", silent=True)
+    await asyncio.sleep(4.5)
+    assert old.silent
+    new = await caller.get("b:7000", 1.0)
+    assert new is not old
+    assert old.closed is None
+    await asyncio.sleep(4.5)
+    assert isinstance(old.closed, WorkerLost)
+    assert caller.all() == [new]
+    assert world.made[0].num_open == 1, "the other side has dropped it, too"
+
+
+@in_world
+async def test_a_peer_that_answers_again_ends_the_dials_to_it(world: World) -> None:
+    await world.listening("b")
+    caller = world.process("a")
+    old = await caller.get("b:7000", 1.0)
+    world.network.pause("b")
+    await asyncio.sleep(4.5)
+    async with Scope("dials") as scope:
+        dials = [scope.start(caller.get("b:7000", 5.0), "dial") for _ in range(2)]
+        await asyncio.sleep(2.0)
+        assert not any(dial.done() for dial in dials)
+        world.network.resume("b")
+    assert [dial.result() for dial in dials] == [old, old]
+    await asyncio.sleep(0.1)
+    assert caller.all() == [old]
+
+
+@in_world
+async def test_only_silent_connections_are_dropped(world: World) -> None:
+    await world.listening("b")
+    caller = world.process("a")
+    await caller.reach("b:7000", 1.0)
+    caller.drop_silent("b:7000")
+    caller.drop_silent("c:7000")
+    assert caller.num_open == 1
+    world.network.pause("b")
+    await asyncio.sleep(4.5)
+    caller.drop_silent("b:7000")
+    assert caller.num_open == 0

@@ -1,0 +1,70 @@
+"""Requests to the edge while workers are stalled: they wait, and are refused with a remedy in the end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.unit.engines.lab import MODEL, Frontend, Lab, RunningWorker, until
+from tests.unit.engines.test_worker_roles import Air, start
+from tests.unit.frontend.serving import served
+
+from kvolt.core.request import Role
+from kvolt.frontend.models import ModelOptions
+from kvolt.journey.ways import WayRule
+from kvolt.runtime.tasks import Crew
+from kvolt.testing import run_virtual
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_waits_for_the_only_worker(stream: bool) -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        lab.network.pause("w0")
+        await until(lambda: not edge.models.ready(), 10.0)
+        assert (await edge.ask("/v1/models")).json["data"] == [], (
+            "ready means that a request would reach it now"
+        )
+        crew = Crew("clients")
+        asked = crew.start(edge.complete(max_tokens=5, stream=stream), "ask")
+        await asyncio.sleep(10.0)
+        assert not asked.done()
+        lab.network.resume("w0")
+        answer = await asked
+        assert answer.status == 200
+        assert len(answer.text().split()) == 5
+        await crew.close()
+
+    served(body)
+
+
+def test_a_worker_that_does_not_come_back_is_a_503() -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        lab.network.pause("w0")
+        await until(lambda: not edge.models.ready(), 10.0)
+        began = asyncio.get_running_loop().time()
+        answer = await edge.complete(max_tokens=5)
+        assert answer.status == 503
+        assert asyncio.get_running_loop().time() - began < 31.0
+        lab.network.resume("w0")
+        await edge.ready()
+
+    served(body)
+
+
+def test_prompts_of_a_stalled_prefill_worker_are_computed_by_the_decode_worker() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            air = Air()
+            workers = {role: (await start(lab, air, role))[0] for role in (Role.PREFILL, Role.DECODE)}
+            edge = await lab.frontend(model_options=ModelOptions(prefill=WayRule(is_predicted=False)))
+            await edge.ready()
+            await until(lambda: bool((leg := edge.models.get(MODEL).prefill()) and leg.client.candidates()))
+            prompt = "the water " * 30
+            assert (await edge.complete(prompt=prompt, max_tokens=3)).status == 200
+            lab.network.pause(workers[Role.PREFILL].runtime.options.name)
+            began = asyncio.get_running_loop().time()
+            assert (await edge.complete(prompt=prompt + "more", max_tokens=3)).status == 200
+            assert asyncio.get_running_loop().time() - began < 7.0, "the grace is not waited for"
+            lab.network.resume(workers[Role.PREFILL].runtime.options.name)
+
+    run_virtual(scenario)
