@@ -42,6 +42,11 @@ class Transfers:
         """None while nothing moves KV."""
         return self._agent.paths if self._agent is not None else None
 
+    @property
+    def started_agent(self) -> TransferAgent | None:
+        """None while nothing moves KV."""
+        return self._agent
+
     def mover(self, engine: KvPlaced) -> KvMover:
         return AgentMover(self.agent(), engine.kv_slabs())
 

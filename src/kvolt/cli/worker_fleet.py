@@ -94,7 +94,9 @@ class WorkerFleet:
                 scope.start(start_in_turn(), f"starter-{number}")
         self._process.metrics.registry.register(FleetMetrics(self.workers))
         self._process.metrics.registry.register(HandoffMetrics(lambda: stats_of(self.workers)))
-        self._process.metrics.registry.register(PathMetrics(lambda: self._transfers.paths))
+        self._process.metrics.registry.register(
+            PathMetrics(lambda: self._transfers.paths, lambda: self._transfers.started_agent)
+        )
         main.add_details("workers", lambda: self._count)
         main.commands["clear_kv_blocks"] = self._clear_kv_blocks
 

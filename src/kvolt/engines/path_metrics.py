@@ -7,14 +7,20 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvolt.transfer.agent import TransferAgent
 from kvolt.transfer.path_watch import PathWatch
 
 
 class PathMetrics(Collector):
     """Of one process; nothing where nothing moves KV."""
 
-    def __init__(self, paths: Callable[[], PathWatch | None]) -> None:
+    def __init__(
+        self,
+        paths: Callable[[], PathWatch | None],
+        agent: Callable[[], TransferAgent | None] = lambda: None,
+    ) -> None:
         self._paths = paths
+        self._agent = agent
 
     def collect(self) -> Iterator[Metric]:
         paths = self._paths()
@@ -42,3 +48,20 @@ class PathMetrics(Collector):
             latency.add_metric(labels, link.latency_s)
         yield speed
         yield latency
+        agent = self._agent()
+        if agent is not None:
+            yield from _limits(agent)
+
+
+def _limits(agent: TransferAgent) -> Iterator[Metric]:
+    budget = agent.unfinished
+    for name, text, value in (
+        ("unfinished_bytes", "Bytes kept for messages that peers have not finished", budget.used_bytes),
+        ("unfinished_limit_bytes", "Budget for them; one address gets half of it", budget.limit_bytes),
+    ):
+        yield GaugeMetricFamily(f"kvolt_transfer_{name}", text, value)
+    for name, text, value in (
+        ("shed_connections", "Connections closed because that budget was exceeded", budget.num_shed),
+        ("refused_connections", "Connections refused over the limits", agent.num_refused),
+    ):
+        yield CounterMetricFamily(f"kvolt_transfer_{name}", text, value)

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from kvolt.core.errors import Cancelled, InvalidRequest, KvoltError, Overloaded, PayloadTooLarge
+from kvolt.runtime.byte_budget import ByteBudget
 from kvolt.runtime.clock import Clock, SystemClock
 from kvolt.transfer.capabilities import MachineFacts, capabilities_of
 from kvolt.transfer.hub import Hub, Writable
@@ -128,6 +129,16 @@ class TransferAgent:
     def paths(self) -> PathWatch:
         """How fast blocks come from where, and where they come slowly."""
         return self._hub.paths
+
+    @property
+    def unfinished(self) -> ByteBudget:
+        """Of messages that peers have not finished."""
+        return self._hub.unfinished
+
+    @property
+    def num_refused(self) -> int:
+        """Connections over the limits."""
+        return self._hub.num_refused
 
     def close(self) -> None:
         """All that is under way is cancelled. Waits for it."""

@@ -11,13 +11,19 @@ from collections.abc import Callable
 from selectors import EVENT_READ, EVENT_WRITE
 
 from kvolt.core.errors import KvoltError, Overloaded, ProtocolError, WorkerLost
-from kvolt.transfer.progress import Progress
+from kvolt.runtime.byte_budget import ByteBudget
+from kvolt.transfer.progress import Progress, Timer
+from kvolt.transfer.sockets import host_of
 from kvolt.transfer.wire import MAX_FRAME_BYTES, FrameReader, Message, to_frame
 
 log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 18
 _MAX_UNSENT_BYTES = 64 << 20
+_UNCOUNTED_BYTES = 64 << 10
+"""Of an unfinished frame: what any read may leave behind."""
+UNFINISHED_S = 60.0
+"""For a large frame to arrive whole."""
 _MAX_DESCRIPTORS = 16
 """In one read, and kept for messages that have not come."""
 
@@ -32,8 +38,10 @@ class FrameConnection:
         on_message: Callable[[Message], None],
         on_closed: Callable[[KvoltError], None],
         most_bytes: int = MAX_FRAME_BYTES,
+        budget: ByteBudget | None = None,
     ) -> None:
-        """`on_closed` is called once, and nothing after it; not for a `close` of our own. `most_bytes`: of a frame."""
+        """`on_closed` is called once, and nothing after it; not for a `close` of our own. `most_bytes`: of a frame.
+        `budget`: for frames that have not come whole."""
         self._progress = progress
         self.socket = link
         self._on_message = on_message
@@ -44,6 +52,11 @@ class FrameConnection:
         self._num_unsent = 0
         self._descriptors: deque[int] = deque()
         self.is_unix = link.family == socket.AF_UNIX
+        self.peer_host = host_of(link)
+        self._budget = budget
+        self._counted_bytes = 0
+        self._late: Timer | None = None
+        """Runs while a large frame has not come whole."""
         self.is_open = True
         progress.watch(link.fileno(), EVENT_READ, self._on_ready)
 
@@ -81,8 +94,13 @@ class FrameConnection:
             self._leave()
             self.socket.close()
 
+    def shed(self) -> None:
+        """The budget for unfinished frames is exceeded, and this connection has the most of it."""
+        self._lost(Overloaded("too much unfinished data from this address", queue="unfinished_messages"))
+
     def _leave(self) -> None:
         self.is_open = False
+        self._count_unfinished(0, has_progress=True)
         self._progress.forget(self.socket.fileno())
         while self._descriptors:
             os.close(self._descriptors.popleft())
@@ -114,10 +132,15 @@ class FrameConnection:
             self._lost(WorkerLost("a peer closed the connection", reason="closed"))
             return
         try:
+            has_progress = False
             for message in self._reader.feed(data):
+                has_progress = True
                 self._on_message(message)
                 if not self.is_open:
                     return
+            self._count_unfinished(self._reader.buffered_bytes, has_progress)
+            if not self.is_open:
+                return
             if len(self._descriptors) > _MAX_DESCRIPTORS:
                 raise ProtocolError("descriptors that belong to no message", rule="described")
         except KvoltError as error:
@@ -130,6 +153,21 @@ class FrameConnection:
                     f"what a peer said cannot be dealt with: {type(error).__name__}", rule="message"
                 )
             )
+
+    def _count_unfinished(self, num_bytes: int, has_progress: bool) -> None:
+        if num_bytes <= _UNCOUNTED_BYTES:
+            num_bytes = 0
+        if self._late is not None and (has_progress or not num_bytes):
+            self._late.cancel()
+            self._late = None
+        if num_bytes and self._late is None:
+            self._late = self._progress.at(self._progress.now() + UNFINISHED_S, self._is_late)
+        if num_bytes != self._counted_bytes and self._budget is not None:
+            self._counted_bytes = num_bytes
+            self._budget.hold(self, num_bytes)
+
+    def _is_late(self) -> None:
+        self._lost(ProtocolError(f"a frame did not arrive whole within {UNFINISHED_S:g} s", rule="slow"))
 
     def _receive(self) -> bytes:
         if not self.is_unix:

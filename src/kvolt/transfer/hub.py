@@ -10,6 +10,7 @@ import logging
 import math
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from itertools import count
@@ -28,6 +29,7 @@ from kvolt.core.errors import (
     ProtocolError,
     Unsupported,
 )
+from kvolt.runtime.byte_budget import ByteBudget
 from kvolt.runtime.clock import Clock
 from kvolt.transfer import file_path, nixl_library, self_test
 from kvolt.transfer.capabilities import Capabilities
@@ -43,9 +45,9 @@ from kvolt.transfer.progress import Progress
 from kvolt.transfer.reading import OWN, SHM, TCP, OnOver, Reading
 from kvolt.transfer.rooms import Guest, Rooms
 from kvolt.transfer.serving import Served
-from kvolt.transfer.sockets import Listener, listen_tcp, listen_unix, resolve
+from kvolt.transfer.sockets import Listener, host_of, listen_tcp, listen_unix, resolve
 from kvolt.transfer.wanted import ALL, Wanted, new_wanted
-from kvolt.transfer.wire import CUDA_IPC, Address, Offer
+from kvolt.transfer.wire import CUDA_IPC, MAX_FRAME_BYTES, Address, Offer
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ MAX_TIMEOUT_S = 7 * 86_400.0
 MAX_WRITABLES = 65_536
 _RETIRE_S = 1.0
 _MAX_SERVED = 4096
+_MAX_SERVED_PER_PEER = 1024
+"""Connections from one address, and over the Unix socket."""
 _MAX_LINKS = 4096
 
 _NO_PATHS = PathOptions(can=Capabilities(paths=frozenset()))
@@ -116,7 +120,12 @@ class Hub:
         self._numbers: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()
         self._next_number = count()
         """A number that was told is never another slab's."""
-        self._served: dict[Served, None] = {}
+        self.unfinished = ByteBudget(4 * MAX_FRAME_BYTES, 2 * MAX_FRAME_BYTES)
+        self.num_refused = 0
+        """Connections over the limits."""
+        self._served: dict[Served, str] = {}
+        """By which address each comes from."""
+        self._num_from: Counter[str] = Counter()
         self._by_key: dict[str, Served] = {}
         """Those whose blocks nobody takes yet."""
         self._links: dict[Address, Link] = {}
@@ -167,9 +176,16 @@ class Hub:
         return self.progress.now() + timeout_s
 
     def _let_in(self, link: socket.socket) -> None:
-        if len(self._served) >= _MAX_SERVED:
-            raise Overloaded(f"{_MAX_SERVED} peers are let in already", queue="peers", limit=_MAX_SERVED)
-        self._served[Served(self, link)] = None
+        host = host_of(link)
+        for num_open, limit in (
+            (len(self._served), _MAX_SERVED),
+            (self._num_from[host], _MAX_SERVED_PER_PEER),
+        ):
+            if num_open >= limit:
+                self.num_refused += 1
+                raise Overloaded(f"{host} has the most connections it may have", queue="peers", limit=limit)
+        self._served[Served(self, link)] = host
+        self._num_from[host] += 1
 
     def give_key(self, served: Served) -> None:
         """Who presents it may take the blocks that this one reads."""
@@ -183,7 +199,11 @@ class Hub:
         return served
 
     def gone(self, served: Served) -> None:
-        self._served.pop(served, None)
+        host = self._served.pop(served, None)
+        if host is not None:
+            self._num_from[host] -= 1
+            if not self._num_from[host]:
+                del self._num_from[host]
         self._by_key.pop(served.key, None)
 
     def unlink(self, address: Address, link: Link) -> None:

@@ -219,7 +219,13 @@ class Link:
     def _connect(self, use_unix: bool) -> None:
         def done(found: socket.socket | ConnectFailed) -> None:
             if not isinstance(found, ConnectFailed):
-                self._frames = FrameConnection(self._hub.progress, found, self._on_message, self.close)
+                self._frames = FrameConnection(
+                    self._hub.progress,
+                    found,
+                    self._on_message,
+                    self.close,
+                    budget=self._hub.unfinished,
+                )
                 self.send(Hello(self._hub.address.agent, "frames"))
             elif use_unix:
                 if self._to.host == self._hub.address.host:

@@ -82,7 +82,9 @@ class Served:
 
     def __init__(self, hub: Hub, link: socket.socket) -> None:
         self._hub = hub
-        self._link = FrameConnection(hub.progress, link, self._on_message, self._lost, MAX_GREETING_BYTES)
+        self._link = FrameConnection(
+            hub.progress, link, self._on_message, self._lost, MAX_GREETING_BYTES, hub.unfinished
+        )
         self._peer: str | None = None
         """By its own word; None until it has said so."""
         self.key = secrets.token_hex(16)

@@ -110,6 +110,16 @@ def is_same_user(link: socket.socket) -> bool:
     return user in (0, os.getuid())
 
 
+def host_of(link: socket.socket) -> str:
+    """The address of a peer, without its port; one name for all that come over a Unix socket."""
+    if link.family == socket.AF_UNIX:
+        return "unix"
+    try:
+        return str(link.getpeername()[0])
+    except OSError:  # gone already
+        return "?"
+
+
 def is_numeric(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
@@ -176,6 +186,7 @@ class Listener:
         self._progress = progress
         self._listening = listening
         self._on_peer = on_peer
+        self._num_refused = 0
         self._is_closed = False
 
     def start(self) -> None:
@@ -206,5 +217,7 @@ class Listener:
                 raise PermissionError("it is of another user")
             self._on_peer(link)
         except Exception as error:
-            log.warning("a peer was not let in: %s", error)
+            self._num_refused += 1
+            if self._num_refused & (self._num_refused - 1) == 0:  # the 1st, 2nd, 4th ...: it may be an attack
+                log.warning("connection refused: reason=%s refused=%d", error, self._num_refused)
             link.close()

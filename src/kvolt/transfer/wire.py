@@ -221,6 +221,11 @@ class FrameReader:
         """Of a frame; may be changed between two messages."""
         self._buffer = bytearray()
 
+    @property
+    def buffered_bytes(self) -> int:
+        """Of a frame that has not come whole."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> Iterator[Message]:
         """To be taken to the end, or not used again. ProtocolError for what is none."""
         buffer = self._buffer

@@ -23,13 +23,14 @@ from tests.unit.transfer.hostile_lab import (
 )
 
 from kvolt.core.errors import Cancelled, InvalidRequest, NetworkFault, ProtocolError, Unsupported, to_info
-from kvolt.transfer import connection, serving
+from kvolt.transfer import connection, hub, serving
 from kvolt.transfer.lanes import MemoryKind
 from kvolt.transfer.memory import SlabInfo
 from kvolt.transfer.offered import Offered
 from kvolt.transfer.reading import Reading
 from kvolt.transfer.wire import (
     CHUNK,
+    MAX_FRAME_BYTES,
     Address,
     Described,
     Ended,
@@ -302,6 +303,52 @@ def test_before_hello_a_frame_is_small(source: Side, monkeypatch: pytest.MonkeyP
     with reading_from(source.agent.address) as (talk, _):
         talk.say(Fetch(1, 1, "tcp", positions=bytes(80_000)))
         assert isinstance(talk.hear(), Failed)
+
+
+async def test_unfinished_frames_of_strangers_are_bounded(
+    source: Side, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    budget = source.agent.unfinished
+    assert budget.limit_bytes >= 2 * MAX_FRAME_BYTES
+    budget.peer_limit_bytes = 4 << 20
+    unfinished = struct.pack("<I", MAX_FRAME_BYTES) + bytes(1 << 20)
+    with contextlib.ExitStack() as stack:
+        talks = [stack.enter_context(reading_from(source.agent.address))[0] for _ in range(8)]
+        for talk in talks:
+            with contextlib.suppress(ConnectionError):
+                talk.link.sendall(unfinished)
+        until(lambda: budget.num_shed >= 3)
+        assert budget.used_bytes <= budget.peer_limit_bytes
+        assert await still_serves(source)
+    until(lambda: budget.used_bytes == 0)
+    assert "unfinished messages over their budget" in caplog.text
+
+
+def test_a_frame_that_never_ends_is_let_go(source: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "UNFINISHED_S", 0.1)
+    with reading_from(source.agent.address) as (talk, _):
+        talk.link.sendall(struct.pack("<I", 1 << 20) + bytes(100_000))
+        assert talk.is_let_go()
+    until(lambda: source.agent.unfinished.used_bytes == 0)
+
+
+def test_a_large_frame_in_parts_is_read(source: Side) -> None:
+    with reading_from(source.agent.address) as (talk, _):
+        talk.say(Fetch(1, 1, "tcp", positions=bytes(24 << 20)))
+        assert isinstance(talk.hear(), Failed)
+    until(lambda: source.agent.unfinished.used_bytes == 0)
+
+
+def test_connections_of_one_address_are_limited(source: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_MAX_SERVED_PER_PEER", 3)
+    with contextlib.ExitStack() as stack:
+        fine = [stack.enter_context(reading_from(source.agent.address))[0] for _ in range(3)]
+        refused = stack.enter_context(calling(source.agent.address))
+        assert refused.is_let_go()
+        assert source.agent.num_refused == 1
+        fine[0].link.close()
+        until(lambda: len(source.agent._hub._served) == 2)
+        stack.enter_context(reading_from(source.agent.address))
 
 
 def test_descriptors_that_nobody_wants_are_closed(source: Side) -> None:
