@@ -7,7 +7,6 @@ takes it off the device faster than a disk would.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -75,7 +74,7 @@ class DirectReads:
         files, self._files = self._files, None
         if files is not None:
             await self._thread.run(files.close)
-        await asyncio.to_thread(self._thread.close)
+        await self._thread.close()
 
     async def read(self, blocks: Sequence[TierBlock], numbers: Sequence[int]) -> int:
         """Blocks into these of the engine's memory; how many came whole, from the first on."""

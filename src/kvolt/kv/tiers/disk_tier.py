@@ -101,7 +101,7 @@ class DiskTier:
         self.books.restored()
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._thread.close)
+        await self._thread.close()
         self._blocks.close()
         self.files.close()
 

@@ -129,13 +129,8 @@ class HostTier:
         for tier in self.lower:
             await tier.close()
         if self.memory.num_bytes:
-            await asyncio.to_thread(self._give_back)
-        else:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        self._memory_thread.close()
-        self.memory.close()
+            await self._memory_thread.run(self.memory.close)
+        await self._memory_thread.close()
 
     async def resize(self, tier: Tier, num_blocks: int) -> None:
         """A tier of ours holds so many from now on. KvoltError where it cannot, or has no size of its own."""

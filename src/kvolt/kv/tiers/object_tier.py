@@ -73,12 +73,9 @@ class ObjectTier:
         """Nothing is read ahead: a store may have more blocks than there is memory to know them."""
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._give_back)
-
-    def _give_back(self) -> None:
         for thread in (self._readers, self._writers, self._askers):
-            thread.close()
-        self._blocks.close()
+            await thread.close()
+        await asyncio.to_thread(self._blocks.close)
 
     def has(self, key: BlockKey) -> bool:
         return key in self._known and self._now() >= self._asked_again_at

@@ -73,7 +73,7 @@ class PeerTier:
     async def start(self) -> None: ...
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._thread.close)
+        await self._thread.close()
 
     def __len__(self) -> int:
         return len(self._places)

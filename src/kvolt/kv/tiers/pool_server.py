@@ -120,7 +120,7 @@ class PoolServer:
         for writer in self._writers:
             await _hang_up(writer)
         await asyncio.to_thread(self._agent.close)
-        await asyncio.to_thread(self._thread.close)
+        await self._thread.close()
         if self.host is not None:
             await self.host.close()
 

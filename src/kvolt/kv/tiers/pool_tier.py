@@ -91,7 +91,7 @@ class PoolTier:
     async def close(self) -> None:
         await self._link.close()
         await asyncio.to_thread(self._agent.close)
-        await asyncio.to_thread(self._thread.close)
+        await self._thread.close()
 
     def has(self, key: BlockKey) -> bool:
         return key in self._known

@@ -27,7 +27,7 @@ class SlabCopies:
         return await self._up.run(self._memory.empty, slots, keys, self._up.slabs, blocks)
 
     async def close(self) -> None:
-        await asyncio.gather(asyncio.to_thread(self._down.close), asyncio.to_thread(self._up.close))
+        await asyncio.gather(self._down.close(), self._up.close())
 
 
 class _Way(TierThread):

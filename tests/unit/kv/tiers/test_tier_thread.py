@@ -29,7 +29,7 @@ async def test_who_is_cancelled_returns_when_the_call_has_ended() -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert has_ended.is_set()
-    thread.close()
+    await thread.close()
 
 
 async def test_a_call_that_has_not_begun_never_does() -> None:
@@ -46,7 +46,7 @@ async def test_a_call_that_has_not_begun_never_does() -> None:
     await first
     await thread.run(lambda: None)
     assert not calls
-    thread.close()
+    await thread.close()
 
 
 async def test_a_question_is_left_to_itself() -> None:
@@ -57,4 +57,4 @@ async def test_a_question_is_left_to_itself() -> None:
             await thread.ask(gate.wait, 60)
     gate.set()
     assert await thread.ask(lambda: 7) == 7
-    thread.close()
+    await thread.close()
