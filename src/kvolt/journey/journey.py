@@ -336,7 +336,7 @@ class Journey:
         request = as_decided(self._asked.request, decision)
         try:
             if request.rendezvous is not None and self._prompt is not None:
-                attempt = self._machine.num_attempts
+                attempt = self._machine.num_attempts + self._machine.num_moves
                 request = await meet(self._prompt, request, attempt, self._time_left, self._is_over)
                 if self._is_over():  # cancelled meanwhile
                     return Opened()
