@@ -1,10 +1,11 @@
-"""A cluster in one process under virtual time: the real runtime, worker shell, journey and join server.
+"""A cluster in one process under virtual time: the real runtime, worker shell, routers, tiers, journey and join server.
 
     disc         the join server, on a fixed port
-    w0 w1 ...    workers with the sim engine
-    f0 f1 ...    frontends: a router and clients that check every answer token by token
+    w0 w1 ...    workers with the sim engine; of a split flow the last ones compute prompts for the others
+    r0           a router process, in some clusters
+    f0 f1 ...    frontends: routers and clients that check every answer token by token
 
-Each is a host of a VirtualNetwork and can crash and come back. Everything that happens is written to
+Each is a host of a VirtualNetwork and can crash, stall and come back. Everything that happens is written to
 one log; a run is a function of its seed, so two runs of a seed have equal logs.
 """
 
@@ -12,26 +13,38 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
 
 import msgspec
 
-from kvolt.core.card import card_hash
-from kvolt.core.delta import Delta
+from kvolt.core.card import EngineInfo, card_hash
 from kvolt.core.endpoints import GENERATE, component_name
-from kvolt.core.errors import KvoltError
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
-from kvolt.core.request import Request, Role, Sampling, StopConditions
+from kvolt.core.request import Role
+from kvolt.engines.contract import Engine, KvPlaced
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimArguments, SimEngine
-from kvolt.engines.sim_answer import answer_tokens
-from kvolt.engines.sim_model import word_token_ids
+from kvolt.engines.sim_kv import BLOCK_BYTES
+from kvolt.engines.tiering import NewTiering, TieredEngine, Tiering
 from kvolt.engines.worker import Worker
 from kvolt.journey.journey import Road
-from kvolt.router.least_loaded import LeastLoadedRouter
-from kvolt.router.port import RoundRobinRouter
+from kvolt.journey.prefill import Leg
+from kvolt.journey.ways import Chooser, OneWay
+from kvolt.kv.tiers.cache import TieredCache
+from kvolt.kv.tiers.disk import DiskFiles
+from kvolt.kv.tiers.disk_tier import DiskTier
+from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.router.policies import NewRouter, find_router
+from kvolt.router.port import RouterContext
+from kvolt.router.remote import RouterLink
+from kvolt.router.service import RouterService
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.clock import new_id
@@ -44,149 +57,59 @@ from kvolt.runtime.events import EventPlane
 from kvolt.runtime.events_mem import MemBus, MemEvents
 from kvolt.runtime.join_server import JoinServer
 from kvolt.runtime.plane import RequestPlane
-from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
+from kvolt.runtime.runtime import Ports, Runtime
 from kvolt.runtime.session import SessionLimits
+from kvolt.runtime.settings_router import RouterSettings
 from kvolt.runtime.tasks import Crew
-from kvolt.testing.deltas import Deltas
+from kvolt.testing.asking import BLOCK_SIZE, MODEL, SLACK_S, Asking
+from kvolt.testing.checked_router import CheckedRouter
+from kvolt.testing.cluster_process import TTL_S, ClusterProcess
+from kvolt.testing.kv_mover import KvBoard, VirtualMover
 from kvolt.testing.leftovers import leftovers
 from kvolt.testing.link import LinkProfile
-from kvolt.testing.loop import in_process
 from kvolt.testing.network import VirtualNetwork
-from kvolt.testing.ports import VirtualProcess, resume_process, stall_process
+from kvolt.testing.ports import VirtualProcess
+from kvolt.testing.shape import ClusterShape, Flow
+from kvolt.testing.tally import Tally
+from kvolt.testing.tier_executor import without_threads
 
-MODEL = "sim-tiny"
+_IN_MEMORY = Path("/dev/shm")
 NAMESPACE = "twin"
 JOIN_PORT = 7400
 DISCOVERY_HOST = "disc"
 
-_TTL_S = 5.0
 _LIMITS = Deadlines(connect_s=2.0, first_s=6.0, between_s=5.0, total_s=12.0)
-_ENGINE = SimArguments(max_num_seqs=32, latency=LatencyModel(base_s=0.03, prefill_token_s=0.0002))
+_PATIENT = Deadlines(connect_s=5.0, first_s=60.0, between_s=60.0, total_s=90.0)
+"""Of clusters whose processes only stall: time enough for every answer."""
 _CONNECTION = ConnectionOptions(limits=SessionLimits(window_items=4))
 """A small window, so that slow readers run out of credit and deltas merge."""
-_HOLD_ABOVE = 2
-"""For the same reason: deltas that a slow reader may leave lying."""
-_SLACK_S = 0.5
-"""Beyond its deadline a request may take this much: the way of the last timer."""
+_CANCEL_S = 0.5
+"""A healthy worker computes nothing more for a client that has left so long ago."""
 
 
-Body = Callable[[Runtime], Awaitable[None]]
+_GIVEN_UP_S = 40.0
+"""After the last fault nothing is kept any more for a peer that fell silent: the grace of a stall is over."""
 
 
 class Violation(AssertionError):
     """An invariant did not hold; the message says which, where and when."""
 
 
-@dataclass(slots=True)
-class Tally:
-    """How requests ended."""
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker that runs now."""
 
-    started: int = 0
-    ok: int = 0
-    failed: dict[str, int] = field(default_factory=dict)
-    """By error code."""
-    cut_short: int = 0
-    """Their own process crashed."""
-
-    @property
-    def ended(self) -> int:
-        return self.ok + sum(self.failed.values()) + self.cut_short
-
-
-class ClusterProcess:
-    """One process: runs `body` on a fresh Runtime, can crash and come back."""
-
-    def __init__(
-        self, cluster: Cluster, name: str, listen_port: int, body: Callable[[Runtime], Awaitable[None]]
-    ) -> None:
-        self.name = name
-        self._cluster = cluster
-        self._listen_port = listen_port
-        self._body = body
-        self._lives = 0
-        self._crew: Crew | None = None
-        self._runtime: Runtime | None = None
-
-    @property
-    def alive(self) -> bool:
-        return self._crew is not None
-
-    @property
-    def runtime(self) -> Runtime | None:
-        """Of its present life."""
-        return self._runtime
-
-    def start(self) -> None:
-        in_process(self.name, self._start)
-
-    def _start(self) -> None:
-        cluster = self._cluster
-        self._lives += 1
-        ports = cluster.ports(self.name, self._lives)
-        options = ProcessOptions(
-            name=self.name,
-            listen=f"{self.name}:{self._listen_port}",
-            lease_ttl_s=_TTL_S,
-            start_timeout_s=600.0,
-            deadlines=_LIMITS,
-        )
-        self._runtime = Runtime(ports, options)
-        self._crew = Crew(self.name, on_error=self._on_error)
-        self._crew.start(self._run(self._runtime), "main")
-        cluster.note(f"{self.name} starts")
-
-    async def _run(self, runtime: Runtime) -> None:
-        await runtime.start()
-        await self._body(runtime)
-
-    def _on_error(self, error: BaseException) -> None:
-        self._cluster.fail(f"{self.name} died: {error!r}")
-
-    async def crash(self, silent: bool) -> None:
-        """Gone at once: nothing is told to anybody."""
-        if self._crew is None or self._runtime is None:
-            return
-        self._cluster.note(f"{self.name} crashes{' silently' if silent else ''}")
-        self._cluster.network.crash(self.name, silent)
-        self.resume()  # the ends of its tasks have no effect any more
-        await self._end(self._runtime, self._crew, drain_s=None)
-
-    def stall(self) -> None:
-        """Run nothing of it until `resume`, as after SIGSTOP; its connections stay up."""
-        stall_process(self._cluster.network, self.name)
-
-    def resume(self) -> None:
-        """As after SIGCONT. A process that is not stalled runs on."""
-        resume_process(self._cluster.network, self.name)
-
-    def restart(self) -> None:
-        if self._crew is None:
-            self._cluster.network.restart(self.name)
-            self.start()
-
-    async def stop(self) -> None:
-        """In order, as on SIGTERM."""
-        self.resume()
-        if self._crew is not None and self._runtime is not None:
-            await self._end(self._runtime, self._crew, drain_s=1.0)
-
-    async def _end(self, runtime: Runtime, crew: Crew, drain_s: float | None) -> None:
-        self._crew = self._runtime = None
-        if drain_s is not None:
-            await runtime.close(drain_s)
-        await crew.close()
-        abandoning = runtime.discovery.abandon()  # type: ignore[attr-defined]
-        if abandoning is not None:
-            await abandoning
-        await runtime.abort()
+    engine: SimEngine
+    worker: Worker
 
 
 class Cluster:
     """All processes, the network between them, the log and the tally."""
 
-    def __init__(self, seed: int, num_workers: int, num_frontends: int) -> None:
+    def __init__(self, seed: int, shape: ClusterShape) -> None:
         self.seed = seed
-        self.rng = random.Random(f"{seed}/cluster")
+        self.shape = shape
+        self.limits = _PATIENT if shape.only_stalls else _LIMITS
         self.log: list[str] = []
         self.tally = Tally()
         self.network = VirtualNetwork(
@@ -194,21 +117,43 @@ class Cluster:
             profile=LinkProfile(latency_s=0.0005, jitter_s=0.0005, rechunk=True),
             log=self.note,
         )
-        self._bus = MemBus()
+        self.board = KvBoard(self._is_linked, random.Random(f"{seed}/kv"))
+        self.seen: Counter[str] = Counter()
+        """How often something happened that a cluster by seed should show."""
+        self.members: dict[str, Member] = {}
+        """Workers that run, by process."""
+        self.event_loss = 0.0
+        """Of events between processes that can reach each other."""
+        self._event_rng = random.Random(f"{seed}/events")
+        self._publishers: dict[str, str] = {}
+        """Processes, by the id under which they publish."""
+        self._bus = MemBus(self._event_delay_s)
         self._loop = asyncio.get_running_loop()
         self._failure: str | None = None
         self._accepting = True
+        self._checks = Crew("checks", on_error=lambda error: self.fail(repr(error)))
+        self._folder: Path | None = None
         self.trouble_ends_at = 0.0
         """Every fault has undone itself by then."""
-        self.must_succeed = False
-        """No fault is left and the cluster had time to recover: from now on every request is answered."""
-        self.workers = [ClusterProcess(self, f"w{index}", 0, self._work) for index in range(num_workers)]
-        self.frontends = [ClusterProcess(self, f"f{index}", 0, self._ask) for index in range(num_frontends)]
+        self.must_succeed = shape.only_stalls
+        """From now on every request is answered: no fault is left and the cluster had time to recover, or its
+        processes only stall."""
+        self.is_healthy = False
+        """No fault is left, and the cluster had time to recover."""
+        num_workers = shape.num_workers + shape.num_prefill
+        self.workers = [
+            ClusterProcess(self, f"w{index}", 0, partial(self._work, role=shape.role_of(index)))
+            for index in range(num_workers)
+        ]
+        self.frontends = [
+            ClusterProcess(self, f"f{index}", 0, self._ask) for index in range(shape.num_frontends)
+        ]
+        self.routers = [ClusterProcess(self, "r0", 0, self._route)] if shape.has_router_process else []
         self.discovery = ClusterProcess(self, DISCOVERY_HOST, JOIN_PORT, self._serve_join)
 
     @property
     def processes(self) -> list[ClusterProcess]:
-        return [self.discovery, *self.workers, *self.frontends]
+        return [self.discovery, *self.workers, *self.routers, *self.frontends]
 
     def note(self, event: str) -> None:
         self.log.append(f"{self._loop.time():.6f} {event}")
@@ -224,6 +169,10 @@ class Cluster:
             raise Violation(self._failure)
 
     def start(self) -> None:
+        self.note(f"shape {self.shape}")
+        if self.shape.disk_blocks:
+            in_memory = _IN_MEMORY if _IN_MEMORY.is_dir() else None  # where a sync costs nothing
+            self._folder = Path(tempfile.mkdtemp(prefix="kvolt-cluster-", dir=in_memory))
         for process in self.processes:
             process.start()
 
@@ -231,17 +180,83 @@ class Cluster:
         """Let what runs end, then stop everything in order. By then every request must have ended, and nothing
         of it be left."""
         self._accepting = False
-        await asyncio.sleep(_LIMITS.total_s + _SLACK_S)
+        ends_at = max(self._loop.time() + self.limits.total_s + SLACK_S, self.trouble_ends_at + _GIVEN_UP_S)
+        await asyncio.sleep(ends_at - self._loop.time())
+        await self._checks.drain()
         self.check()
         if self.tally.ended != self.tally.started:
             self.fail(f"{self.tally.started - self.tally.ended} of {self.tally.started} requests never ended")
         alive = {process.name: process.runtime for process in self.processes if process.runtime is not None}
         for leftover in await leftovers(alive):
             self.fail(leftover)
-        for process in [*self.frontends, *self.workers, self.discovery]:
+        self._check_engines()
+        for process in [*self.frontends, *self.routers, *self.workers, self.discovery]:
             await process.stop()
         self.network.close()
+        self.seen["moved blocks"] += self.board.num_moved
         self.check()
+
+    async def close(self) -> None:
+        """After a run, whatever became of it."""
+        await self._checks.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- what must hold
+
+    def check_registered(self) -> None:
+        """Of a healthy cluster: exactly its living workers are registered. Leases of dead ones have expired."""
+        runtime = self.discovery.runtime
+        if runtime is None:
+            return
+        store: MemStore = runtime.discovery._store  # type: ignore[attr-defined]
+        registered = sorted(key.rsplit("/", 1)[-1] for key in store._owners if f"/{GENERATE}/" in key)
+        alive = sorted(member.worker._instance for member in self.members.values())
+        if registered != alive:
+            self.fail(f"registered are {registered}, alive {alive}")
+
+    def left(self, request_id: RequestId, name: str) -> None:
+        if self.is_healthy:
+            self._checks.start(self._check_left(request_id, name), "left")
+
+    async def _check_left(self, request_id: RequestId, name: str) -> None:
+        await asyncio.sleep(_CANCEL_S)
+        for worker, member in self.members.items():
+            if any(each.request_id == request_id for each in member.engine._scheduler.requests()):
+                self.fail(f"{worker} computes for {name}, which left {_CANCEL_S} s ago")
+
+    def _check_engines(self) -> None:
+        """Pools and tiers at rest: every block is free or found, and is released once."""
+        if self.board.num_offers:
+            self.fail(f"{self.board.num_offers} offers of KV are left")
+        for name, member in self.members.items():
+            try:
+                member.engine._scheduler.check_integrity()
+                if member.worker.tiering is not None:
+                    member.worker.tiering.cache.host.check_integrity()
+            except AssertionError as error:
+                self.fail(f"{name}: {error or 'blocks are not what their books say'}")
+
+    # --- links that are not the network's
+
+    def stalled_s(self, process: str) -> float:
+        return next(each.stalled_s for each in self.processes if each.name == process)
+
+    def on_gone(self, name: str) -> None:
+        self.members.pop(name, None)
+        self.board.crash(name)
+
+    def _is_linked(self, first: str, second: str) -> bool:
+        one, other = self.network.host(first), self.network.host(second)
+        is_cut = self.network.route(one, other).partitioned_at is not None
+        return one.alive and other.alive and not (one.paused or other.paused or is_cut)
+
+    def _event_delay_s(self, publisher: str, subscriber: str) -> float | None:
+        first, second = self._publishers[publisher], self._publishers[subscriber]
+        if first == second:
+            return 0.0
+        is_lost = self.event_loss and self._event_rng.random() < self.event_loss
+        return None if is_lost or not self._is_linked(first, second) else 0.0005
 
     # --- what a process is made of
 
@@ -255,129 +270,143 @@ class Cluster:
             return JoinDiscovery(plane, f"{DISCOVERY_HOST}:{JOIN_PORT}", rng)
 
         def events(found: Discovery) -> EventPlane:
-            return MemEvents(self._bus, new_id(rng))
+            publisher = new_id(rng)
+            self._publishers[publisher] = name
+            return MemEvents(self._bus, publisher)
 
         plane = tcp_plane(process.network, _CONNECTION)
         return Ports(process.clock, rng, process.network, process.blocking, plane, discovery, events)
 
     async def _serve_join(self, runtime: Runtime) -> None:
-        join = JoinServer(runtime.discovery, runtime.ports.clock, settle_s=2 * _TTL_S)
+        join = JoinServer(runtime.discovery, runtime.ports.clock, settle_s=2 * TTL_S)
         join.add_to(runtime.server)
         try:
             await asyncio.get_running_loop().create_future()
         finally:
             await join.close()
 
-    async def _work(self, runtime: Runtime) -> None:
-        engine = _engine()
-        worker = Worker(runtime, engine, NAMESPACE)
+    async def _work(self, runtime: Runtime, role: Role) -> None:
+        without_threads()
+        name = runtime.options.name
+        engine = self._engine(role)
+        worker = Worker(
+            runtime,
+            engine,
+            NAMESPACE,
+            new_mover=partial(self._new_mover, name),
+            new_tiering=self._tiering(name),
+        )
         await worker.start()
+        self.members[name] = Member(engine, worker)
         try:
             await worker.run()
         finally:
             await worker.close()
+            self.seen["preempted"] += engine._scheduler.num_preemptions
+            if worker.tiering is not None:
+                for tier, num_blocks in worker.tiering.brought.items():
+                    self.seen[f"from {tier}"] += num_blocks
+
+    def _engine(self, role: Role) -> SimEngine:
+        arguments = SimArguments(
+            max_num_seqs=32,
+            block_size=BLOCK_SIZE,
+            kv_blocks=self.shape.kv_blocks,
+            context_length=1024,
+            latency=LatencyModel(base_s=0.03, prefill_token_s=0.0002),
+            hold_s=10.0,
+        )
+        return SimEngine(EngineSpec(model=MODEL, role=role), arguments)
+
+    def _new_mover(self, name: str, engine: KvPlaced) -> VirtualMover:
+        assert isinstance(engine, SimEngine)
+        return VirtualMover(self.board, name, engine._memory, BLOCK_BYTES)
+
+    def _tiering(self, name: str) -> NewTiering | None:
+        shape = self.shape
+        if not shape.host_blocks:
+            return None
+
+        def new(engine: Engine, info: EngineInfo, now, tell) -> Tiering:  # type: ignore[no-untyped-def]
+            tiered = cast("TieredEngine", engine)
+            slabs = tiered.kv_slabs()
+            lower = []
+            if self._folder is not None:
+                files = DiskFiles(self._folder / name, BlockShape.of(slabs), shape.disk_blocks)
+                lower.append((DiskTier(files), 1))
+            cache = TieredCache.over(slabs, shape.host_blocks, lower)
+            return Tiering(
+                tiered, cache, now, tell, info.step_model, BLOCK_SIZE, info.capacity.max_batch_tokens
+            )
+
+        return new
+
+    async def _route(self, runtime: Runtime) -> None:
+        """A router process, asked by all frontends."""
+        service = RouterService(
+            runtime, NAMESPACE, find_router(self.shape.routers[0]), RouterSettings(reload_s=0.0)
+        )
+        await service.start()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await service.close()
 
     async def _ask(self, runtime: Runtime) -> None:
         """A frontend: asks at random moments for as long as the run lasts."""
-        endpoint = EndpointAddress(
-            NAMESPACE, component_name(MODEL, Role.AGGREGATED, card_hash(_engine().card)), GENERATE
+        name, rng, shape = runtime.options.name, runtime.ports.rng, self.shape
+        requests = Crew(f"{name} requests", on_error=lambda error: self.fail(repr(error)))
+        new_router: NewRouter = find_router(shape.routers[int(name[1:]) % len(shape.routers)])
+        link: RouterLink | None = None
+        if shape.has_router_process:
+            link = await RouterLink.to(runtime, NAMESPACE)
+            new_router = link.new_router(new_router)
+        answering = await self._leg(runtime, new_router, shape.main_role)
+        legs = [answering]
+        ways: Chooser | OneWay = OneWay()
+        if shape.flow is not Flow.AGGREGATED:
+            prefill = await self._leg(runtime, new_router, Role.PREFILL)
+            prefill.client.has_fallback = True
+            legs.append(prefill)
+            now = runtime.ports.clock.monotonic
+            ways = Chooser(answering.router, lambda: prefill, BLOCK_SIZE, now=now)
+        road = Road(
+            answering.router,
+            answering.client,
+            requests,
+            max_attempts=3,
+            eos_token_ids=self._engine(Role.AGGREGATED).card.eos_token_ids,
+            ways=ways,
+            is_decode_first=shape.flow is Flow.DECODE_FIRST,
         )
-        client = await runtime.client(endpoint)
-        rng = runtime.ports.rng
-        requests = Crew(f"{runtime.options.name} requests", on_error=lambda error: self.fail(repr(error)))
-        # Every second frontend counts what is under way, and then that has to be right, whatever breaks.
-        by_load = LeastLoadedRouter(client)
-        is_counting = runtime.options.name[-1] in "13579"
-        router = by_load if is_counting else RoundRobinRouter(client)
-        road = Road(router, client, requests, max_attempts=3)
         try:
             while True:
                 await asyncio.sleep(rng.expovariate(1.5))
                 if not self._accepting:
                     break
-                asking = Asking(self, road, runtime.options.name, rng)
+                asking = Asking(self, road, name, rng)
                 requests.start(asking.run(), "request")
             await requests.drain()
-            if by_load.num_under_way:
-                self.fail(f"{runtime.options.name} counts as under way: {by_load.num_under_way}")
+            for leg in legs:
+                router = cast("CheckedRouter", leg.router)
+                if router.num_reserved:
+                    self.fail(f"{name} has {router.num_reserved} reservations left")
         finally:
             await requests.close()
+            self.seen["migrated"] += road.stats.migrations.total()
+            self.seen["retried"] += road.stats.retries.total()
+            self.seen["taken back"] += road.stats.num_moves
+            for leg in legs:
+                await leg.router.close()
+            if link is not None:
+                await link.close()
 
-
-def _engine() -> SimEngine:
-    return SimEngine(EngineSpec(model=MODEL, role=Role.AGGREGATED), _ENGINE)
-
-
-class Asking:
-    """One request and the check of its answer."""
-
-    def __init__(self, cluster: Cluster, road: Road, frontend: str, rng: random.Random) -> None:
-        self._cluster = cluster
-        self._road = road
-        self._name = f"{frontend} {new_id(rng)[:8]}"
-        self._seed = rng.getrandbits(32)
-        self._num_tokens = rng.randint(1, 24)
-        self._pause_s = rng.choice((0.0, 0.0, 0.0, 0.2))
-        """A slow reader takes its time between items."""
-        self._leave_after = rng.randint(1, 24) if rng.random() < 0.1 else None
-        """Some clients hang up in the middle."""
-        self._request = Request(
-            request_id=RequestId(new_id(rng)),
-            model=MODEL,
-            token_ids=tuple(rng.randrange(3, 500) for _ in range(rng.randint(1, 200))),
-            stop=StopConditions(max_tokens=self._num_tokens),
-            sampling=Sampling(seed=self._seed),
-        )
-        self._answer = answer_tokens(self._request.token_ids, self._seed, self._num_tokens, word_token_ids())
-        """The right one, known without any engine."""
-
-    async def run(self) -> None:
-        cluster, tally = self._cluster, self._cluster.tally
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        must_succeed = cluster.must_succeed
-        tally.started += 1
-        try:
-            got = await self._read()
-        except KvoltError as error:
-            tally.failed[error.code] = tally.failed.get(error.code, 0) + 1
-            cluster.note(f"{self._name} {error.code}")
-            if must_succeed:
-                cluster.fail(f"{self._name} ended with {error!r} in a healthy cluster")
-        except asyncio.CancelledError:
-            tally.cut_short += 1
-            raise
-        else:
-            tally.ok += 1
-            cluster.note(f"{self._name} ok {got}")
-        took_s = loop.time() - started
-        if took_s > _LIMITS.total_s + _SLACK_S + self._pause_s * self._num_tokens:
-            cluster.fail(f"{self._name} took {took_s:.3f} s, over its deadline")
-
-    async def _read(self) -> int:
-        """How many tokens came, each checked. Errors of the system pass through."""
-        got = 0
-        finished = False
-        async with await Deltas.of(self._road, self._request, _LIMITS, _HOLD_ABOVE) as deltas:
-            async for delta in deltas:
-                if finished:
-                    self._cluster.fail(f"{self._name} got something after its end")
-                got = self._check(delta, got)
-                finished = delta.finish is not None
-                if self._leave_after is not None and got >= self._leave_after:
-                    return got
-                if self._pause_s:
-                    await asyncio.sleep(self._pause_s)
-        if got != self._num_tokens or not finished:
-            self._cluster.fail(f"{self._name} ended well after {got} of {self._num_tokens} tokens")
-        return got
-
-    def _check(self, delta: Delta, got: int) -> int:
-        for token in delta.token_ids:
-            if got >= len(self._answer) or token != self._answer[got]:
-                self._cluster.fail(f"{self._name}: token {got} is not the one that belongs there")
-            got += 1
-        return got
+    async def _leg(self, runtime: Runtime, new_router: NewRouter, role: Role) -> Leg:
+        component = component_name(MODEL, role, card_hash(self._engine(role).card))
+        client = await runtime.client(EndpointAddress(NAMESPACE, component, GENERATE))
+        settings = RouterSettings(reload_s=0.0)
+        inner = new_router(RouterContext(client, runtime, BLOCK_SIZE, settings, role))
+        return Leg(CheckedRouter(inner, client, self.fail), client)
 
 
 class RunReport(msgspec.Struct, frozen=True):
@@ -387,3 +416,5 @@ class RunReport(msgspec.Struct, frozen=True):
     ok: int
     failed: dict[str, int]
     cut_short: int
+    seen: dict[str, int]
+    """How often something happened that faults should lead to."""

@@ -20,14 +20,19 @@ from contextlib import ExitStack
 from typing import IO, Any
 
 from kvolt.runtime.tasks import Crew
-from kvolt.testing.cluster import Cluster, ClusterProcess, RunReport
+from kvolt.testing.cluster import Cluster, RunReport
+from kvolt.testing.cluster_process import ClusterProcess
 from kvolt.testing.loop import run_virtual
+from kvolt.testing.shape import draw_shape
 
 DURATION_S = 60.0
 """Of a run: trouble, then time to recover, then a last part in which every request must be answered."""
 _TROUBLE = 0.55
 _RECOVERY = 0.25
 _MEAN_BETWEEN_FAULTS_S = 2.5
+
+LONGEST_STALL_S = 25.0
+"""Below the grace that a process which stalls has (`plane.stall_grace_s`)."""
 
 _STOPPED = 130
 """What a shell reports after Ctrl-C."""
@@ -53,6 +58,11 @@ async def crash_worker(cluster: Cluster, rng: random.Random) -> None:
 
 async def crash_frontend(cluster: Cluster, rng: random.Random) -> None:
     await _crash(cluster, rng.choice(cluster.frontends), rng)
+
+
+async def crash_router(cluster: Cluster, rng: random.Random) -> None:
+    if cluster.routers:
+        await _crash(cluster, rng.choice(cluster.routers), rng)
 
 
 async def crash_discovery(cluster: Cluster, rng: random.Random) -> None:
@@ -83,34 +93,81 @@ async def slow_link(cluster: Cluster, rng: random.Random) -> None:
     cluster.network.slow(first, second, latency_s=0.0005, bytes_per_s=None)
 
 
-async def pause_host(cluster: Cluster, rng: random.Random) -> None:
-    name = rng.choice(cluster.processes).name
-    cluster.network.pause(name)
-    await _for_a_while(cluster, rng, 0.2, 8.0)
-    cluster.network.resume(name)
+async def stall_process(cluster: Cluster, rng: random.Random) -> None:
+    """As SIGSTOP, then SIGCONT, of any process."""
+    await _stall(cluster, [rng.choice(cluster.processes)], rng, 8.0)
+
+
+async def _stall(
+    cluster: Cluster, processes: Sequence[ClusterProcess], rng: random.Random, most_s: float
+) -> None:
+    for process in processes:
+        cluster.note(f"{process.name} stalls")
+        process.stall()
+    await _for_a_while(cluster, rng, 0.2, most_s)
+    for process in processes:
+        cluster.note(f"{process.name} goes on")
+        process.resume()
+
+
+async def stall_in_turn(cluster: Cluster, rng: random.Random) -> None:
+    """One process after the other, or a whole machine, for as long as the trouble lasts."""
+    now = asyncio.get_running_loop().time
+    while now() < cluster.trouble_ends_at:
+        is_machine = rng.random() < 0.2
+        stalled = cluster.processes if is_machine else [rng.choice(cluster.processes)]
+        await _stall(cluster, stalled, rng, LONGEST_STALL_S)
+        await _for_a_while(cluster, rng, 4.0, 8.0)
+
+
+async def lose_events(cluster: Cluster, rng: random.Random) -> None:
+    cluster.event_loss = rng.uniform(0.05, 0.5)
+    await _for_a_while(cluster, rng, 0.5, 10.0)
+    cluster.event_loss = 0.0
+
+
+async def damage_kv(cluster: Cluster, rng: random.Random) -> None:
+    """Blocks on their way between workers arrive with a flipped bit."""
+    cluster.board.damaged_share = rng.uniform(0.02, 0.3)
+    await _for_a_while(cluster, rng, 0.5, 10.0)
+    cluster.board.damaged_share = 0.0
 
 
 FAULTS: Sequence[Fault] = (
     crash_worker,
     crash_worker,
     crash_frontend,
+    crash_router,
     crash_discovery,
     cut_links,
     cut_links,
     partition,
     slow_link,
-    pause_host,
+    stall_process,
+    stall_process,
+    lose_events,
+    damage_kv,
 )
 
 
 async def run_cluster(seed: int, duration_s: float = DURATION_S) -> RunReport:
     """A cluster's minute: random size, load and faults; raises Violation when an invariant breaks."""
     rng = random.Random(f"{seed}/faults")
-    cluster = Cluster(seed, num_workers=rng.randint(1, 3), num_frontends=rng.randint(1, 2))
+    cluster = Cluster(seed, draw_shape(seed))
+    try:
+        return await _run(cluster, rng, duration_s)
+    finally:
+        await cluster.close()
+
+
+async def _run(cluster: Cluster, rng: random.Random, duration_s: float) -> RunReport:
     loop = asyncio.get_running_loop()
     cluster.trouble_ends_at = loop.time() + _TROUBLE * duration_s
     cluster.start()
     faults = Crew("faults", on_error=lambda error: cluster.fail(f"a fault failed: {error!r}"))
+    if cluster.shape.only_stalls:
+        await asyncio.sleep(rng.uniform(0.5, 4.0))  # so that some answers are under way
+        await stall_in_turn(cluster, rng)
     while (pause_s := rng.expovariate(1 / _MEAN_BETWEEN_FAULTS_S)) < cluster.trouble_ends_at - loop.time():
         await asyncio.sleep(pause_s)
         fault = rng.choice(FAULTS)
@@ -119,12 +176,19 @@ async def run_cluster(seed: int, duration_s: float = DURATION_S) -> RunReport:
     await asyncio.sleep(max(cluster.trouble_ends_at - loop.time(), 0.0))
     await faults.drain()
     await asyncio.sleep(_RECOVERY * duration_s)
-    cluster.must_succeed = True
+    cluster.must_succeed = cluster.is_healthy = True
+    cluster.check_registered()
     await asyncio.sleep((1 - _TROUBLE - _RECOVERY) * duration_s)
     await cluster.stop()
     tally = cluster.tally
     return RunReport(
-        seed, tuple(cluster.log), tally.started, tally.ok, dict(sorted(tally.failed.items())), tally.cut_short
+        cluster.seed,
+        tuple(cluster.log),
+        tally.started,
+        tally.ok,
+        dict(sorted(tally.failed.items())),
+        tally.cut_short,
+        {what: number for what, number in sorted(cluster.seen.items()) if number},
     )
 
 
@@ -166,8 +230,9 @@ def _run_one(seed: int, duration_s: float, show_log: bool) -> int:
     if show_log:
         print("\n".join(report.log))
     print(
-        f"seed {seed}: {report.started} requests, {report.ok} ok, failed {report.failed}, {log_digest(report)}"
+        f"seed {seed}: {report.started} requests, {report.ok} ok, failed {report.failed}, seen {report.seen}"
     )
+    print(log_digest(report))
     return 0
 
 
@@ -176,7 +241,7 @@ def _print_digests(seeds: range, duration_s: float) -> int:
     for seed in seeds:
         try:
             report = run_seed(seed, duration_s)
-        except AssertionError as error:
+        except Exception as error:  # also one of a process that an error has reached
             print(f"{seed} FAILED {type(error).__name__}: {error}".replace("\n", " "), flush=True)
             continue
         failed = sum(report.failed.values())

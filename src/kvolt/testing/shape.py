@@ -1,0 +1,68 @@
+"""ClusterShape: what a virtual cluster is made of, drawn from its seed."""
+
+from __future__ import annotations
+
+import random
+from enum import StrEnum
+
+import msgspec
+
+from kvolt.core.request import Role
+
+_STALLS_EVERY = 8
+"""Of so many seeds one has no fault but stalls."""
+
+
+class Flow(StrEnum):
+    """Where prompts are computed."""
+
+    AGGREGATED = "aggregated"
+    PREFILL_FIRST = "prefill-first"
+    DECODE_FIRST = "decode-first"
+
+
+class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
+    flow: Flow = Flow.AGGREGATED
+    num_workers: int = 2
+    """Those that answer."""
+    num_prefill: int = 0
+    num_frontends: int = 1
+    routers: tuple[str, ...] = ("latency",)
+    """Of the frontends, in turn."""
+    has_router_process: bool = False
+    kv_blocks: int = 64
+    """Of each engine: few, so that blocks are evicted and requests preempted."""
+    host_blocks: int = 0
+    """Of each worker's host tier; 0: there is none."""
+    disk_blocks: int = 0
+    only_stalls: bool = False
+    """No fault but processes that stall: then no request may be lost."""
+
+    @property
+    def main_role(self) -> Role:
+        return Role.AGGREGATED if self.flow is Flow.AGGREGATED else Role.DECODE
+
+    def role_of(self, index: int) -> Role:
+        """Of the worker with that number."""
+        return self.main_role if index < self.num_workers else Role.PREFILL
+
+
+def draw_shape(seed: int) -> ClusterShape:
+    rng = random.Random(f"{seed}/shape")
+    flow = rng.choice((Flow.AGGREGATED, Flow.AGGREGATED, Flow.PREFILL_FIRST, Flow.DECODE_FIRST))
+    is_split = flow is not Flow.AGGREGATED
+    host_blocks = rng.choice((0, 0, 48, 160))
+    return ClusterShape(
+        flow=flow,
+        num_workers=rng.randint(1, 2 if is_split else 3),
+        num_prefill=rng.randint(1, 2) if is_split else 0,
+        num_frontends=rng.randint(1, 2),
+        routers=rng.choice(
+            (("latency",), ("latency",), ("latency", "classic"), ("round-robin", "least-loaded"))
+        ),
+        has_router_process=rng.random() < 0.25,
+        kv_blocks=rng.choice((32, 64, 160)),
+        host_blocks=host_blocks,
+        disk_blocks=rng.choice((0, 64)) if host_blocks else 0,
+        only_stalls=seed % _STALLS_EVERY == _STALLS_EVERY - 1,
+    )
