@@ -318,7 +318,7 @@ async def test_unfinished_frames_of_strangers_are_bounded(
             with contextlib.suppress(ConnectionError):
                 talk.link.sendall(unfinished)
         until(lambda: budget.num_shed >= 3)
-        assert budget.used_bytes <= budget.peer_limit_bytes
+        until(lambda: budget.used_bytes <= budget.peer_limit_bytes)  # its thread may be about to shed one
         assert await still_serves(source)
     until(lambda: budget.used_bytes == 0)
     assert "unfinished messages over their budget" in caplog.text
