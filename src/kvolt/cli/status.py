@@ -93,8 +93,9 @@ def _breakers(views: list[ProcessView]) -> list[Text]:
     }
     return [
         Text(
-            f"breaker {each['state']}: worker {process_of.get(each['worker'], '?')} ({each['worker']}) fails "
-            f"{each['failure_rate']:.0%} of its requests; next probe in {each['retry_in_s']:.0f} s, says {view.name}",
+            f"breaker {each['state']}: worker {process_of.get(each['worker'], '?')} ({each['worker']}) is expected to "
+            f"fail {each['failure_rate']:.0%} of its requests; next probe in {each['retry_in_s']:.0f} s, "
+            f"says {view.name}",
             style="yellow",
         )
         for view in views

@@ -92,8 +92,8 @@ class Eligible:
             return f"it has no data-parallel rank {rank}"
         breaker = self.breakers.views().get(instance.id)
         if breaker is not None and breaker.state is BreakerState.OPEN:
-            share, wait_s = breaker.failure_rate, breaker.retry_in_s
-            return f"its circuit breaker is open: it fails {share:.0%} of its requests; next probe in {wait_s:.1f} s"
+            expected = f"it is expected to fail {breaker.failure_rate:.0%} of its requests"
+            return f"its circuit breaker is open: {expected}; next probe in {breaker.retry_in_s:.1f} s"
         return None
 
     def _drop_breakers(self) -> None:

@@ -64,5 +64,5 @@ def test_workers_that_routers_pass_over_are_named() -> None:
     out = io.StringIO()
     Console(file=out, width=160).print(picture(views))
     assert out.getvalue().splitlines()[-1].rstrip() == (
-        "breaker open: worker w0 (ab12) fails 60% of its requests; next probe in 3 s, says edge"
+        "breaker open: worker w0 (ab12) is expected to fail 60% of its requests; next probe in 3 s, says edge"
     )

@@ -356,3 +356,30 @@ async def test_without_metrics_there_are_none() -> None:
     async with httpx.AsyncClient(base_url=f"http://{address}") as client:
         assert (await client.get("/metrics")).status_code == 404
     await service.close()
+
+
+async def test_how_a_request_ended_feeds_the_breaker_of_its_worker(client: httpx.AsyncClient) -> None:
+    for worker in ("a", "b"):
+        await register(client, worker)
+
+    async def end(**how: Any) -> None:
+        placed = await post(client, "/v1/reserve", worker="a", token_ids=TOKENS)
+        await post(client, f"/v1/reservations/{placed['reservation']}/free", **how)
+
+    async def candidates() -> set[str]:
+        return {
+            row["instance"] for row in (await post(client, "/v1/explain", token_ids=TOKENS))["candidates"]
+        }
+
+    for _ in range(2):
+        await end(outcome="failed")
+    for _ in range(4):
+        await end(completion_tokens=7)
+    await end(outcome="failed")
+    assert await candidates() == {"a", "b"}, "it has answered in between"
+    for _ in range(3):
+        await end(outcome="failed")
+    assert await candidates() == {"b"}
+    placed = await post(client, "/v1/reserve", worker="a", token_ids=TOKENS)
+    wrong = await client.post(f"/v1/reservations/{placed['reservation']}/free", json={"outcome": "bad"})
+    assert wrong.status_code == 400

@@ -16,6 +16,7 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.packed_hashes import packed
 from kvolt.core.request import Request, Role, RoutingHints, StopConditions
+from kvolt.router.breaker import Outcome
 from kvolt.router.policy import latency
 from kvolt.router.posted import PostedEvent
 from kvolt.router.standalone import Standalone, StandaloneOptions
@@ -210,3 +211,24 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here.router.posted, "add", full)
     with pytest.raises(Overloaded, match="room for 1 workers"):
         here.router.register(A, INFO)
+
+
+def test_a_worker_that_fails_is_passed_over_until_its_back_off_is_over() -> None:
+    scene = Scene()
+    router = scene.router
+    for _ in range(3):
+        choice = router.choose(prompt(1, 2, routing=RoutingHints(pins={Role.AGGREGATED: A})))
+        router.free(router.reserve(choice).id, None, Outcome.FAILED)
+    assert {router.choose(prompt(1, 2)).place.instance_id for _ in range(8)} == {B}
+    assert [row.instance for row in router.explain(prompt(1, 2))] == [B]
+    assert router.choose(prompt(1, 2), excluded=[B]).place.instance_id == A, "there is no other"
+    scene.time_s += 1.0
+    rows = {row.instance: row.failure_rate for row in router.explain(prompt(1, 2))}
+    assert rows == {A: pytest.approx(0.55, abs=0.01), B: 0.0}
+    probe = router.reserve(router.choose(prompt(1, 2), excluded=[B]))
+    assert [row.instance for row in router.explain(prompt(1, 2))] == [B], "one at a time"
+    router.begun(probe.id, None)
+    router.free(probe.id, Usage(32, 1, 0), Outcome.ANSWERED)
+    assert len(router.explain(prompt(1, 2))) == 2
+    router.unregister(A)
+    assert not router.breakers

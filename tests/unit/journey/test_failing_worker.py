@@ -1,0 +1,106 @@
+"""Workers that fail, as journeys and routers see them: requests go elsewhere, and the worker is tried again later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+from tests.unit.engines.lab import LIMITS, Lab, make_request, sim, until
+from tests.unit.journey.stage import Inbox
+
+from kvolt.core.errors import EngineFailed, Overloaded
+from kvolt.core.request import Request
+from kvolt.journey.journey import Journey, Road
+from kvolt.router.breaker import MAX_BACKOFF_S
+from kvolt.router.breaker_report import describe_breakers
+from kvolt.router.policies import ROUTERS
+from kvolt.router.port import Router, RouterContext
+from kvolt.runtime.tasks import Crew
+from kvolt.testing import run_virtual
+
+
+class Cluster:
+    """Three workers, of which the first can be made to refuse whatever it gets."""
+
+    def __init__(self, road: Road, router: Router, first: Any) -> None:
+        self._road = road
+        self._first = first
+        self._submit = first.engine.submit
+        self.router = router
+        self.asked: Counter[str] = Counter()
+        self.num_refused = 0
+
+    def refuse(self, error: Exception | None) -> None:
+        def submit(request: Request) -> None:
+            self.num_refused += 1
+            assert error is not None
+            raise error
+
+        self._first.engine.submit = self._submit if error is None else submit
+
+    async def ask(self, seconds: float, cancel_after: int | None = None) -> None:
+        """Ten requests a second, which are all answered."""
+        self.asked.clear()
+        self.num_refused = 0
+        for _ in range(int(10 * seconds)):
+            inbox = Inbox()
+            journey = Journey(self._road, make_request("r"), inbox, LIMITS)
+            await journey.begin()
+            if cancel_after is None:
+                await until(lambda inbox=inbox: bool(inbox.ends))
+                assert inbox.ends == [None]
+            else:
+                await until(lambda inbox=inbox: inbox.num_tokens >= cancel_after)
+                journey.cancel()
+            assert journey.decision is not None
+            self.asked[journey.decision.instance.process] += 1
+            await asyncio.sleep(0.1)
+
+
+def clustered(body: Any, router: str) -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            workers = [await lab.worker(f"w{number}", sim()) for number in range(3)]
+            client = await lab.client(workers[0])
+            await until(lambda: len(client.candidates()) == 3)
+            chosen = ROUTERS[router](RouterContext(client, await lab.runtime("f"), 16))
+            crew = Crew("requests")
+            try:
+                await body(Cluster(Road(chosen, client, crew), chosen, workers[0]))
+            finally:
+                await crew.close()
+                await chosen.close()
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize("router", ["latency", "classic", "round-robin", "least-loaded", "power-of-two"])
+@pytest.mark.parametrize("cancel_after", [None, 2])
+def test_a_worker_that_recovers_gets_its_share_again(router: str, cancel_after: int | None) -> None:
+    """Also where clients leave before the end: a worker that had begun to answer works."""
+
+    async def body(cluster: Cluster) -> None:
+        cluster.refuse(EngineFailed("a kernel could not be launched"))
+        await cluster.ask(10.0)
+        assert 3 <= cluster.num_refused <= 8
+        assert [each["state"] for each in describe_breakers([cluster.router])] in (["open"], ["half_open"])
+        cluster.refuse(None)
+        await cluster.ask(MAX_BACKOFF_S + 1.0, cancel_after)
+        assert describe_breakers([cluster.router]) == []
+        await cluster.ask(10.0)
+        assert cluster.asked["w0"] > 15
+
+    clustered(body, router)
+
+
+@pytest.mark.parametrize("router", ["latency", "round-robin"])
+def test_a_worker_that_says_it_is_full_has_not_failed(router: str) -> None:
+    async def body(cluster: Cluster) -> None:
+        cluster.refuse(Overloaded("full"))
+        await cluster.ask(5.0)
+        assert cluster.num_refused > 8
+        assert describe_breakers([cluster.router]) == []
+
+    clustered(body, router)
