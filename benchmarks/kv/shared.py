@@ -31,8 +31,7 @@ from benchmarks.frontend.system import Processes, clean_environ, free_port
 from benchmarks.kv.returning import ask, tokens
 from benchmarks.runtime.pair import BrokenRun
 from benchmarks.runtime.report import keep_results, machine
-
-from kvolt.cli.health import served_models
+from benchmarks.twin.accuracy_runs import num_served
 
 _RESULTS = Path(__file__).parent / "results" / "shared"
 BLOCK = 16
@@ -122,7 +121,7 @@ def served(plan: Plan, router: str, pool: str) -> Iterator[Served]:
         command += ["--arg", "dtype=float32", "--arg", "measure_steps=false", *FLAGS[pool]]
         serving = processes.start("serve", command, environ)
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _READY_S
-        while sum((served_models(url, 2.0) or {}).values()) < NUM_WORKERS:
+        while num_served(url) < NUM_WORKERS:
             if serving.poll() is not None or time.monotonic() > deadline:
                 said = (processes.folder / "serve.log").read_text(errors="replace")[-2000:]
                 raise BrokenRun(f"kvolt serve is not ready:\n{said}")

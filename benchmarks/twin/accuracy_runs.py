@@ -243,12 +243,17 @@ def served(system: System, folder: Path, flags: Sequence[str] = ()) -> Iterator[
         serving = processes.start("serve", command, environ)
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + _READY_S
-        while sum((served_models(url, 2.0) or {}).values()) < system.workers:
+        while num_served(url) < system.workers:
             if serving.poll() is not None or time.monotonic() > deadline:
                 said = (processes.folder / "serve.log").read_text(errors="replace")[-2000:]
                 raise BrokenRun(f"kvolt serve {system.model} is not ready:\n{said}")
             time.sleep(_POLL_S)
         yield url
+
+
+def num_served(url: str) -> int:
+    """Workers that are ready there, in any role."""
+    return sum(sum(roles.values()) for roles in (served_models(url, 2.0) or {}).values())
 
 
 def _answers(system: System) -> Sequence[str]:
