@@ -14,8 +14,10 @@ from tests.unit.kv.names import Mirror, seen
 
 from kvolt.core.errors import InvalidRequest, Overloaded
 from kvolt.core.ids import RequestId
+from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, StopConditions
 from kvolt.engines.sequence import Phase, Sequence
+from kvolt.engines.step_pace import StepPace
 from kvolt.engines.step_plan import Scheduling
 from kvolt.kv import BlockId
 
@@ -47,10 +49,13 @@ requests = st.builds(
 )
 """Few draws for each, since drawing is what takes the time."""
 picks = st.integers(0, 1000)
+MOST_TIMED = 3
+"""Prompt tokens, where steps are cut by predicted time."""
 
 
 class Schedulers(RuleBasedStateMachine):
     scheduling = Scheduling.VLLM
+    step_model: LatencyModel | None = None
 
     @initialize(
         num_blocks=st.integers(4, 9),
@@ -65,6 +70,7 @@ class Schedulers(RuleBasedStateMachine):
         bounds = limits(max_num_seqs, max_num_seqs + spare_tokens, max_waiting, 32, block_size)
         self.lab = Lab(scheduler(num_blocks, bounds, self.scheduling))
         self.scheduler = self.lab.scheduler
+        self.scheduler.pace = None if self.step_model is None else StepPace(self.step_model, MOST_TIMED)
         self.open: dict[RequestId, Request] = {}
         """Requests that are to end by themselves."""
         self.keeping: dict[RequestId, Request] = {}
@@ -386,5 +392,25 @@ class PromptsFirst(Schedulers):
         assert plan is None or not (plan.decodes and plan.prefills)
 
 
+class ByTime(Schedulers):
+    """Steps are cut by predicted time, so short prompts go before long ones."""
+
+    step_model = LatencyModel(base_s=0.01, prefill_token_s=0.015)
+
+    @invariant()
+    def steps_with_prompts_are_within_their_limits(self) -> None:
+        plan, pace = self.lab.plan, self.scheduler.pace
+        assert pace is not None
+        if plan is None or not plan.prefills:
+            return
+        num_tokens, block_size = plan.stats.prefill_tokens, self.scheduler.limits.block_size
+        assert num_tokens <= max(2 * MOST_TIMED, block_size)
+        is_least = len(plan.prefills) == 1 and num_tokens <= block_size
+        beside = msgspec.structs.replace(plan.stats, prefill_tokens=0, prefill_context=0)
+        limit_s = pace.limit_s(beside, others_decode=bool(plan.decodes))
+        assert is_least or pace.model.step_s(plan.stats) <= limit_s
+
+
 TestSchedulers = Schedulers.TestCase
+TestByTime = ByTime.TestCase
 TestPromptsFirst = PromptsFirst.TestCase

@@ -9,6 +9,9 @@ step: that is `scheduler`'s, whose rules these are.
   in steps that have neither. `max_num_seqs` and the blocks bound how long they wait.)
 - Where step times are known (`pace`), a chunk ends at the last block boundary whose step is predicted to take no longer
   than `StepPace.limit_s`. The first prompt of a step gets a block in any case, so that every prompt ends.
+- Where the first prompt is cut that way, later ones of which all that is left takes half of the step's time at most go
+  before it: a short prompt, or the last tokens of one whose KV came from elsewhere, need not wait for a long one. The
+  first gets the other half. No block that the first that waits needs is given to a later one.
 - Sequences go by priority, then by arrival, wherever one has to go before the other: waiting and running lists
   are sorted by it. The first that waits is admitted or none is: a large request does not starve behind small ones.
 - A sequence is admitted when all its tokens have room, and a block is left for each that runs already: what was
@@ -43,6 +46,8 @@ from kvolt.engines.step_plan import Limits, Scheduling, StepPlan, Work, meeting_
 from kvolt.kv import BlockId, BlockPool
 
 _order = attrgetter("order")
+_LOOK_AHEAD = 16
+"""Of those that wait, which may go before the first: the others would be looked at in every step."""
 
 
 class StepPlanner:
@@ -168,7 +173,11 @@ class StepPlanner:
             limit_s = pace.limit_s(beside, others_decode)
             if pace.most_prompt_tokens is not None:
                 budget = min(budget, max(pace.most_prompt_tokens, self._limits.block_size))
-        for sequence in chain(prefilling, self._admissions()):
+        short: list[Sequence] = []
+        if pace is not None:
+            short = self._take_short(prefilling, stats, pace.model, limit_s, budget // 2)
+        others = (one for one in prefilling if one not in short)
+        for sequence in chain(short, others, self._admissions()):
             start = sequence.num_computed
             end = sequence.ahead[0] * self._limits.block_size or sequence.num_to_prefill
             wanted = min(end - start, budget - stats.prefill_tokens)
@@ -195,6 +204,47 @@ class StepPlanner:
         count = bisect_right(ends, limit_s, key=lambda chunk: model.step_s(with_chunk(stats, start, chunk)))
         return ends[count - 1] if count else 0
 
+    def _take_short(
+        self, prefilling: list[Sequence], stats: StepStats, model: StepModel, limit_s: float, most_tokens: int
+    ) -> list[Sequence]:
+        """Those that go before the first, see the module; admitted where they waited."""
+        queue = [*prefilling, *self.waiting[:_LOOK_AHEAD]]
+        if len(queue) < 2:
+            return []
+        start, num_left = self._left(queue[0])
+        if model.step_s(with_chunk(stats, start, num_left)) <= limit_s:
+            return []
+        stats = with_chunk(
+            stats, start, min(num_left, self._limits.block_size)
+        )  # it gets a block in any case
+        half_s = (model.step_s(stats) + limit_s) / 2
+        short: list[Sequence] = []
+        for sequence in queue[1:]:
+            after = with_chunk(stats, *self._left(sequence))
+            if sequence.ahead[0] or after.prefill_tokens > most_tokens or model.step_s(after) > half_s:
+                continue
+            if sequence.phase is Phase.WAITING and not self._admit_early(sequence):
+                continue
+            short.append(sequence)
+            stats = after
+        return short
+
+    def _left(self, sequence: Sequence) -> tuple[int, int]:
+        """Tokens that are computed of a prompt, or will be found when it is admitted; and the others."""
+        if sequence.phase is Phase.RUNNING:
+            return sequence.num_computed, sequence.num_to_prefill - sequence.num_computed
+        num_found = self._pool.match(self.reusable_keys(sequence)) * self._limits.block_size
+        return num_found, len(sequence.tokens) - num_found
+
+    def _admit_early(self, sequence: Sequence) -> bool:
+        """Admit one that waits if the first that waits finds a place and blocks after it as well."""
+        waiting = [self.waiting[0]] if sequence is self.waiting[0] else [self.waiting[0], sequence]
+        num_running = len(self.running) + len(waiting)
+        num_blocks = sum(-(-len(one.tokens) // self._limits.block_size) for one in waiting)
+        if num_running > self._limits.max_num_seqs or num_blocks + num_running > self._pool.num_free:
+            return False
+        return self._admit(sequence)
+
     def _preempt(self, sequence: Sequence) -> None:
         self.leave(sequence)
         self._pool.release(reversed(sequence.blocks))
@@ -210,13 +260,19 @@ class StepPlanner:
         """Sequences as they are admitted, for as long as there is a place, room and someone who asks for more."""
         while self.waiting and len(self.running) < self._limits.max_num_seqs:
             sequence = self.waiting[0]
-            if not self._find_blocks(sequence):
+            if not self._admit(sequence):
                 return
-            del self.waiting[0]
-            self._arrivals.let_go(sequence.request.request_id)
-            insort(self.running, sequence, key=_order)
-            sequence.phase = Phase.RUNNING
             yield sequence
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """One that waits runs, if there are blocks for it."""
+        if not self._find_blocks(sequence):
+            return False
+        self.leave(sequence)
+        self._arrivals.let_go(sequence.request.request_id)
+        insort(self.running, sequence, key=_order)
+        sequence.phase = Phase.RUNNING
+        return True
 
     def _find_blocks(self, sequence: Sequence) -> bool:
         """Cached and fresh blocks for all tokens of the first that waits, or none."""

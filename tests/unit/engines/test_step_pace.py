@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.engines.scheduler_lab import Lab, limits, request, scheduler
 
+from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats
 from kvolt.engines.step_pace import LONGEST_STEP_S, SHARED_PROMPTS_S, SHARED_STEP_S, StepPace
@@ -103,6 +104,70 @@ def test_prompts_alone_in_a_step_are_cut_while_answers_wait() -> None:
     assert plan.prefills
     assert not plan.decodes
     assert 0.5 * SHARED_STEP_S < model.step_s(plan.stats) <= SHARED_STEP_S
+
+
+def steps_until_answered(lab: Lab, name: str, most: int = 200) -> int:
+    for number in range(1, most + 1):
+        planned(lab)
+        if (RequestId(name), 0) in lab.said:
+            return number
+    raise AssertionError(f"no answer after {most} steps")
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    lab = slow_lab()
+    long, short = request("long", (1,) * 1464, max_tokens=1), request("short", (2,) * 40, max_tokens=3)
+    lab.scheduler.add(long)
+    planned(lab)
+    lab.scheduler.add(short)
+    assert steps_until_answered(lab, "short") == 1
+    assert lab.scheduler.num_running == 2
+    lab.run()
+    lab.check_answer(long)
+    lab.check_answer(short)
+
+
+def test_the_rest_of_a_prompt_whose_kv_is_here_does_not_wait_for_a_long_one() -> None:
+    lab = slow_lab()
+    known = request("known", (3,) * 700, max_tokens=1)
+    lab.scheduler.add(known)
+    lab.run()
+    for number in range(3):
+        lab.scheduler.add(request(f"long-{number}", (4 + number,) * 1000, max_tokens=1))
+    planned(lab)
+    lab.scheduler.add(request("again", (3,) * 700 + (1, 2), max_tokens=2))
+    assert steps_until_answered(lab, "again") == 1
+    lab.run()
+
+
+def test_a_long_prompt_gets_half_of_each_step_however_many_short_ones_come() -> None:
+    lab = slow_lab()
+    lab.scheduler.add(request("long", (1,) * 1000, max_tokens=1))
+    shares = []
+    for number in range(1000):
+        lab.scheduler.add(request(f"short-{number}", (number,) * 30, max_tokens=1))
+        plan = planned(lab)
+        own = sum(work.num_tokens for work in plan.prefills if work.sequence.request.request_id == "long")
+        shares.append(own / plan.stats.prefill_tokens)
+        assert SLOW.step_s(plan.stats) <= LONGEST_STEP_S
+        if (RequestId("long"), 0) in lab.said:
+            break
+    assert min(shares[:-1]) >= 0.4
+    assert len(shares) < 20
+
+
+def test_no_block_that_the_first_waiting_prompt_needs_goes_to_a_later_one() -> None:
+    lab = Lab(scheduler(20, BOUNDS))
+    lab.scheduler.pace = StepPace(LatencyModel(base_s=0.01, prefill_token_s=0.02))
+    lab.scheduler.add(request("running", (1,) * 160, max_tokens=1))  # ten of the blocks
+    planned(lab)
+    lab.scheduler.add(request("first", (2,) * 150, max_tokens=1))  # the ten others, and one for who runs
+    lab.scheduler.add(request("short", (3,) * 4, max_tokens=30))
+    while (RequestId("running"), 0) not in lab.said:
+        assert [work.sequence.request.request_id for work in planned(lab).prefills] == ["running"]
+    names = {work.sequence.request.request_id for work in planned(lab).prefills}
+    assert names == {"first", "short"}, "now there is room for both"
+    lab.run()
 
 
 def test_a_prompt_that_is_aborted_between_two_cuts_is_computed_no_further() -> None:
