@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from kvolt.runtime import wire
 from kvolt.runtime.address import INSTANCES, decode_instance, encode_instance
 from kvolt.runtime.network import split_address
 from kvolt.runtime.wire import FrameKind
+from kvolt.transfer.wire import Hello, to_frame
 
 MB = 1 << 20
 ASK = {"model": MODEL, "prompt": "Hi", "max_tokens": 5}
@@ -101,6 +105,40 @@ async def test_messages_that_never_end_do_not_fill_a_worker(bench: Bench) -> Non
     assert most - before < 320 * MB, f"grew by {(most - before) / MB:.0f} MB of 640 that were sent"
     await worker.says("unfinished messages over their budget")
     assert await is_answered(url)
+
+
+_AGENT = """
+import sys
+from kvolt.transfer.agent import TransferAgent
+agent = TransferAgent()
+print(agent.address.host, agent.address.port, flush=True)
+sys.stdin.read()
+agent.close()
+"""
+
+
+def test_frames_that_never_end_do_not_fill_a_transfer_agent() -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", _AGENT], text=True, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        host, port = process.stdout.readline().split()
+        memory = psutil.Process(process.pid)
+        before = most = memory.memory_info().rss
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                link = stack.enter_context(socket.create_connection((host, int(port))))
+                link.settimeout(PATIENCE_S)
+                link.sendall(to_frame(Hello("stranger", "frames")))
+                link.recv(4096)
+                with contextlib.suppress(ConnectionError):
+                    link.sendall((32 * MB).to_bytes(4, "little"))
+                    for _ in range(30):
+                        link.sendall(bytes(MB))
+                        most = max(most, memory.memory_info().rss)
+        process.stdin.close()
+        assert process.wait(PATIENCE_S) == 0
+    assert most - before < 250 * MB, f"grew by {(most - before) / MB:.0f} MB of 600 that were sent"
 
 
 async def test_a_burst_of_opens_leaves_a_worker_reachable(bench: Bench) -> None:

@@ -274,6 +274,7 @@ class Session:
         calls, self._calls = self._calls, {}
         served, self._served = self._served, {}
         self._opening.clear()
+        self._decoder.clear()
         self._arriving.clear()
         self._bulk.clear()
         self._outbox.clear()

@@ -128,6 +128,10 @@ class FrameDecoder:
     def buffered_bytes(self) -> int:
         return len(self._rest)
 
+    def clear(self) -> None:
+        """Free what is buffered: the connection is over."""
+        self._rest = bytearray()
+
     def feed(self, data: bytes) -> list[Frame]:
         """Frames completed by `data`, in order."""
         if self._broken is not None:

@@ -100,6 +100,7 @@ class FrameConnection:
 
     def _leave(self) -> None:
         self.is_open = False
+        self._reader.clear()  # now, and not when the garbage collector finds the connection
         self._count_unfinished(0, has_progress=True)
         self._progress.forget(self.socket.fileno())
         while self._descriptors:

@@ -226,6 +226,10 @@ class FrameReader:
         """Of a frame that has not come whole."""
         return len(self._buffer)
 
+    def clear(self) -> None:
+        """Free what is buffered; nothing may be fed after it."""
+        self._buffer = bytearray()
+
     def feed(self, data: bytes) -> Iterator[Message]:
         """To be taken to the end, or not used again. ProtocolError for what is none."""
         buffer = self._buffer
