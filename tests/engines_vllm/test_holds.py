@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 from kept import SMALL, Kept, VllmHarness
 from late_reader import CHECK, FOLDER, READ, close_gate, is_reached, open_gate
@@ -134,3 +136,29 @@ async def test_a_released_hold_is_gone_at_once(pair: Pair) -> None:
     await reader.finish(answer)
     assert whole_answer(answer) == expected.tokens
     assert answer.stages is None
+
+
+async def test_an_owner_that_waits_for_its_reader_leaves_the_cores_to_others(pair: Pair) -> None:
+    owner, reader, folder = pair
+    processes = [each for each in psutil.Process().children(recursive=True) if "VLLM" in each.name()]
+    assert len(processes) >= 4
+    for process in processes:
+        for thread in process.threads():
+            assert os.sched_getaffinity(thread.id) == os.sched_getaffinity(0), "pinned to a core"
+    request = owner.request("waits", prompt=200, tokens=24)
+    moved = await hand_over(owner, reader, request)
+    close_gate(folder, READ)
+    answer = reader.submit(moved)
+    await until(lambda: is_reached(folder))
+    clock = asyncio.get_running_loop().time
+    began_at, used_s = clock(), sum(map(cpu_s, processes))
+    await asyncio.sleep(HOLD_S)
+    share = (sum(map(cpu_s, processes)) - used_s) / (clock() - began_at)
+    open_gate(folder)
+    await reader.finish(answer)
+    assert share < 0.6, f"{share:.2f} cores are busy with waiting"
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

@@ -9,6 +9,7 @@ import asyncio
 
 import msgspec
 
+from kvolt.core.delta import StageTimes
 from kvolt.core.errors import Unsupported
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Rendezvous, Request
@@ -49,6 +50,11 @@ class OwnHandoffs:
     async def take(self, handoff: Handoff, keep_for: RequestId | None = None) -> None:
         """The engine reads it when it has the request, and reports bytes, path and time with the first delta."""
         self.stats.num_taken += 1
+
+    def count(self, stages: StageTimes) -> None:
+        """Count a transfer that the engine has reported."""
+        self.stats.num_bytes += stages.transfer_bytes or 0
+        self.stats.pull_s += (stages.transfer_ms or 0.0) / 1e3
 
     async def push(self, request: Request, meeting: Rendezvous, instance: InstanceId) -> Handoff:
         raise Unsupported("this engine moves KV by itself, prefill first", feature="decode-first")

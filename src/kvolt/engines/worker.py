@@ -387,6 +387,8 @@ class Worker:
                 delta = without_moved(made, entry.moved_blocks * self.info.block_size)
             if entry.stages is None:
                 entry.stream.send(delta)
+                if delta.stages is not None and isinstance(self.handoffs, OwnHandoffs):
+                    self.handoffs.count(delta.stages)
             else:
                 entry.stream.send(msgspec.structs.replace(delta, stages=entry.stages))
                 entry.stages = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from tests.unit.engines.lab import (
 )
 
 from kvolt.core.card import EngineInfo
-from kvolt.core.delta import Delta, FinishReason
+from kvolt.core.delta import Delta, FinishReason, StageTimes, StepOutput
 from kvolt.core.errors import EngineFailed, InvalidRequest, KvoltError, Unsupported
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Rendezvous, Request, Role
@@ -29,7 +29,8 @@ from kvolt.engines.handoffs import Handoffs
 from kvolt.engines.own_handoffs import OwnHandoffs
 from kvolt.engines.registry import EngineSpec
 from kvolt.engines.sim import SimEngine
-from kvolt.engines.sim_model import next_token
+from kvolt.engines.sim_answer import answer_tokens
+from kvolt.engines.sim_model import word_token_ids
 from kvolt.engines.worker import stats_of
 from kvolt.engines.worker_handover import new_handoffs
 from kvolt.journey.take_back import ask_back
@@ -223,11 +224,13 @@ def test_an_engine_without_memory_for_others_has_its_own_way(role: Role) -> None
 
 
 PROMPT, TOKENS = 3 * ARGUMENTS.block_size + 5, 9
-EXPECTED = [next_token(1, position) for position in range(TOKENS)]
 
 
 def asked(name: str = "r") -> Request:
     return make_request(name, prompt=PROMPT, tokens=TOKENS)
+
+
+EXPECTED = list(answer_tokens(asked().token_ids, 1, TOKENS, word_token_ids()))
 
 
 async def start(lab: Lab, role: Role, **arguments: Any) -> tuple[RunningWorker, EndpointClient]:
@@ -269,6 +272,45 @@ def test_a_prompt_goes_from_one_worker_to_another() -> None:
             assert (given.num_given, taken.num_taken) == (1, 1)
             assert isinstance(one.worker.handoffs, OwnHandoffs)
             assert not lab.errors
+
+    run_virtual(scenario)
+
+
+def test_a_transfer_that_the_engine_reports_reaches_the_caller_and_the_counters() -> None:
+    stages = StageTimes(transfer_ms=250.0, transfer_bytes=4096, transfer_path="own")
+
+    class Reporting(OwnMoves):
+        async def steps(self) -> AsyncIterator[StepOutput]:
+            async for step in super().steps():
+                deltas = tuple(
+                    (name, delta if delta.cached_tokens is None else replace(delta, stages=stages))
+                    for name, delta in step.deltas
+                )
+                yield replace(step, deltas=deltas)
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            _, to_prefill = await start(lab, Role.PREFILL)
+            other = await lab.worker("decode", engine_of(Role.DECODE, Reporting))
+            deltas = await read(
+                await lab.client(other, "caller"),
+                replace(asked(), handoff=await prefill(to_prefill, asked())),
+            )
+            assert [delta.stages for delta in deltas if delta.stages is not None] == [stages]
+            [stats] = stats_of([other.worker])
+            assert (stats.num_bytes, stats.pull_s) == (4096, 0.25)
+            assert not lab.errors
+
+    run_virtual(scenario)
+
+
+def test_no_transfer_is_reported_where_the_engine_reports_none() -> None:
+    async def scenario() -> None:
+        async with Lab() as lab:
+            _, to_prefill = await start(lab, Role.PREFILL)
+            _, to_decode = await start(lab, Role.DECODE)
+            deltas = await read(to_decode, replace(asked(), handoff=await prefill(to_prefill, asked())))
+            assert not any(delta.stages for delta in deltas)
 
     run_virtual(scenario)
 

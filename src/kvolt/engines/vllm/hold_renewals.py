@@ -99,5 +99,5 @@ class HoldRenewals:
         self._holds.clear()
         self._close_sockets()
         if self._context is not None:
-            self._context.term()
+            self._context.destroy(linger=0)
             self._context = None

@@ -65,7 +65,7 @@ class ReaderWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         """As vLLM's, but that the notification of the completed read does not end the hold: as a heartbeat of vLLM's
         it changes nothing here. The one that ends it waits where vLLM keeps deferred ones."""
         request_id, held = kwargs["request_id"], kwargs["remote_request_id"]
-        if any(read_spec.local_block_ids):
+        if any(len(group) for group in read_spec.local_block_ids):
             agent = self._remote_agents[kwargs["dst_engine_id"]][(0, read_spec.remote_rank)]
             end = f"{held}:{kwargs['expected_consumers']}".encode()
             self._pending_recv_notifs.setdefault(request_id, []).append((agent, end))
@@ -137,5 +137,5 @@ class ReaderWorker(NixlPullConnectorWorker):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._checks.close()
-        self._zmq.term()
+        self._zmq.destroy(linger=0)
         super().shutdown()
