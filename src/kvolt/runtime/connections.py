@@ -289,10 +289,7 @@ class Connections:
         else:
             self.stats.connects["ok"] += 1
             self._dialing.pop(address, None)
-            before = self._by_address.get(address)
-            if before is not None:
-                before.expect_soon()
-            self._by_address[address] = connection
+            self._use(connection, address)
             if not dial.done():
                 dial.set_result(connection)
         finally:
@@ -335,7 +332,16 @@ class Connections:
         if not (_is_local(peer.address) and not _is_local(connection.peer_name)):  # its loopback is not ours
             current = self._by_address.get(peer.address)
             if current is None or not current.ready:
-                self._by_address[peer.address] = connection
+                self._use(connection, peer.address)
+
+    def _use(self, connection: Connection, address: str) -> None:
+        """For calls to the address from now on."""
+        before = self._by_address.get(address)
+        self._by_address[address] = connection
+        if before is not None and before.silent:
+            before.expect_soon()
+            for listener in list(self._silence_listeners):
+                listener(address, False)
 
     def _on_silent(self, connection: Connection) -> None:
         if connection.silent:

@@ -379,11 +379,14 @@ async def test_a_peer_that_answers_a_new_dial_has_lost_the_old_connection(world:
     """As after a firewall forgot it: no reset comes, and the streams need not wait for the grace."""
     await world.listening("b")
     caller = world.process("a")
+    silences: list[tuple[str, bool]] = []
+    caller.on_silent(lambda address, is_silent: silences.append((address, is_silent)))
     old = await caller.get("b:7000", 1.0)
     world.network.cut("a", "b", silent=True)
     await asyncio.sleep(4.5)
     assert old.silent
     new = await caller.get("b:7000", 1.0)
+    assert silences == [("b:7000", True), ("b:7000", False)], "the peer is not silent"
     assert new is not old
     assert old.closed is None
     await asyncio.sleep(4.5)
