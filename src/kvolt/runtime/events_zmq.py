@@ -42,6 +42,8 @@ MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
 _SEQUENCE = Packing("<Q")
 _SEPARATOR = b"\0"
 _MESSAGES_PER_TURN = 256
+_MAX_SUBSCRIPTION_BYTES = 4096
+"""All that anybody may send to a publisher; who sends more is disconnected."""
 _HEARTBEAT_MS = 5_000
 _HEARTBEAT_TIMEOUT_MS = 15_000
 _RECONNECT_MAX_MS = 5_000
@@ -108,6 +110,7 @@ class _Sender:
     def _tune(self, options: ZmqOptions) -> None:
         _tune(self._socket)
         self._socket.setsockopt(zmq.SNDHWM, options.high_water_messages)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_SUBSCRIPTION_BYTES)
         self._socket.setsockopt(zmq.IPV6, int(":" in options.host))
 
     def send(self, parts: list[bytes]) -> bool:

@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import random
+import sys
 from collections import Counter
 
 import msgspec
@@ -435,3 +436,27 @@ async def test_closing_while_starting_leaves_nothing(harness):
     with pytest.raises(Unavailable):
         await starting
     assert harness.store.content("") == {}
+
+
+_STRANGER = """
+import os, sys, zmq
+socket = zmq.Context().socket(zmq.SUB)
+monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+socket.connect(sys.argv[1])
+socket.setsockopt(zmq.SUBSCRIBE, b"x" * 1_000_000)
+os._exit(0 if monitor.poll(20_000) else 1)  # without a close: libzmq 4.3.5 overflows its stack there
+"""
+
+
+async def test_a_subscription_of_a_megabyte_is_refused(harness):
+    """What a stranger can make a publisher keep is bounded."""
+    publisher, subscriber = await harness.plane(), await harness.plane()
+    stream = subscriber.subscribe("t")
+    await harness.connected(publisher, "t", stream)
+    stranger = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _STRANGER, publisher._sender.address
+    )
+    assert await asyncio.wait_for(stranger.wait(), 60) == 0
+    await harness.connected(publisher, "t", stream)
+    await publisher.close()
+    await subscriber.close()

@@ -53,6 +53,7 @@ from kvolt.kv.tiers.pool_wire import (
 from kvolt.kv.tiers.slot_memory import BlockShape
 from kvolt.kv.tiers.slot_reads import offer_slots, read_slots, withdraw
 from kvolt.kv.tiers.tier_thread import TierThread
+from kvolt.runtime.byte_budget import ByteBudget
 from kvolt.runtime.tasks import Crew
 from kvolt.runtime.wire import MALFORMED
 from kvolt.transfer.agent import Offering, TransferAgent
@@ -64,6 +65,10 @@ log = logging.getLogger(__name__)
 _TRANSFER_S = 30.0
 _CLOSE_S = 1.0
 """For the last answers to be taken."""
+_MOST_WORKERS = 1024
+"""Connections."""
+_UNFINISHED_BYTES = 64 << 20
+"""Of frames that have not come whole, of all workers."""
 _MOST_OPEN = 64
 """Questions of one worker that are worked on."""
 
@@ -89,6 +94,7 @@ class PoolServer:
         self._crew = Crew("kv pool")
         self._num_workers = 0
         self._writers: set[asyncio.StreamWriter] = set()
+        self._unfinished = ByteBudget(_UNFINISHED_BYTES, _UNFINISHED_BYTES)
 
     async def start(self) -> None:
         """ConfigError where another pool has the socket, or there can be none."""
@@ -125,6 +131,10 @@ class PoolServer:
             await self.host.close()
 
     def _come(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._writers) >= _MOST_WORKERS:
+            log.warning("connection refused: the pool has %d workers, the most it may have", _MOST_WORKERS)
+            writer.close()
+            return
         self._writers.add(writer)
         if not self._crew.closed:
             self._crew.start(self._serve(reader, writer), "worker")
@@ -134,12 +144,14 @@ class PoolServer:
         self._num_workers += 1
         try:
             while True:
-                data = await read_frame(reader)
+                data = await read_frame(reader, lambda num_bytes: self._unfinished.hold(client, num_bytes))
+                self._unfinished.hold(client, 0)
                 await client.asked(msgspec.msgpack.decode(data, type=Asked))
         except (KvoltError, *MALFORMED) as error:
             log.debug("a connection has ended: %s", str(error))
         finally:
             self._num_workers -= 1
+            self._unfinished.hold(client, 0)
             await client.close()
             self._writers.discard(writer)
             await _hang_up(writer)
@@ -288,11 +300,16 @@ class _Client:
     """One worker's connection."""
 
     def __init__(self, server: PoolServer, writer: asyncio.StreamWriter) -> None:
+        self.peer_host = "unix"
         self._server = server
         self._writer = writer
         self._crew = Crew("kv pool's worker")
         self._open = asyncio.Semaphore(_MOST_OPEN)
         self._offerings: set[Offering] = set()
+
+    def shed(self) -> None:
+        """Frames that have not come whole are over their budget, and this one is the largest."""
+        self._writer.transport.abort()
 
     async def asked(self, asked: Asked) -> None:
         await self._open.acquire()  # who asks for more than that waits in its socket

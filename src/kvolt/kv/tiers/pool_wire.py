@@ -7,6 +7,7 @@ agents, never here. Only processes of the same user reach the socket: what they 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -22,6 +23,8 @@ MOST_BLOCKS = 4096
 """In one question."""
 _HEAD_BYTES = 4
 _MOST_BYTES = 16 << 20
+UNFINISHED_S = 60.0
+"""For a frame to arrive whole."""
 
 
 _Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -162,12 +165,19 @@ def frame(message: Asked | Answered) -> bytes:
     return len(data).to_bytes(_HEAD_BYTES, "little") + data
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """NetworkFault when the other has gone, or says what cannot be."""
+async def read_frame(
+    reader: asyncio.StreamReader, on_size: Callable[[int], object] = lambda num_bytes: None
+) -> bytes:
+    """NetworkFault when the other has gone, says what cannot be, or does not end what it began. `on_size` is given
+    the size of a frame that begins to arrive."""
     try:
         size = int.from_bytes(await reader.readexactly(_HEAD_BYTES), "little")
         if size > _MOST_BYTES:
             raise NetworkFault(f"a frame of {size:,} bytes is too large")
-        return await reader.readexactly(size)
+        on_size(size)
+        async with asyncio.timeout(UNFINISHED_S):
+            return await reader.readexactly(size)
+    except TimeoutError:
+        raise NetworkFault(f"a frame did not arrive whole within {UNFINISHED_S:g} s") from None
     except (OSError, asyncio.IncompleteReadError) as error:
         raise NetworkFault(f"the connection is lost ({type(error).__name__})") from None

@@ -229,6 +229,27 @@ async def test_nonsense_ends_the_connection_and_nothing_else(tmp_path: Path) -> 
                 pass
 
 
+async def test_frames_that_never_end_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "pool.sock"
+    with device() as memory:
+        async with pool(path):
+            begun = []
+            for _ in range(6):  # 16 MiB each, of 64 that there may be
+                reader, writer = await asyncio.open_unix_connection(path)
+                writer.write((16 << 20).to_bytes(4, "little") + b"x")
+                begun.append((reader, writer))
+            async with asyncio.timeout(20):
+                done, _ = await asyncio.wait(
+                    [asyncio.ensure_future(reader.read()) for reader, _ in begun],
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            assert done
+            async with worker(memory, path):
+                pass
+            for _, writer in begun:
+                writer.close()
+
+
 async def test_no_pool_is_told_with_the_remedy(tmp_path: Path) -> None:
     link = PoolLink(tmp_path / "none.sock", None, Clock())
     with pytest.raises(NetworkFault) as told:
