@@ -40,7 +40,7 @@ class NativeArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """CPU threads of each process; None for what the environment says."""
     cuda_graphs: bool = True
     measure_steps: bool = True
-    """Measure some steps at start, for a second or so, and register how long they take: routers reckon with it."""
+    """Measure some steps at start, for a second or so: prompts are cut by predicted time, and routers get the model."""
     process: Literal["own", "thread"] = "own"
     """Where steps run: in a process of their own, or in a thread of the worker."""
     kv_events: bool = True

@@ -232,8 +232,8 @@ def build_core(
             log.warning("steps cannot be measured, and nobody is told what they take", exc_info=True)
         else:
             core.info = msgspec.structs.replace(info, latency=trials.latency)
-            if trials.latency is not None:
-                scheduler.pace = StepPace(trials.latency, trials.most_prompt_tokens)
+            if trials.rough_latency is not None:
+                scheduler.pace = StepPace(trials.rough_latency, trials.most_prompt_tokens)
     if arguments.step_log is not None:
         core.on_step = _step_log(Path(arguments.step_log), core, setup)
     hooks.progress(

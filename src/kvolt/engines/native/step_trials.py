@@ -116,6 +116,17 @@ class Trials(msgspec.Struct, frozen=True, kw_only=True):
     """None where they say too little."""
 
     @property
+    def rough_latency(self) -> LatencyModel | None:
+        """The latency, or where the trials were too few for one, what the fastest decode and the largest prompt say: to
+        be corrected by real steps, not to be registered. None where nothing ran."""
+        if self.latency is not None or not self.steps:
+            return self.latency
+        base_s = min((step.time_s for step in self.steps if step.batch), default=0.0)
+        prompt = max(self.steps, key=lambda step: step.prefill_tokens)
+        token_s = max(prompt.time_s - base_s, 0.0) / max(prompt.prefill_tokens, 1)
+        return LatencyModel(base_s=base_s, prefill_token_s=token_s)
+
+    @property
     def most_prompt_tokens(self) -> int:
         """Of the largest step."""
         return max((step.prefill_tokens for step in self.steps), default=0)

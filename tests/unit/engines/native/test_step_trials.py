@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from kvolt.core.latency import LatencyModel
+from kvolt.core.latency import LatencyModel, at_speed
 from kvolt.engines.native.step_trials import BUDGET_S, Trial, TrialRoom, Trials, measure_steps
 from kvolt.engines.step_plan import Limits
 
@@ -140,6 +140,21 @@ def test_no_step_is_begun_after_the_budget() -> None:
         assert max(engine.begun_at) < 100.0 + BUDGET_S
         # Nor is one that is known to end after it; of the first nothing is known.
         assert engine.time_s < 100.0 + max(BUDGET_S, 2 * seconds) + 0.1
+
+
+def test_of_too_little_a_rough_model_is_left_for_real_steps_to_correct() -> None:
+    busy = Engine(at_speed(CORE, 0.05))
+    trials = measure_steps(busy.prepare, HOST, busy.now)
+    assert trials.latency is None
+    assert trials.rough_latency is not None
+    assert 0 < trials.rough_latency.prefill_s(64) < 4 * busy.model.prefill_s(64)
+    assert trials.rough_latency.base_s > CORE.base_s
+    quiet = Engine(CORE)
+    trials = measure_steps(quiet.prepare, HOST, quiet.now)
+    assert trials.rough_latency is trials.latency
+    assert trials.most_prompt_tokens >= 64
+    nothing = Trials(steps=(), num_runs=0, took_s=0.0, latency=None)
+    assert (nothing.rough_latency, nothing.most_prompt_tokens) == (None, 0)
 
 
 def test_of_too_little_nothing_is_made() -> None:
