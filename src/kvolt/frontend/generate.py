@@ -24,7 +24,7 @@ from kvolt.frontend.embedded import embedded_prompts, stand_ins
 from kvolt.frontend.live import LiveAnswer, TokenFan
 from kvolt.frontend.metrics import FrontendMetrics
 from kvolt.frontend.models import Model, Models
-from kvolt.frontend.off_loop import INLINE_TOKENS, OffLoop
+from kvolt.frontend.off_loop import INLINE_LOGPROBS, INLINE_TOKENS, OffLoop
 from kvolt.frontend.openai_api.checks import check_vocabulary
 from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES, Parsed
 from kvolt.frontend.openai_api.generation import (
@@ -280,7 +280,8 @@ class Generation:
     def _requests(self, asked: _Asked) -> list[Request]:
         several = len(asked.prompts) > 1
         requests = []
-        check_prompt_logprobs(sum(map(len, asked.prompts)), asked.options.sampling.prompt_logprobs)
+        sampling = asked.options.sampling
+        check_prompt_logprobs(sum(map(len, asked.prompts)), sampling.prompt_logprobs, sampling.num_choices)
         for number, prompt in enumerate(asked.prompts):
             request_id = f"{asked.request_id}-{number}" if several else asked.request_id
             requests.append(
@@ -321,7 +322,9 @@ class Generation:
         answer = WholeAnswer(plan, self._new_call_id, self._fan)
         try:
             await self._run(asked, answer, answer.receivers, requests, answer.done)
-            return Response(200, answer.body(), {**asked.headers, **plan.late_headers()})
+            is_long = _num_logprobs(asked.options.sampling, num_tokens, answer) > INLINE_LOGPROBS
+            body = await self.off_loop.run(answer.body) if is_long else answer.body()
+            return Response(200, body, {**asked.headers, **plan.late_headers()})
         finally:
             _count(record, answer)
             answer.close()
@@ -473,6 +476,16 @@ async def _begin_all(journeys: list[Journey]) -> None:
     for result in results:
         if isinstance(result, BaseException):
             raise result
+
+
+def _num_logprobs(sampling: Sampling, num_prompt_tokens: int, answer: WholeAnswer) -> int:
+    """Log probabilities that a whole answer has, with all alternatives."""
+    num_told = 0
+    if sampling.logprobs is not None:
+        num_told += sum(state.choice.num_tokens for state in answer.states) * (sampling.logprobs + 1)
+    if sampling.prompt_logprobs is not None:
+        num_told += num_prompt_tokens * sampling.num_choices * (sampling.prompt_logprobs + 1)
+    return num_told
 
 
 def _check_length(card: ModelCard, prompt: Sized, num_wanted: int) -> None:

@@ -20,6 +20,9 @@ T = TypeVar("T")
 INLINE_TOKENS = 32 * 1024
 """Largest number of tokens that are hashed, copied or decoded on the loop."""
 
+INLINE_LOGPROBS = 8 * 1024
+"""Largest number of log probabilities that are written on the loop."""
+
 _MAX_WAITING = 256
 _TIMEOUT_S = 60.0
 

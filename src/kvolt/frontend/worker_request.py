@@ -30,15 +30,16 @@ def too_long(card: ModelCard, num_tokens: int, num_wanted: int, param: str) -> I
     )
 
 
-def check_prompt_logprobs(num_tokens: int, num_alternatives: int | None) -> None:
-    """They come all at once, so the whole process would wait for those of a long prompt."""
+def check_prompt_logprobs(num_tokens: int, num_alternatives: int | None, num_choices: int = 1) -> None:
+    """They come all at once, and with each choice again: the whole process would wait for those of a long prompt."""
     if num_alternatives is None:
         return
-    num_told = num_tokens * (num_alternatives + 1)
+    num_told = num_tokens * (num_alternatives + 1) * num_choices
     if num_told > _MAX_PROMPT_LOGPROBS:
+        times = f" in {num_choices} choices" if num_choices > 1 else ""
         raise InvalidRequest(
             f"{num_tokens} prompt tokens with {num_alternatives} alternatives each make {num_told} log "
-            f"probabilities; at most {_MAX_PROMPT_LOGPROBS} can be told at once",
+            f"probabilities{times}; at most {_MAX_PROMPT_LOGPROBS} are answered at once",
             param="prompt_logprobs",
         )
 

@@ -124,6 +124,9 @@ def test_the_context_is_a_limit() -> None:
 def test_only_so_many_log_probabilities_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvolt.frontend.worker_request._MAX_PROMPT_LOGPROBS", 100)
     check_prompt_logprobs(20, 4)
+    check_prompt_logprobs(10, 4, num_choices=2)
+    with pytest.raises(InvalidRequest, match="in 3 choices"):
+        check_prompt_logprobs(10, 4, num_choices=3)
     check_prompt_logprobs(1000, None)
     with pytest.raises(InvalidRequest, match="21 prompt tokens with 4 alternatives each make 105") as caught:
         check_prompt_logprobs(21, 4)

@@ -125,6 +125,26 @@ def test_only_large_bodies_leave_the_loop(
     served(body, lambda: sim(SimArguments(context_length=100_000, latency=ARGUMENTS.latency)))
 
 
+def test_an_answer_of_many_logprobs_is_written_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvolt.frontend.generate.INLINE_LOGPROBS", 40)
+    run, calls = OffLoop.run, []
+
+    async def counted(self: OffLoop, call: Callable[[], Any]) -> Any:
+        calls.append(call)
+        return await run(self, call)
+
+    monkeypatch.setattr(OffLoop, "run", counted)
+
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        few = await edge.chat(max_tokens=9, logprobs=True, top_logprobs=3, ignore_eos=True)
+        assert (few.status, len(calls)) == (200, 0)
+        many = await edge.chat(max_tokens=11, logprobs=True, top_logprobs=3, ignore_eos=True)
+        assert (many.status, len(calls)) == (200, 1)
+        assert len(many.json["choices"][0]["logprobs"]["content"]) == 11
+
+    served(body)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "limit"),
     [
