@@ -181,6 +181,21 @@ async def test_requests_that_are_wrong(client: httpx.AsyncClient) -> None:
     await post(client, "/v1/completions", completion())
 
 
+async def test_a_frontend_that_has_just_started_knows_the_models_that_there_are(bench: Bench) -> None:
+    """Its port opens when it does; on a machine that is too busy for that it says to try again."""
+    _, first_url = await bench.frontend()
+    bench.worker("worker", speed=20)
+    await until_ready(first_url)
+    _, url = await bench.frontend()
+    async with httpx.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/completions", json=completion())
+        while answer.status_code == 503:
+            assert answer.headers["retry-after"] == "1"
+            await asyncio.sleep(0.1)
+            answer = await client.post("/v1/completions", json=completion())
+        assert answer.status_code == 200
+
+
 async def test_health_follows_the_workers(bench: Bench) -> None:
     _, url = await bench.frontend()
     async with httpx.AsyncClient(base_url=url) as client:
