@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -177,3 +178,45 @@ async def test_a_stranger_cannot_take_the_key_of_a_joined_worker(bench: Bench) -
             assert await is_answered(url)
     assert worker.exit_code is None
     assert "registration lost" not in worker.err
+
+
+async def test_a_worker_that_lost_its_key_says_so_and_comes_back(tmp_path: Path) -> None:
+    """Its machine stands still until its lease has expired, and another process takes its key meanwhile."""
+    with Bench(tmp_path, KVOLT_DISCOVERY_TTL_S="1.0") as bench:
+        join = f"127.0.0.1:{free_port()}"
+        _, url = await bench.frontend("--discovery-kind", "file", "--discovery-join-listen", join)
+        worker = bench.worker("w0", "--join", join)
+        await until_ready(url)
+        joined = {"KVOLT_DISCOVERY_JOIN": join, "KVOLT_DISCOVERY_KIND": "join"}
+        views = await bench.until_seen("frontend", "w0", **joined)
+        async with bench.runtime(**joined) as intruder:
+            discovery = intruder.discovery
+            [key] = [
+                key
+                for key, value in (await discovery.get_prefix(INSTANCES)).items()
+                if (instance := decode_instance(value)) is not None
+                and (instance.process, instance.endpoint.endpoint) == ("w0", "generate")
+            ]
+            lease = await discovery.lease(5.0)
+            worker.send(signal.SIGSTOP)
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    try:
+                        await discovery.put(key, b"taken", lease)
+                        break
+                    except KeyConflict:
+                        await asyncio.sleep(0.1)
+            worker.send(signal.SIGCONT)
+            await worker.says("registration lost")
+            async with httpx.AsyncClient(base_url=f"http://{views['w0'].admin}", timeout=PATIENCE_S) as admin:
+                answer = await admin.get("/ready")
+                assert answer.status_code == 503
+                assert "registration" in answer.text
+                await discovery.revoke(lease)
+                await worker.says("registration is back")
+                async with asyncio.timeout(PATIENCE_S):
+                    while (await admin.get("/ready")).status_code != 200:
+                        await asyncio.sleep(0.1)
+        async with asyncio.timeout(PATIENCE_S):
+            while not await is_answered(url):
+                await asyncio.sleep(0.2)
