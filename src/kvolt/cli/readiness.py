@@ -27,9 +27,14 @@ def is_ready(settings: Settings, models: Served, *, every_worker: bool) -> bool:
 
 def missing_roles(groups: Sequence[WorkerSettings], models: Served, *, every_worker: bool) -> list[str]:
     """Roles of which fewer workers are reached than the config has, or none."""
+    decodes = any(group.role == Role.DECODE.value and group.count for group in groups)
+    counted = (
+        ANSWERING | {Role.PREFILL.value} if decodes else ANSWERING
+    )  # nothing goes on after other prompts
     wanted: Counter[str] = Counter()
     for group in groups:
-        wanted[group.role] += group.count * group.per_process
+        if group.role in counted:
+            wanted[group.role] += group.count * group.per_process
     reached: Counter[str] = Counter()
     for roles in models.values():
         reached.update(roles)

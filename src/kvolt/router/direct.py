@@ -36,7 +36,7 @@ class DirectRouter:
 
     def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
         """No other instance may take what is pinned; the breaker is kept for metrics."""
-        self.eligible.breakers.end(decision.instance.id, decision.attempt, outcome)
+        self.eligible.end_attempt(decision.instance.id, decision.attempt, outcome)
 
     async def close(self) -> None:
         """It has nothing of its own."""

@@ -12,7 +12,7 @@ from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.adapters import Adapters
-from kvolt.router.breaker import Breakers, BreakerState, BreakerView
+from kvolt.router.breaker import Attempt, Breakers, BreakerState, BreakerView, Outcome
 from kvolt.router.registered import Registered
 from kvolt.router.roster import ranks_of
 from kvolt.runtime.address import Instance, InstanceState
@@ -95,6 +95,11 @@ class Eligible:
             expected = f"it is expected to fail {breaker.failure_rate:.0%} of its requests"
             return f"its circuit breaker is open: {expected}; next probe in {breaker.retry_in_s:.1f} s"
         return None
+
+    def end_attempt(self, instance_id: InstanceId, attempt: Attempt | None, outcome: Outcome) -> None:
+        """A request is over that a router sent. What a worker did that is gone by now matters no more."""
+        is_gone = outcome is Outcome.FAILED and not self._client.is_registered(instance_id)
+        self.breakers.end(instance_id, attempt, Outcome.UNKNOWN if is_gone else outcome)
 
     def _drop_breakers(self) -> None:
         if self.breakers:

@@ -96,7 +96,7 @@ class KvRouter:
         self.selector.begun(decision.booking, cached_tokens)
 
     def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
-        self.eligible.breakers.end(decision.instance.id, decision.attempt, outcome)
+        self.eligible.end_attempt(decision.instance.id, decision.attempt, outcome)
         self.selector.free(decision.booking, usage)
 
     async def close(self) -> None:

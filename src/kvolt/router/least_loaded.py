@@ -53,7 +53,7 @@ class LeastLoadedRouter:
 
     def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
         instance_id = decision.instance.id
-        self.eligible.breakers.end(instance_id, decision.attempt, outcome)
+        self.eligible.end_attempt(instance_id, decision.attempt, outcome)
         number = self._under_way.pop(instance_id, 0) - 1
         if number > 0:
             self._under_way[instance_id] = number

@@ -118,7 +118,7 @@ class RoundRobinRouter:
         self.eligible.breakers.first_token(decision.instance.id, decision.attempt)
 
     def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
-        self.eligible.breakers.end(decision.instance.id, decision.attempt, outcome)
+        self.eligible.end_attempt(decision.instance.id, decision.attempt, outcome)
 
     async def close(self) -> None:
         """It has nothing of its own."""

@@ -240,6 +240,9 @@ class EndpointClient:
             )
         return found
 
+    def is_registered(self, instance_id: InstanceId) -> bool:
+        return instance_id in self._instances
+
     def _some_candidates(self) -> list[Instance]:
         candidates = self.candidates()
         if not candidates:

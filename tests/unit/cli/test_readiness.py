@@ -30,6 +30,7 @@ def config(*workers: WorkerSettings) -> Settings:
         (TWO_MODELS, {"a": {"aggregated": 1}, "b": {"aggregated": 1}}, False, True),
         (TWO_MODELS, {"a": {"aggregated": 3}}, False, False),
         ((), {"others": {"aggregated": 1}}, True, True),
+        ((SPLIT[0], TWO_MODELS[0]), {"a": {"aggregated": 2}}, True, True),
         ((WorkerSettings(model="m", count=0), *SPLIT), {"m": {"prefill": 2, "decode": 2}}, True, True),
         ((WorkerSettings(model="m", per_process=3),), {"m": {"aggregated": 2}}, False, True),
     ],

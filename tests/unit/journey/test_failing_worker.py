@@ -13,8 +13,8 @@ from tests.unit.journey.stage import Inbox
 from kvolt.core.errors import EngineFailed, Overloaded
 from kvolt.core.request import Request
 from kvolt.journey.journey import Journey, Road
-from kvolt.router.breaker import MAX_BACKOFF_S
-from kvolt.router.breaker_report import describe_breakers
+from kvolt.router.breaker import MAX_BACKOFF_S, Outcome
+from kvolt.router.breaker_report import breaker_families, describe_breakers
 from kvolt.router.policies import ROUTERS
 from kvolt.router.port import Router, RouterContext
 from kvolt.runtime.tasks import Crew
@@ -39,6 +39,11 @@ class Cluster:
             raise error
 
         self._first.engine.submit = self._submit if error is None else submit
+
+    async def leave(self) -> None:
+        """The first worker is gone, and known to be."""
+        await self._first.runtime.close()
+        await until(lambda: len(self._road.client.instances()) == 2)
 
     async def ask(self, seconds: float, cancel_after: int | None = None) -> None:
         """Ten requests a second, which are all answered."""
@@ -104,3 +109,26 @@ def test_a_worker_that_says_it_is_full_has_not_failed(router: str) -> None:
         assert describe_breakers([cluster.router]) == []
 
     clustered(body, router)
+
+
+def test_a_worker_that_is_gone_leaves_no_breaker_behind() -> None:
+    async def body(cluster: Cluster) -> None:
+        decisions = [await cluster.router.route(make_request(f"r{number}")) for number in range(30)]
+        await cluster.leave()
+        for decision in decisions:
+            is_first = decision.instance.process == "w0"
+            cluster.router.free(decision, None, Outcome.FAILED if is_first else Outcome.ANSWERED)
+        assert breaker_families_of(cluster.router) == set()
+
+    clustered(body, "round-robin")
+
+
+def breaker_families_of(router: Router) -> set[str]:
+    """Workers that have series."""
+    families = breaker_families([("e", router)])
+    return {
+        each.labels["worker_id"]
+        for family in families
+        for each in family.samples
+        if "worker_id" in each.labels
+    }
