@@ -152,6 +152,11 @@ class BulkReceiver:
         """Those with a message in pieces."""
         return tuple(self._messages)
 
+    def forgive(self, seconds: float) -> None:
+        """Messages that are not whole began so much later."""
+        for stream_id in self._begun_at:
+            self._begun_at[stream_id] += seconds
+
     def begun_before(self, when: float) -> tuple[int, ...]:
         """Streams whose message began to arrive before this time and is not whole."""
         return tuple(stream_id for stream_id, begun_at in self._begun_at.items() if begun_at < when)

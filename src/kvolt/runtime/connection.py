@@ -341,13 +341,12 @@ class Connection(asyncio.Protocol):
             self.abort(silent_error(self.peer_name, silent_s))
         if self.closed is not None:
             return
-        if not stalled:
-            try:
-                self.session.expire_unfinished(now)
-            except ProtocolError as error:
-                self.refuse(error)
-                return
-            self._count_unfinished()
+        try:
+            self.session.expire_unfinished(now, late_s)
+        except ProtocolError as error:
+            self.refuse(error)
+            return
+        self._count_unfinished()
         if self.session.peer is None:
             if now - self._made_at > _HELLO_TIMEOUT_S:
                 self.abort(ProtocolError(f"{self.peer_name} did not say hello", rule="hello"))

@@ -271,8 +271,10 @@ class JoinServer:
         yield True
 
     def _lose(self, lease: _Lease, key: str) -> None:
-        if lease.keys.pop(key, key) is None and lease.hold is not None:
-            lease.hold.report_lost(key)
+        if key in lease.keys:
+            del lease.keys[key]
+            if lease.hold is not None:
+                lease.hold.report_lost(key)
 
     async def _delete(self, request: KeyRequest) -> AsyncIterator[bool]:
         lease = self._leases.get(request.lease)

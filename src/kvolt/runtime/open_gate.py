@@ -85,18 +85,21 @@ class OpenGate:
     def _turn(self) -> None:
         self._is_scheduled = False
         self._left = OPENS_PER_TURN
-        while self._left > 0 and self._queues:
-            source, queue = next(iter(self._queues.items()))
-            del self._queues[source]
-            while queue.streams:
-                stream = queue.pop()
-                if not stream.closed:
-                    self._queues[source] = queue  # behind the others
-                    self._left -= 1
-                    self._serve(stream)
-                    break
-            self._budget.hold(queue, queue.num_bytes)
-            if not queue.streams:
-                self._queues.pop(source, None)
-        if self._queues:
-            self._schedule()
+        try:
+            while self._left > 0 and self._queues:
+                self._start_next()
+        finally:
+            if self._queues:
+                self._schedule()
+
+    def _start_next(self) -> None:
+        """One stream of the connection whose turn it is."""
+        source, queue = next(iter(self._queues.items()))
+        del self._queues[source]
+        stream = queue.pop() if queue.streams else None
+        if queue.streams:
+            self._queues[source] = queue  # behind the others
+        self._budget.hold(queue, queue.num_bytes)
+        if stream is not None and not stream.closed:
+            self._left -= 1
+            self._serve(stream)

@@ -397,8 +397,14 @@ class Session:
             )
         return bool(streams)
 
-    def expire_unfinished(self, now: float) -> None:
-        """Refuse messages that take too long to arrive. ProtocolError for a frame that does."""
+    def expire_unfinished(self, now: float, stalled_s: float) -> None:
+        """Refuse messages that take too long to arrive. ProtocolError for a frame that does.
+
+        `stalled_s`: how long this process stood still since the last call, in which nothing could arrive.
+        """
+        self._arriving.forgive(stalled_s)
+        if self._frame_since is not None:
+            self._frame_since += stalled_s
         for stream_id in self._arriving.begun_before(now - UNFINISHED_S):
             self._drop_message(
                 stream_id,
