@@ -30,7 +30,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvolt.core.errors import DiscoveryLost, KeyConflict, NotFound, Unavailable
+from kvolt.core.errors import DiscoveryLost, KeyConflict, NotFound, Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.discovery import Delete, Discovery, LeaseId, Put
@@ -44,6 +44,10 @@ HOLD, PUT, DELETE, REVOKE, GET, WATCH = (
     f"kvolt.discovery.{verb}" for verb in ("hold", "put", "delete", "revoke", "get", "watch")
 )
 
+
+MAX_LEASES = 16_384
+MAX_BYTES = 256 << 20
+"""Of keys and values that clients put."""
 
 LeaseSecret = Annotated[str, Meta(min_length=1, max_length=64)]
 
@@ -123,7 +127,8 @@ class _Hold:
 class _Lease:
     stored: LeaseId
     ttl_s: float
-    keys: dict[str, None] = field(default_factory=dict)
+    keys: dict[str, int] = field(default_factory=dict)
+    """With the bytes of each."""
     hold: _Hold | None = None
     expiry: asyncio.TimerHandle | None = None
     """Running while nobody holds it."""
@@ -144,6 +149,7 @@ class JoinServer:
         self._clock = clock
         self._settled_at = clock.monotonic() + settle_s
         self._leases: dict[str, _Lease] = {}
+        self._num_bytes = 0
         self._crew = Crew("join-server")
 
     def add_to(self, server: EndpointServer) -> None:
@@ -208,6 +214,8 @@ class JoinServer:
     async def _new_lease(self, request: HoldRequest) -> _Lease:
         if self._crew.closed:
             raise Unavailable("the join server is going away", reason="draining")
+        if len(self._leases) >= MAX_LEASES:
+            raise Overloaded("the join server has too many leases", queue="leases", limit=MAX_LEASES)
         # Named after the secret: after a restart of this server the lease goes on, and its keys with it.
         name = LeaseId(hashlib.blake2b(request.lease.encode(), digest_size=16).hexdigest())
         stored = await self._store.lease(request.ttl_s, name)
@@ -239,6 +247,7 @@ class JoinServer:
         """At once and whole, so that whoever comes back under this name starts with a new lease."""
         lease.stop_expiry()
         del self._leases[name]
+        self._num_bytes -= sum(lease.keys.values())
         lease.keys.clear()
         if lease.hold is not None:
             lease.hold.end()
@@ -260,27 +269,40 @@ class JoinServer:
         lease = self._leases.get(request.lease)
         if lease is None:
             raise NotFound("no such lease: hold it first", kind="lease")
+        num_bytes = len(request.key) + len(request.value)
+        if self._num_bytes + num_bytes > MAX_BYTES:
+            raise Overloaded("the join server has too much to keep", queue="values", limit=MAX_BYTES)
         on_lost = partial(self._lose, lease, request.key)
+        self._num_bytes += num_bytes  # before the wait: many may be written at once
         try:
             await self._store.put(request.key, request.value, lease.stored, on_lost)
-        except KeyConflict as error:
-            log.warning("put refused, another live lease owns the key: key=%r", request.key)
-            raise error
+        except BaseException as error:
+            self._num_bytes -= num_bytes
+            if isinstance(error, KeyConflict):
+                log.warning("put refused, another live lease owns the key: key=%r", request.key)
+            raise
         if self._leases.get(request.lease) is lease:
-            lease.keys[request.key] = None
+            self._drop_key(lease, request.key)
+            lease.keys[request.key] = num_bytes
+        else:
+            self._num_bytes -= num_bytes
         yield True
 
+    def _drop_key(self, lease: _Lease, key: str) -> bool:
+        """Whether the lease had it."""
+        num_bytes = lease.keys.pop(key, None)
+        self._num_bytes -= num_bytes or 0
+        return num_bytes is not None
+
     def _lose(self, lease: _Lease, key: str) -> None:
-        if key in lease.keys:
-            del lease.keys[key]
-            if lease.hold is not None:
-                lease.hold.report_lost(key)
+        if self._drop_key(lease, key) and lease.hold is not None:
+            lease.hold.report_lost(key)
 
     async def _delete(self, request: KeyRequest) -> AsyncIterator[bool]:
         lease = self._leases.get(request.lease)
         if lease is not None and request.key in lease.keys:
             await self._store.delete(request.key)
-            lease.keys.pop(request.key, None)
+            self._drop_key(lease, request.key)
         yield True
 
     async def _get(self, prefix: str) -> AsyncIterator[dict[str, bytes]]:

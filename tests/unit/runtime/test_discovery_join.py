@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from kvolt.core.errors import Cancelled, DiscoveryLost, InvalidRequest, KeyConflict, NotFound
+from kvolt.runtime import join_server
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.client import open_stream
 from kvolt.runtime.clock import Clock, SystemClock
@@ -452,6 +453,34 @@ def test_a_stranger_can_neither_use_nor_end_a_lease() -> None:
         await asyncio.sleep(3 * USUAL.ttl_s)
         assert await owner.get_prefix("") == {"k": b"owner"}
         await stranger.close()
+        await harness.close()
+
+    run_virtual(main, until_s=900)
+
+
+def test_what_strangers_put_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_server, "MAX_BYTES", 1000)
+    monkeypatch.setattr(join_server, "MAX_LEASES", 2)
+
+    async def main() -> None:
+        harness = VirtualHarness()
+        stranger, owner = await harness.client(), await harness.client()
+        lease = await stranger.lease(USUAL.ttl_s)
+        for number in range(9):
+            await stranger.put(f"{number}", b"x" * 99, lease)
+        await stranger.put("8", b"y" * 99, lease)  # in the place of what is there
+        with pytest.raises(DiscoveryLost, match="too much to keep"):
+            await stranger.put("more", b"x" * 999, lease)
+        own = await owner.lease(USUAL.ttl_s)
+        with pytest.raises(DiscoveryLost, match="too many leases"):
+            await owner.lease(USUAL.ttl_s)
+        await stranger.delete("0")
+        await owner.put("own", b"x" * 100, own)
+        await stranger.revoke(lease)
+        assert harness.server is not None
+        assert harness.server.join._num_bytes == 103
+        await owner.put("own", b"x" * 800, own)
+        assert harness.server.join._num_bytes == 803
         await harness.close()
 
     run_virtual(main, until_s=900)
