@@ -69,9 +69,12 @@ def replay_dynamo(
     *,
     mode: str = "round_robin",
     speed: float = 1.0,
+    prefill_load_scale: float = 1.0,
 ) -> Replayed:
-    """`block_size` is that of the trace's hash ids; `mode` is its router's."""
+    """`block_size` is that of the trace's hash ids; `mode` and `prefill_load_scale` are its router's."""
     engine = {"block_size": BLOCK_SIZE, "num_gpu_blocks": NUM_BLOCKS}
+    weights = {"prefill_load_scale": prefill_load_scale} if mode == "kv_router" else {}
+    routing = ("--router-config", msgspec.json.encode(weights).decode()) if weights else ()
     with tempfile.TemporaryDirectory(prefix="bench-twin-") as folder:
         told = Path(folder) / "report.json"
         used, _ = on_one_core(
@@ -80,6 +83,7 @@ def replay_dynamo(
                 *(str(python), "-m", "dynamo.replay", str(trace), "--trace-format", "mooncake"),
                 *("--trace-block-size", str(block_size), "--num-workers", str(num_workers)),
                 *("--router-mode", mode, "--replay-mode", "offline", "--arrival-speedup-ratio", str(speed)),
+                *routing,
                 *("--extra-engine-args", msgspec.json.encode(engine).decode(), "--report-json", str(told)),
             ],
             Path(folder),

@@ -14,67 +14,71 @@
 #define KVOLT_SOURCE_DIGEST ""
 #endif
 
-enum { LINEAR_COLUMNS = 6, OCCUPANCY_COLUMNS = 9 };
+enum { LINEAR_COLUMNS = 7, OCCUPANCY_COLUMNS = 9, LOOK_INPUTS = 7 };
 
 typedef struct {
     Py_ssize_t num;        /* workers */
     const double *columns; /* of the model: one after the other, a number for each worker */
     double prompt, output, block;
-    const double *overlap, *pace, *decoding, *context;
-    double *prefill, *slowdown;
+    const double *overlap, *pace, *decoding, *context, *beside, *reading, *joined;
+    double *prefill, *step, *slowdown;
 } Job;
 
 static inline double at_least(double value, double least) { return value > least ? value : least; }
 
 static void price_linear(const Job *job) {
     const Py_ssize_t num = job->num;
-    const double *chunk = job->columns, *step = chunk + num, *token = step + num, *read = token + num,
-                 *batch = read + num, *context_token = batch + num;
+    const double *chunk = job->columns, *first = chunk + num, *token = first + num, *read = token + num,
+                 *batch = read + num, *context_token = batch + num, *base = context_token + num;
     for (Py_ssize_t i = 0; i < num; i++) {
         const double new = at_least(job->prompt - job->overlap[i] * job->block, 1.0);
         const double chunks = new / chunk[i], full = floor(chunks), rest = new - full * chunk[i];
         const double squares = full * (chunk[i] * chunk[i]) + rest * rest;
         const double reading = read[i] * (new * (job->prompt - 0.5 * new) + 0.5 * squares);
-        const double beside = job->decoding[i] * batch[i] + job->context[i] * context_token[i];
-        const double more = batch[i] + job->prompt * context_token[i];
-        job->prefill[i] = job->pace[i] * (ceil(chunks) * step[i] + new *token[i] + reading + chunks * beside);
-        job->slowdown[i] = job->decoding[i] > 0 ? job->pace[i] * at_least(more, 0.0) * job->output : 0.0;
+        const double decodes = job->decoding[i] * batch[i] + job->context[i] * context_token[i];
+        const double alone = base[i] + job->beside[i] * batch[i] + job->reading[i] * context_token[i];
+        const double joined = base[i] + (job->beside[i] + 1.0) * batch[i] +
+                              (job->reading[i] + job->joined[i]) * context_token[i];
+        job->prefill[i] = job->pace[i] * (ceil(chunks) * first[i] + new *token[i] + reading + chunks * decodes);
+        job->step[i] = job->pace[i] * joined;
+        job->slowdown[i] = job->pace[i] * at_least(joined - alone, 0.0) * job->output;
     }
 }
 
 static void price_occupancy(const Job *job) {
     const Py_ssize_t num = job->num;
-    const double *chunk = job->columns, *step = chunk + num, *token = step + num, *square = token + num,
+    const double *chunk = job->columns, *first = chunk + num, *token = first + num, *square = token + num,
                  *base = square + num, *share = base + num, *share_square = share + num,
                  *least = share_square + num, *kv_tokens = least + num;
     for (Py_ssize_t i = 0; i < num; i++) {
         const double new = at_least(job->prompt - job->overlap[i] * job->block, 1.0);
         const double chunks = new / chunk[i], full = floor(chunks), rest = new - full * chunk[i];
         const double squares = full * (chunk[i] * chunk[i]) + rest * rest;
-        double decode[2]; /* a step as it is, and with this prompt's context */
-        for (int joined = 0; joined < 2; joined++) {
-            const double context = job->context[i] + (joined ? job->prompt : 0.0);
-            const double used = context / kv_tokens[i] < 1.0 ? context / kv_tokens[i] : 1.0;
-            decode[joined] = at_least(base[i] + (share[i] + share_square[i] * used) * used, least[i]);
+        const double contexts[3] = {job->context[i], job->reading[i], job->reading[i] + job->joined[i]};
+        double decode[3]; /* a step of those that decode now, of those beside its answer, and with it */
+        for (int at = 0; at < 3; at++) {
+            const double used = contexts[at] / kv_tokens[i] < 1.0 ? contexts[at] / kv_tokens[i] : 1.0;
+            decode[at] = at_least(base[i] + (share[i] + share_square[i] * used) * used, least[i]);
         }
-        const bool is_busy = job->decoding[i] > 0;
-        const double alone = ceil(chunks) * step[i] + new *token[i] + squares * square[i];
-        job->prefill[i] = job->pace[i] * (alone + (is_busy ? chunks * decode[0] : 0.0));
-        job->slowdown[i] = is_busy ? job->pace[i] * at_least(decode[1] - decode[0], 0.0) * job->output : 0.0;
+        const double alone = ceil(chunks) * first[i] + new *token[i] + squares * square[i];
+        job->prefill[i] = job->pace[i] * (alone + (job->decoding[i] > 0 ? chunks * decode[0] : 0.0));
+        job->step[i] = job->pace[i] * decode[2];
+        job->slowdown[i] = job->pace[i] * at_least(decode[2] - decode[1], 0.0) * job->output;
     }
 }
 
 static PyObject *prices_look(PyObject *self, PyObject *args) {
     int is_occupancy;
     Job job;
-    Py_buffer columns, inputs[4], out;
-    if (!PyArg_ParseTuple(args, "py*dddy*y*y*y*w*", &is_occupancy, &columns, &job.prompt, &job.output, &job.block,
-                          &inputs[0], &inputs[1], &inputs[2], &inputs[3], &out))
+    Py_buffer columns, inputs[LOOK_INPUTS], out;
+    if (!PyArg_ParseTuple(args, "py*dddy*y*y*y*y*y*y*w*", &is_occupancy, &columns, &job.prompt, &job.output,
+                          &job.block, &inputs[0], &inputs[1], &inputs[2], &inputs[3], &inputs[4], &inputs[5],
+                          &inputs[6], &out))
         return NULL;
-    const Py_ssize_t bytes = out.len / 2;
-    bool fits = out.len % (2 * (Py_ssize_t)sizeof(double)) == 0 &&
+    const Py_ssize_t bytes = out.len / 3;
+    bool fits = out.len % (3 * (Py_ssize_t)sizeof(double)) == 0 &&
                 columns.len == bytes * (is_occupancy ? OCCUPANCY_COLUMNS : LINEAR_COLUMNS);
-    for (int i = 0; i < 4; i++) fits = fits && inputs[i].len == bytes;
+    for (int i = 0; i < LOOK_INPUTS; i++) fits = fits && inputs[i].len == bytes;
     if (fits) {
         job.num = bytes / (Py_ssize_t)sizeof(double);
         job.columns = columns.buf;
@@ -82,8 +86,12 @@ static PyObject *prices_look(PyObject *self, PyObject *args) {
         job.pace = inputs[1].buf;
         job.decoding = inputs[2].buf;
         job.context = inputs[3].buf;
+        job.beside = inputs[4].buf;
+        job.reading = inputs[5].buf;
+        job.joined = inputs[6].buf;
         job.prefill = out.buf;
-        job.slowdown = job.prefill + job.num;
+        job.step = job.prefill + job.num;
+        job.slowdown = job.step + job.num;
         if (is_occupancy)
             price_occupancy(&job);
         else
@@ -93,7 +101,7 @@ static PyObject *prices_look(PyObject *self, PyObject *args) {
     }
     PyBuffer_Release(&columns);
     PyBuffer_Release(&out);
-    for (int i = 0; i < 4; i++) PyBuffer_Release(&inputs[i]);
+    for (int i = 0; i < LOOK_INPUTS; i++) PyBuffer_Release(&inputs[i]);
     if (!fits) return NULL;
     Py_RETURN_NONE;
 }
@@ -107,26 +115,32 @@ static bool take_doubles(PyObject *array, int flags, Py_ssize_t bytes, Py_buffer
     return false;
 }
 
-/* `policy.latency` in one pass, in the same order of operations: the costs are the same to the last bit. */
+/* `policy.latency` in one pass, in the same order of operations. */
 static PyObject *prices_latency(PyObject *self, PyObject *args) {
-    enum { INPUTS = 7 };
-    double waiting, others, room, affinity;
+    enum { INPUTS = 8 };
+    double output, arrivals, room, affinity;
     PyObject *arrays[INPUTS], *found;
     Py_buffer in[INPUTS], out;
-    if (!PyArg_ParseTuple(args, "ddddOOOOOOOO", &waiting, &others, &room, &affinity, &arrays[0], &arrays[1], &arrays[2],
-                          &arrays[3], &arrays[4], &arrays[5], &arrays[6], &found))
+    if (!PyArg_ParseTuple(args, "ddddOOOOOOOOO", &output, &arrivals, &room, &affinity,
+                          &arrays[0], &arrays[1], &arrays[2], &arrays[3], &arrays[4], &arrays[5], &arrays[6],
+                          &arrays[7], &found))
         return NULL;
     if (!take_doubles(found, PyBUF_WRITABLE, -1, &out)) return NULL;
     int taken = 0;
     while (taken < INPUTS && take_doubles(arrays[taken], 0, out.len, &in[taken])) taken++;
     if (taken == INPUTS) {
-        const double *requests = in[0].buf, *decoding = in[1].buf, *prefill = in[2].buf, *slowdown = in[3].buf,
-                     *queue = in[4].buf, *until_room = in[5].buf, *served = in[6].buf;
-        double *costs = out.buf;
-        for (Py_ssize_t i = 0; i < out.len / (Py_ssize_t)sizeof(double); i++) {
-            const double own = (at_least(requests[i] - decoding[i], 0.0) * waiting + 1.0) * prefill[i];
-            const double theirs = (prefill[i] + slowdown[i]) * decoding[i] * others;
-            costs[i] = own + theirs + at_least(queue[i], room * until_room[i]) - affinity * served[i];
+        const Py_ssize_t num = out.len / (Py_ssize_t)sizeof(double);
+        const double *beside = in[0].buf, *prefill = in[1].buf, *step = in[2].buf, *slowdown = in[3].buf,
+                     *queue = in[4].buf, *until_room = in[5].buf, *served = in[6].buf, *copy = in[7].buf;
+        double *costs = out.buf, least = INFINITY;
+        for (Py_ssize_t i = 0; i < num; i++) {
+            costs[i] = output * step[i] + beside[i] * slowdown[i];
+            if (costs[i] < least) least = costs[i];
+        }
+        for (Py_ssize_t i = 0; i < num; i++) {
+            const double delayed = 1.0 + beside[i] + arrivals * (queue[i] + prefill[i]);
+            const double first = prefill[i] * delayed + at_least(queue[i], room * until_room[i]);
+            costs[i] = first + (costs[i] - least) - copy[i] - affinity * served[i];
         }
     }
     PyBuffer_Release(&out);
@@ -137,7 +151,7 @@ static PyObject *prices_latency(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"latency", prices_latency, METH_VARARGS, "Costs of all workers by kvolt.router.policy.latency."},
-    {"look", prices_look, METH_VARARGS, "Prefill and slowdown, in seconds, of all workers: see kvolt.router.prices."},
+    {"look", prices_look, METH_VARARGS, "Prefill, step and slowdown, in seconds, of all workers: see kvolt.router.prices."},
     {NULL, NULL, 0, NULL},
 };
 

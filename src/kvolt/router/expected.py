@@ -54,7 +54,7 @@ class ExpectedBlocks:
     def send(self, row: int, ticket: int, hashes: tuple[int, ...]) -> None:
         slot = self._slots.get(row)
         if hashes and slot is not None:
-            kept = self._sent.setdefault(row, {})[ticket] = _kept(hashes)
+            kept = self._sent.setdefault(row, {})[ticket] = kept_hashes(hashes)
             self._index.store(slot, kept)
 
     def end(self, row: int, ticket: int) -> None:
@@ -83,15 +83,20 @@ class ExpectedBlocks:
         """
         if not self._sent:
             return None
-        found = self._index.find(_kept(hashes))
+        found = self._index.find(kept_hashes(hashes))
         if found[found.argmax()] > _DENSE:
             found += np.maximum(found - _DENSE, 0) * (_STRIDE - 1)
         return found
 
 
-def _kept(hashes: tuple[int, ...]) -> tuple[int, ...]:
+def kept_hashes(hashes: tuple[int, ...]) -> tuple[int, ...]:
     """Of a prompt: the same places of every prompt, so that two can be compared."""
     return hashes if len(hashes) <= _DENSE else hashes[:_DENSE] + hashes[_DENSE + _STRIDE - 1 :: _STRIDE]
+
+
+def kept_depth(index: int) -> int:
+    """Blocks of a prompt up to and with the one that is kept at this index."""
+    return index + 1 if index < _DENSE else _DENSE + (index - _DENSE + 1) * _STRIDE
 
 
 def _num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:

@@ -13,6 +13,7 @@ and is no other requests than the other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,10 @@ from kvolt.router.place import Place
 Rows = npt.NDArray[np.intp]
 
 _FIRST_ROWS = 16
+_RATE_S = 10.0
+"""Time over which arrivals are averaged."""
+_MOST_PREFILL_SHARE = 0.9
+"""Beyond, an estimate of what is left for answers says nothing."""
 _LEAST_REQUESTS = 0.5
 """Requests come whole; what is less is what sums of floats leave."""
 
@@ -50,6 +55,22 @@ class Booking:
         return self.blocks * self.prefill_tokens / max(self.prompt_tokens, 1)
 
 
+def even_out(requests: Floats, tokens: Floats) -> tuple[Floats, Floats]:
+    """Requests and tokens at each worker, on average over the life of an answer that begins now.
+
+    Requests that come go where the fewest are. So a worker below the average is soon at it. One that is above gets
+    none until those beyond the average have ended: of a life that is the share `1 - average / requests`, during which
+    the excess shrinks to nothing.
+    """
+    return _even_out(requests), _even_out(tokens)
+
+
+def _even_out(amounts: Floats) -> Floats:
+    average = float(amounts.sum()) / len(amounts)
+    share = np.maximum(0.5 * (1.0 - average / (amounts + 1.0)), 0.0)
+    return average + share * (amounts - average)
+
+
 class LoadBook:
     """See the module. The arrays are read by row, and changed by nobody else."""
 
@@ -66,6 +87,14 @@ class LoadBook:
         self.decoding = np.zeros(_FIRST_ROWS)
         self.context_tokens = np.zeros(_FIRST_ROWS)
         """Of the requests that decode."""
+        self.under_way_tokens = np.zeros(_FIRST_ROWS)
+        """Prompt tokens of all requests, computed or not."""
+        self.shared_blocks = np.zeros(_FIRST_ROWS)
+        """Blocks of prompts that another request under way there has too, counted once for each after the first."""
+        self._prefill_share = np.zeros(_FIRST_ROWS)
+        self._prefilled_at = np.zeros(_FIRST_ROWS)
+        self._arrivals_per_s = 0.0
+        self._arrived_at = 0.0
         self.used_blocks = np.zeros(_FIRST_ROWS)
         """In use now or soon, by the worker's own word where it has given it: requests that share blocks hold fewer
         together than they do one by one."""
@@ -129,8 +158,27 @@ class LoadBook:
         self.prefill_tokens[row] += prefill_tokens
         self.blocks[row] += blocks
         self.requests[row] += 1
+        self.under_way_tokens[row] += prompt_tokens
+        fading = math.exp(min(float(self._prefilled_at[row]) - now, 0.0) / _RATE_S)
+        self._prefill_share[row] = float(self._prefill_share[row]) * fading + prefill_s / _RATE_S
+        self._prefilled_at[row] = now
+        self._arrivals_per_s = self.arrivals_per_s(now) + 1.0 / _RATE_S
+        self._arrived_at = now
         self._come(row, booking.new_blocks)
         return ticket
+
+    def prefill_share(self, rows: Rows | slice, now: float) -> Floats:
+        """Share of each worker's time that prompts took lately: those that decode wait meanwhile."""
+        share = self._prefill_share[rows] * np.exp((self._prefilled_at[rows] - now) / _RATE_S)
+        return np.minimum(share, _MOST_PREFILL_SHARE)
+
+    def share(self, row: int, num_blocks: int) -> None:
+        """So many more blocks of prompts under way there, or fewer, are another request's too."""
+        self.shared_blocks[row] += num_blocks
+
+    def arrivals_per_s(self, now: float) -> float:
+        """Rate of bookings over the last seconds."""
+        return self._arrivals_per_s * math.exp(min(self._arrived_at - now, 0.0) / _RATE_S)
 
     def begin(self, ticket: int, now: float) -> Booking | None:
         """Its first token has come: the prompt is computed. None for one that is not booked, or has begun."""
@@ -154,6 +202,7 @@ class LoadBook:
         row = booking.row
         self.blocks[row] -= booking.blocks
         self.requests[row] -= 1
+        self.under_way_tokens[row] -= booking.prompt_tokens
         if booking.has_begun:
             self.decoding[row] -= 1
             self.context_tokens[row] -= booking.prompt_tokens
@@ -250,6 +299,7 @@ class LoadBook:
         self.prefill_tokens[row] += sign * self._told_prefill_tokens[row]
         self.blocks[row] += sign * self._others_blocks(row)
         self.context_tokens[row] += sign * self._told_context_tokens[row]
+        self.under_way_tokens[row] += sign * self._told_context_tokens[row]
         self._come(row, 0.0)
 
     def _others_requests(self, row: int) -> float:

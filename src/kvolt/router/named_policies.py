@@ -12,11 +12,7 @@ from kvolt.runtime.settings_router import RouterSettings
 
 
 def latency_of(settings: RouterSettings) -> Policy:
-    return latency(
-        LatencyWeights(
-            settings.others_weight, settings.room_weight, settings.affinity_s, settings.waiting_weight
-        )
-    )
+    return latency(LatencyWeights(settings.room_weight, settings.affinity_s))
 
 
 def classic_of(settings: RouterSettings) -> Policy:

@@ -26,7 +26,7 @@ else:
     except ImportError:
         native_latency = None
 
-WEIGHTS = ("overlap", "others", "room", "affinity")
+WEIGHTS = ("overlap", "room", "affinity")
 """What a request may weigh in its own way; each policy reads those that it has."""
 
 
@@ -39,6 +39,8 @@ class RequestView(msgspec.Struct, frozen=True):
     """As many as are expected."""
     weights: Mapping[str, float] = {}
     """Of WEIGHTS, those that this request sets for itself."""
+    arrivals_per_s: float = 0.0
+    """Requests that come to a worker, on average over all of them."""
 
     @property
     def num_blocks(self) -> int:
@@ -62,7 +64,13 @@ class WorkersView(msgspec.Struct, frozen=True):
     prefill_s: Floats
     """What this prompt would take there, less what it holds."""
     slowdown_s: Floats
-    """By how much longer the steps of the answer's time would take there with this request in them."""
+    """By how much longer the answer of each other request there would take with this one in its steps."""
+    beside: Floats
+    """Requests that share its steps there, on average over its answer."""
+    step_s: Floats
+    """Time per token of its answer there, beside those."""
+    copy_s: Floats
+    """What a copy of the prompt's hot prefix at this worker saves those that come with the same."""
     room_s: Floats
     """Until enough blocks are free there for this prompt, where there are not now."""
     total_blocks: Floats
@@ -101,56 +109,52 @@ def classic(weights: ClassicWeights | None = None) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class LatencyWeights:
-    others: float = 0.005
-    """What a second of somebody else's counts beside a second of this request's."""
     room: float = 1.0
     """What a second counts of waiting for room in a worker's cache."""
     affinity: float = 0.01
     """Seconds that who served the session last is favoured by."""
-    waiting: float = 0.3
-    """What a second of the prompt counts for each that waits there already. They come before it; but as many will come
-    behind it, and the longer the queues are the more it matters that a prompt is computed where less is left of it."""
 
 
 def latency(weights: LatencyWeights | None = None) -> Policy:
-    """Seconds that are added: until its first token, and to the answers of others that decode there."""
+    """Seconds that the request takes, and that it adds to others, as predicted:
+
+    - until its first token: queue and prompt; and until its last: expected tokens x the time of a step there, less what
+      the answer takes wherever it goes;
+    - of others: each beside it waits for the prompt's steps, each that comes while the worker is behind with prompts
+      waits for it too, and each that shares steps with the answer takes longer;
+    - less what a copy of a hot prefix saves those that come.
+    """
     weighed = weights or LatencyWeights()
 
     def cost(request: RequestView, workers: WorkersView) -> Floats:
-        others_weight = request.weights.get("others", weighed.others)
         room = request.weights.get("room", weighed.room)
         affinity = request.weights.get("affinity", weighed.affinity)
-        prefill_s, decoding = workers.prefill_s, workers.decoding
+        prefill_s, queue_s = workers.prefill_s, workers.queue_s
         if native_latency is not None:
             found = np.empty(len(prefill_s))
             native_latency(
-                weighed.waiting,
-                others_weight,
+                request.output_tokens,
+                request.arrivals_per_s,
                 room,
                 affinity,
-                workers.requests,
-                decoding,
+                workers.beside,
                 prefill_s,
+                workers.step_s,
                 workers.slowdown_s,
-                workers.queue_s,
+                queue_s,
                 workers.room_s,
                 workers.affinity,
+                workers.copy_s,
                 found,
             )
             return found
-        # The prompt's own time, and the same again in part for each that decodes or waits there. In place: this is
-        # done for every request, over all workers.
-        costs = workers.requests - decoding
-        np.maximum(costs, 0.0, out=costs)
-        costs *= weighed.waiting
-        costs += 1.0
-        costs *= prefill_s
-        others = prefill_s + workers.slowdown_s
-        others *= decoding
-        others *= others_weight
-        costs += others
+        answer_s = request.output_tokens * workers.step_s + workers.beside * workers.slowdown_s
+        delayed = 1.0 + workers.beside + request.arrivals_per_s * (queue_s + prefill_s)
         # While it waits for its turn room may be made.
-        costs += np.maximum(workers.queue_s, room * workers.room_s)
+        costs: Floats = (
+            prefill_s * delayed + np.maximum(queue_s, room * workers.room_s) + (answer_s - answer_s.min())
+        )
+        costs -= workers.copy_s
         costs -= affinity * workers.affinity
         return costs
 

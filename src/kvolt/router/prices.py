@@ -26,7 +26,7 @@ else:
     except ImportError:
         native_look = None
 
-GUESS = LatencyModel(prefill_token_s=50e-6)
+GUESS = LatencyModel(base_s=6e-3, prefill_token_s=50e-6, batch_s=50e-6, context_token_s=20e-9)
 """Of a worker that did not say."""
 
 _UNCHUNKED = 1 << 40
@@ -44,6 +44,8 @@ class Asked(NamedTuple):
     """Steps of the answer beside others."""
     overlap: Floats
     """In blocks."""
+    joined: Floats
+    """KV tokens that a decode step reads more with its answer in it."""
 
 
 class Prices:
@@ -61,6 +63,9 @@ class Prices:
                 occupancy[index] = info.occupancy_latency
             else:
                 linear[index] = (info.latency if info is not None else None) or GUESS
+        unread = [1.0 - _kv_read(info) for info in infos]
+        self.unread = np.array(unread) if any(unread) else None
+        """Share of a shared block's read that each sequence after the first is spared; None where that is nothing."""
         self._groups: list[tuple[Indexes, _Linear | _Occupancy]] = []
         if linear:
             indexes = np.array(list(linear), dtype=np.intp)
@@ -69,15 +74,20 @@ class Prices:
             indexes = np.array(list(occupancy), dtype=np.intp)
             self._groups.append((indexes, _Occupancy(list(occupancy.values()), chunks[indexes])))
 
-    def look(self, asked: Asked, pace: Floats, decoding: Floats, context: Floats) -> tuple[Floats, Floats]:
-        """`prefill_s` and `slowdown_s`, so many times as long as the models say."""
+    def look(
+        self, asked: Asked, pace: Floats, decoding: Floats, context: Floats, beside: Floats, reading: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """`prefill_s`, beside those that decode now with so much context; and, beside those that share its steps on
+        average and read so many KV tokens, the time of a step of its answer and by how much longer all its steps make
+        the answer of each of them. All so many times as long as the models say."""
         if native_look is None or len(self._groups) > 1:
             new_tokens = asked.prompt_tokens - asked.overlap * asked.block_size
             prefill_s = self.prefill_s(asked.prompt_tokens, new_tokens, decoding, context)
-            slowdown_s = self.slowdown_s(asked.prompt_tokens, asked.output_tokens, decoding, context)
-            return pace * prefill_s, pace * slowdown_s
+            step_s = self.decode_s(beside + 1.0, reading + asked.joined)
+            more_s = np.maximum(step_s - self.decode_s(beside, reading), 0.0)
+            return pace * prefill_s, pace * step_s, pace * more_s * asked.output_tokens
         group = self._groups[0][1]
-        out = np.empty((2, self._num_workers))
+        out = np.empty((3, self._num_workers))
         native_look(
             isinstance(group, _Occupancy),
             group.columns,
@@ -88,9 +98,12 @@ class Prices:
             pace,
             decoding,
             context,
+            beside,
+            reading,
+            asked.joined,
             out,
         )
-        return out[0], out[1]
+        return out[0], out[1], out[2]
 
     def prefill_s(self, prompt_tokens: int, new_tokens: Floats, decoding: Floats, context: Floats) -> Floats:
         """Of which so many must be computed, in chunks as large as the worker's steps are, beside those that decode
@@ -123,19 +136,6 @@ class Prices:
         more_s = max(two_s - one_s, 0.0)
         return max(one_s - more_s, 0.0), more_s
 
-    def slowdown_s(
-        self, prompt_tokens: int, output_tokens: float, decoding: Floats, context: Floats
-    ) -> Floats:
-        """By how much longer so many decode steps take with one more sequence in them."""
-        if len(self._groups) == 1:
-            more = self._groups[0][1].slowdown_s(prompt_tokens, decoding, context)
-        else:
-            more = np.empty(self._num_workers)
-            for indexes, group in self._groups:
-                more[indexes] = group.slowdown_s(prompt_tokens, decoding[indexes], context[indexes])
-        slowdown: Floats = np.maximum(more, 0.0) * (decoding > 0)
-        return slowdown * output_tokens
-
 
 class _Linear:
     """Workers with a LatencyModel each."""
@@ -150,7 +150,7 @@ class _Linear:
         self._context_token = _array([model.context_token_s for model in models])
         self._batch = _array([model.batch_s for model in models])
         self.columns = np.stack(
-            [chunks, self._step, self._token, self._context, self._batch, self._context_token]
+            [chunks, self._step, self._token, self._context, self._batch, self._context_token, self._base]
         )
         """All of it for the native look."""
 
@@ -169,9 +169,6 @@ class _Linear:
     def decode_s(self, decoding: Floats, context: Floats) -> Floats:
         time_s: Floats = self._base + decoding * self._batch + context * self._context_token
         return time_s
-
-    def slowdown_s(self, prompt_tokens: int, decoding: Floats, context: Floats) -> Floats:
-        return self._batch + prompt_tokens * self._context_token
 
 
 class _Occupancy:
@@ -204,9 +201,6 @@ class _Occupancy:
     def decode_s(self, decoding: Floats, context: Floats) -> Floats:
         return self._decode_s(context)
 
-    def slowdown_s(self, prompt_tokens: int, decoding: Floats, context: Floats) -> Floats:
-        return self._decode_s(context + prompt_tokens) - self._decode_s(context)
-
     def _decode_s(self, context: Floats) -> Floats:
         share = np.minimum(context / self._kv_tokens, 1.0)
         time_s: Floats = self._base + (self._share + self._share_square * share) * share
@@ -219,3 +213,8 @@ def _array(values: Sequence[float]) -> Floats:
 
 def _chunk(info: EngineInfo | None) -> int:
     return max(info.capacity.max_batch_tokens, 1) if info is not None else _UNCHUNKED
+
+
+def _kv_read(info: EngineInfo | None) -> float:
+    model = None if info is None else info.latency or info.occupancy_latency
+    return 1.0 if model is None else model.shared_kv_read

@@ -24,13 +24,14 @@ from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.latency import Floats
 from kvolt.core.load import LoadReport
 from kvolt.core.request import Request, RoutingHints
+from kvolt.router.active_prompts import ActivePrompts, Sharing, sharing_of
 from kvolt.router.affinity import Affinity
 from kvolt.router.breaker import Breakers
 from kvolt.router.expected import ExpectedBlocks
 from kvolt.router.forecast import Forecast
 from kvolt.router.gossip import PlaceBookings
 from kvolt.router.learning import Learning, Watch
-from kvolt.router.load import Booking, LoadBook
+from kvolt.router.load import Booking, LoadBook, even_out
 from kvolt.router.overlap import Holders, Overlap, Overlaps, usable_hashes
 from kvolt.router.place import Place
 from kvolt.router.policy import Policy, RequestView, WorkersView, pick, prefer, with_retries
@@ -98,6 +99,9 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float
     prefill_s: float
     slowdown_s: float
+    beside: float
+    step_s: float
+    copy_s: float
     room_s: float
     total_blocks: float
     affinity: float
@@ -163,6 +167,7 @@ class Selector:
         self._settings = settings = settings or RouterSettings()
         self._book = LoadBook()
         self._expected = ExpectedBlocks()
+        self._active = ActivePrompts()
         self._overlaps = Overlaps(holders, self._expected, settings)
         self._learning = Learning(watch, settings.correct_times)
         self._roster = Roster(self._book, self._add_row, self._drop_row, self._learning.drop_row)
@@ -280,6 +285,7 @@ class Selector:
             now,
         )
         self._expected.send(row, ticket, request.sequence_hashes)
+        self._book.share(row, self._active.add(row, ticket, request.sequence_hashes))
         self._under_way[ticket] = choice
         if self.shadow is not None:
             self.shadow.count(choice.shadowed)
@@ -299,7 +305,10 @@ class Selector:
 
     def free(self, ticket: int, usage: Usage | None) -> None:
         """It is over, however that came. Not an error for one that is over already."""
-        self._compute(ticket, self._book.free(ticket, self._now()))
+        booking = self._book.free(ticket, self._now())
+        self._compute(ticket, booking)
+        if booking is not None:
+            self._book.share(booking.row, -self._active.remove(ticket))
         self._under_way.pop(ticket, None)
         self._learning.freed(ticket, usage)
 
@@ -378,17 +387,20 @@ class Selector:
         field = self._roster.field(allowed, hints.pinned_dp_rank)
         if not field.places:
             raise _nowhere(hints)
+        now = self._now()
+        sharing = sharing_of(self._active.sharing(usable_hashes(request)))
         asked = RequestView(
             request.num_given_tokens,
             request.block_size or 1,
             1.0 if request.prefill_only else self._learning.output_tokens(request),
             hints.weights,
+            self._book.arrivals_per_s(now) / len(field.places),
         )
-        now = self._now()
         overlap = self._overlaps.of(request, field)
         find_s = self._now() - now
         pace = self._learning.pace(field.at, now)
-        workers = self._look(asked, overlap, pace, field, self._affinities(hints, field, now), now)
+        affinity = self._affinities(hints, field, now)
+        workers = self._look(asked, overlap, sharing, pace, field, affinity, now)
         costs = self._policy(asked, workers)
         failure_rates = self._failure_rates(field)
         if failure_rates is not field.nothing:
@@ -455,33 +467,80 @@ class Selector:
         return field.limits
 
     def _look(
-        self, asked: RequestView, overlap: Overlap, pace: Floats, field: Field, affinity: Floats, now: float
+        self,
+        asked: RequestView,
+        overlap: Overlap,
+        sharing: Sharing,
+        pace: Floats,
+        field: Field,
+        affinity: Floats,
+        now: float,
     ) -> WorkersView:
         book, rows, prices = self._book, field.at, field.prices
-        decoding, context = book.decoding[rows], book.context_tokens[rows]
-        beside = self._learning.tokens_beside_others(asked.output_tokens)
-        prefill_s, slowdown_s = prices.look(
-            Asked(asked.prompt_tokens, asked.block_size, beside, overlap.worth),
+        decoding, context, requests = book.decoding[rows], book.context_tokens[rows], book.requests[rows]
+        under_way = book.under_way_tokens[rows]
+        joined = np.full(len(field.places), asked.prompt_tokens + asked.output_tokens / 2.0)
+        if prices.unread is not None:
+            spared = prices.unread * asked.block_size
+            shared = spared * book.shared_blocks[rows]
+            context = np.maximum(context - shared, 0.0)
+            under_way = np.maximum(under_way - shared, 0.0)
+            joined -= spared * np.minimum(overlap.worth, sharing.depth)
+        beside, reading = even_out(requests, under_way)
+        steps = self._learning.tokens_beside_others(asked.output_tokens)
+        prefill_s, step_s, slowdown_s = prices.look(
+            Asked(asked.prompt_tokens, asked.block_size, steps, overlap.worth, joined),
             pace,
             decoding,
             context,
+            beside,
+            reading,
         )
         lacking = book.used_blocks[rows] + asked.num_blocks - overlap.roomed - field.total_blocks
         return WorkersView(
             overlap_blocks=overlap.worth,
             prefill_tokens=book.prefill_tokens[rows],
             blocks=book.blocks[rows],
-            requests=book.requests[rows],
+            requests=requests,
             decoding=decoding,
             queue_s=book.queue_s(rows, now),
             prefill_s=prefill_s,
             slowdown_s=slowdown_s,
+            beside=beside,
+            step_s=step_s,
+            copy_s=self._copy_s(asked, overlap, sharing, step_s, slowdown_s, field, now),
             room_s=field.nothing
             if _most(lacking) <= 0.0
             else _room_s(lacking, field.total_blocks, asked, pace * prices.decode_s(decoding, context)),
             total_blocks=field.total_blocks,
             affinity=affinity,
         )
+
+    def _copy_s(
+        self,
+        asked: RequestView,
+        overlap: Overlap,
+        sharing: Sharing,
+        step_s: Floats,
+        slowdown_s: Floats,
+        field: Field,
+        now: float,
+    ) -> Floats:
+        """What a copy of the hot prefix saves those that come, where it lacks.
+
+        As many come with that prefix while an answer lasts as are under way. Each saves the difference to the holder
+        with the fewest requests, in its own answer and in those beside it: for fewer requests, and for fewer prompts
+        that answers wait for. Half of that, as the difference shrinks with each.
+        """
+        lacks = overlap.worth < sharing.hot_depth
+        if not sharing.hot_depth or not _most(lacks) or lacks.all():
+            return field.nothing
+        requests = self._book.requests[field.at]
+        holder = int(np.where(lacks, np.inf, requests).argmin())
+        answers_s = asked.output_tokens * step_s / (1.0 - self._book.prefill_share(field.at, now))
+        saved_s = answers_s[holder] - answers_s
+        saved_s += 2.0 * slowdown_s[holder] * (requests[holder] - requests)
+        return np.where(lacks, 0.5 * sharing.reuse * np.maximum(saved_s, 0.0), 0.0)
 
     def _affinities(self, hints: RoutingHints, field: Field, now: float) -> Floats:
         last = self._affinity.of(hints, now)
@@ -498,6 +557,7 @@ class Selector:
 
     def _drop_row(self, row: int) -> None:
         self._expected.drop_row(row)
+        self._active.drop_row(row)
         self._learning.drop_row(row)
 
     def _compute(self, ticket: int, booking: Booking | None) -> None:

@@ -87,18 +87,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = 0.9
     disk_weight: Annotated[_Share, Meta(description="And one on its disk.")] = 0.7
-    others_weight: Annotated[
-        _Weight,
-        Meta(
-            description="Of `latency`: what a second of those that decode at a worker counts beside the request's own."
-        ),
-    ] = 0.005
-    waiting_weight: Annotated[
-        _Weight,
-        Meta(
-            description="Of `latency`: what a second of the prompt counts for each request that waits at a worker."
-        ),
-    ] = 0.3
     room_weight: Annotated[
         _Weight,
         Meta(description="Of `latency`: what a second counts of waiting for room in a worker's cache."),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvolt.core.ids import InstanceId
 from kvolt.core.load import WorkerLoad
 from kvolt.router.gossip import PlaceBookings
-from kvolt.router.load import LoadBook
+from kvolt.router.load import LoadBook, even_out
 from kvolt.router.place import Place
 
 
@@ -183,3 +183,22 @@ def test_what_is_in_use_is_the_workers_word_and_what_is_on_its_way() -> None:
     assert book.used_blocks[row] == 7.0
     book.free(first, 3.0)
     assert book.used_blocks[row] == 0.0, "whatever was heard last: nobody is there"
+
+
+def test_load_evens_out_over_an_answer() -> None:
+    requests, tokens = even_out(np.array([0.0, 4.0, 20.0]), np.array([0.0, 0.0, 0.0]))
+    assert requests[0] == requests[1] == 8.0, "requests that come go there until it is at the average"
+    assert requests[2] == pytest.approx(8.0 + 0.5 * (1 - 8 / 21) * 12)
+    assert tokens.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_rate_of_bookings_and_of_prompts_is_of_the_last_seconds() -> None:
+    book = LoadBook()
+    row, idle = book.add_row(), book.add_row()
+    for second in range(100):
+        for _ in range(4):
+            book.book(row, 100, 100, 10.0, 0.05, float(second))
+    assert book.arrivals_per_s(99.5) == pytest.approx(4.0, rel=0.1)
+    busy = book.prefill_share(np.array([row, idle]), 99.5)
+    assert busy.tolist() == pytest.approx([0.2, 0.0], rel=0.1)
+    assert book.arrivals_per_s(200.0) == pytest.approx(0.0, abs=1e-3)

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -48,17 +49,29 @@ def test_latency_waits_for_what_is_held_only_as_long_as_it_pays() -> None:
     assert best(latency()(ASKED, holder_is_too_busy)) == 1
 
 
-def test_latency_minds_those_who_decode_there() -> None:
-    seen = workers(prefill_s=[0.2, 0.2], decoding=[5, 1], slowdown_s=[0.0, 0.0])
+def test_latency_counts_the_answer_and_what_it_adds_to_others() -> None:
+    slower = workers(prefill_s=[0.1, 0.1], step_s=[0.012, 0.01])
+    assert latency()(ASKED, slower).tolist() == pytest.approx([0.1 + 128 * 0.002, 0.1])
+    crowded = workers(prefill_s=[0.1, 0.1], beside=[5.0, 1.0], slowdown_s=[0.05, 0.05])
+    assert latency()(ASKED, crowded).tolist() == pytest.approx([0.1 * 6 + 4 * 0.05, 0.1 * 2])
+    holder_is_slower = workers(prefill_s=[0.1, 0.3], step_s=[0.012, 0.01])
+    assert best(latency()(ASKED, holder_is_slower)) == 1, (
+        "the answer takes longer there than the prompt elsewhere"
+    )
+
+
+def test_latency_minds_those_that_wait_for_the_prompt() -> None:
+    decoding = workers(prefill_s=[0.2, 0.1], queue_s=[0.0, 0.2], beside=[3, 5])
+    assert latency()(ASKED, decoding).tolist() == pytest.approx([0.2 * 4, 0.2 + 0.1 * 6])
+    behind = workers(queue_s=[1.0, 1.2], prefill_s=[0.5, 0.4])
+    assert best(latency()(ASKED, behind)) == 0
+    many_come = msgspec.structs.replace(ASKED, arrivals_per_s=2.0)
+    assert best(latency()(many_come, behind)) == 1, "less is left of it there, and others come behind it"
+
+
+def test_latency_makes_a_copy_that_others_will_use() -> None:
+    seen = workers(prefill_s=[0.1, 0.6], copy_s=[0.0, 0.7])
     assert best(latency()(ASKED, seen)) == 1
-    assert latency(LatencyWeights(others=0.0))(ASKED, seen).tolist() == [0.2, 0.2]
-
-
-def test_latency_sends_less_work_to_where_more_wait() -> None:
-    asked = workers(queue_s=[1.0, 1.2], prefill_s=[0.5, 0.4], requests=[8, 8], decoding=[2, 2])
-    assert best(latency()(ASKED, asked)) == 1, "less is left of it there, and many wait"
-    few = workers(queue_s=[1.0, 1.2], prefill_s=[0.5, 0.4], requests=[2, 2], decoding=[2, 2])
-    assert best(latency()(ASKED, few)) == 0
 
 
 def test_latency_avoids_a_cache_that_would_overflow() -> None:
@@ -109,19 +122,23 @@ SECONDS = st.floats(0, 1e4)
 
 
 @pytest.mark.skipif(policy_module.native_latency is None, reason="it is not built here")
-@given(st.lists(st.tuples(*[SECONDS] * 7), min_size=1, max_size=8), st.tuples(*[st.floats(0, 10)] * 4))
+@given(st.lists(st.tuples(*[SECONDS] * 8), min_size=1, max_size=8), st.tuples(*[st.floats(0, 10)] * 3))
 def test_the_native_latency_says_what_numpy_says(
-    workers: list[tuple[float, ...]], weights: tuple[float, float, float, float]
+    workers: list[tuple[float, ...]], given: tuple[float, float, float]
 ) -> None:
-    names = ("requests", "decoding", "prefill_s", "slowdown_s", "queue_s", "room_s", "affinity")
+    names = (
+        *("beside", "prefill_s", "step_s", "slowdown_s", "queue_s", "room_s", "affinity"),
+        "copy_s",
+    )
     columns = dict(zip(names, np.array(workers).T.copy(), strict=True))
     others = {name: np.zeros(len(workers)) for name in WorkersView.__struct_fields__ if name not in names}
     seen = WorkersView(**columns, **others)
-    policy = latency(LatencyWeights(*weights))
-    native = policy(ASKED, seen)
+    policy = latency(LatencyWeights(*given[:2]))
+    asked = msgspec.structs.replace(ASKED, arrivals_per_s=given[2])
+    native = policy(asked, seen)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy_module, "native_latency", None)
-        assert native.tolist() == policy(ASKED, seen).tolist()
+        assert native.tolist() == pytest.approx(policy(asked, seen).tolist(), rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.skipif(policy_module.native_latency is None, reason="it is not built here")
@@ -130,8 +147,8 @@ def test_what_is_no_double_for_each_worker_is_refused(wrong: Any) -> None:
     native = policy_module.native_latency
     assert native is not None
     right = np.zeros(2)
-    for at in range(8):
-        arrays = [right] * 8
+    for at in range(9):
+        arrays = [right] * 9
         arrays[at] = wrong
         with pytest.raises((ValueError, BufferError)):
             native(1.0, 1.0, 1.0, 1.0, *arrays)

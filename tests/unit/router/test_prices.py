@@ -40,7 +40,7 @@ LINEAR = LatencyModel(base_s=1.0, prefill_token_s=0.1, batch_s=0.5, context_toke
 def test_each_worker_by_its_own_model_and_chunks() -> None:
     made = Prices([info(latency=LINEAR), info(chunk=50, latency=LINEAR), None])
     times = made.prefill_s(100, np.array([100.0, 100.0, 100.0]), *nobody(3))
-    assert times.tolist() == pytest.approx([11.0, 12.0, 100 * 50e-6])
+    assert times.tolist() == pytest.approx([11.0, 12.0, 6e-3 + 100 * 50e-6])
 
 
 def test_what_is_held_takes_no_time() -> None:
@@ -75,12 +75,16 @@ def test_a_step_of_those_that_decode() -> None:
     assert alike.tolist() == pytest.approx([0.7, 0.7])
 
 
-def test_one_more_slows_down_those_who_decode() -> None:
+def test_one_more_slows_down_those_beside_it() -> None:
     occupancy = OccupancyModel(decode_base_s=0.1, decode_share_s=1.0, kv_tokens=1000)
-    made = Prices([info(latency=LINEAR), info(occupancy_latency=occupancy), info(latency=LINEAR), None])
-    decoding, context = np.array([2.0, 2.0, 0.0, 3.0]), np.array([200.0, 200.0, 0.0, 10.0])
-    times = made.slowdown_s(100, 10.0, decoding, context)
-    assert times.tolist() == pytest.approx([10 * (0.5 + 1.0), 10 * 0.1, 0.0, 0.0])
+    made = Prices([info(latency=LINEAR), info(occupancy_latency=occupancy), info(latency=LINEAR)])
+    beside, reading = np.array([2.0, 2.0, 0.0]), np.array([200.0, 200.0, 0.0])
+    asked = Asked(100, 16, 10.0, np.zeros(3), np.array([100.0, 100.0, 40.0]))
+    _, step_s, slowdown_s = made.look(asked, np.array([1.0, 1.0, 3.0]), *nobody(3), beside, reading)
+    assert step_s.tolist() == pytest.approx(
+        [1.0 + 3 * 0.5 + 300 * 0.01, 0.1 + 0.3, 3 * (1.0 + 0.5 + 40 * 0.01)]
+    )
+    assert slowdown_s.tolist() == pytest.approx([10 * (0.5 + 1.0), 10 * 0.1, 3 * 10 * (0.5 + 0.4)])
 
 
 MODELS = [
@@ -124,8 +128,12 @@ def test_all_at_once_as_each_by_itself(
 
 # --- in one pass
 
-BUSY = st.tuples(st.floats(0, 40), st.floats(0, 3), st.integers(0, 3), st.integers(0, 5000))
-"""Blocks that it holds, its pace, who decodes there, with how much context."""
+TOKENS = st.integers(0, 5000)
+BUSY = st.tuples(
+    st.floats(0, 40), st.floats(0, 3), st.integers(0, 3), TOKENS, st.floats(0, 9), st.floats(0, 5e3), TOKENS
+)
+"""Blocks that it holds, its pace, who decodes there, with how much context; those beside an answer, what they read,
+and what it reads."""
 
 
 @pytest.mark.skipif(prices_module.native_look is None, reason="it is not built here")
@@ -141,16 +149,16 @@ def test_the_native_look_says_what_numpy_says(
     block_size: int,
     output_tokens: float,
     model: LatencyModel | OccupancyModel,
-    workers: list[tuple[int, tuple[float, float, int, int]]],
+    workers: list[tuple[int, tuple[float, ...]]],
 ) -> None:
     name = "latency" if isinstance(model, LatencyModel) else "occupancy_latency"
     made = Prices([info(chunk, **{name: model}) for chunk, _ in workers])
-    overlap, pace, decoding, context = np.array([busy for _, busy in workers], dtype=float).T.copy()
-    asked = Asked(prompt_tokens, block_size, output_tokens, overlap)
-    native = made.look(asked, pace, decoding, context)
+    overlap, pace, *load, joined = np.array([busy for _, busy in workers], dtype=float).T.copy()
+    asked = Asked(prompt_tokens, block_size, output_tokens, overlap, joined)
+    native = made.look(asked, pace, *load)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prices_module, "native_look", None)
-        plain = made.look(asked, pace, decoding, context)
+        plain = made.look(asked, pace, *load)
     for one, other in zip(native, plain, strict=True):
         assert one.tolist() == pytest.approx(other.tolist(), rel=1e-9, abs=1e-12)
 
@@ -158,14 +166,15 @@ def test_the_native_look_says_what_numpy_says(
 def test_workers_of_two_shapes_are_looked_at_in_numpy() -> None:
     made = Prices([info(latency=MODELS[0]), info(occupancy_latency=MODELS[1]), None])
     overlap, pace = np.array([1.0, 0.0, 2.0]), np.array([2.0, 1.0, 0.5])
-    prefill_s, slowdown_s = made.look(Asked(100, 16, 10.0, overlap), pace, *nobody(3))
+    asked = Asked(100, 16, 10.0, overlap, np.full(3, 100.0))
+    prefill_s, step_s, _ = made.look(asked, pace, *nobody(3), *nobody(3))
     news = np.array([84.0, 100.0, 68.0])
     assert prefill_s.tolist() == pytest.approx((pace * made.prefill_s(100, news, *nobody(3))).tolist())
-    assert slowdown_s.tolist() == [0.0, 0.0, 0.0]
+    assert step_s.tolist() == pytest.approx((pace * made.decode_s(np.ones(3), np.full(3, 100.0))).tolist())
 
 
 @pytest.mark.skipif(prices_module.native_look is None, reason="it is not built here")
 def test_an_array_that_is_too_short_is_refused() -> None:
     made = Prices([info(latency=MODELS[0])] * 3)
     with pytest.raises(ValueError, match="a number for each worker"):
-        made.look(Asked(100, 16, 10.0, np.zeros(2)), np.ones(3), *nobody(3))
+        made.look(Asked(100, 16, 10.0, np.zeros(2), np.zeros(3)), np.ones(3), *nobody(3), *nobody(3))

@@ -87,13 +87,11 @@ def test_the_settings_weigh() -> None:
 
     seen = workers(prefill_s=[0.2, 0.2], decoding=[5, 1], requests=[9, 1], blocks=[9, 0], affinity=[1, 0])
     settings = RouterSettings(
-        others_weight=2.0,
         room_weight=3.0,
         affinity_s=4.0,
-        waiting_weight=7.0,
         overlap_weight=5.0,
         affinity_blocks=6.0,
     )
     ours = policy_named("latency", settings)(ASKED, seen)
-    assert ours.tolist() == latency(LatencyWeights(2.0, 3.0, 4.0, 7.0))(ASKED, seen).tolist()
+    assert ours.tolist() == latency(LatencyWeights(3.0, 4.0))(ASKED, seen).tolist()
     assert policy_named("classic", settings)(ASKED, seen).tolist() == [5 * 10 + 9 + 10 - 6, 5 * 10 + 10]

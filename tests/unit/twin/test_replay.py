@@ -167,3 +167,21 @@ def test_a_shared_prefix_takes_as_long_as_in_dynamos_replay() -> None:
     settings = TwinSettings(engine=engine, num_workers=8, router="round-robin")
     _, samples = replay(settings, shared_prefix_trace(16_000, 300, 1000 / 60))
     assert sum(sample.e2e_s or 0.0 for sample in samples) / 300 == pytest.approx(1.026, rel=0.05)
+
+
+@pytest.mark.parametrize("preset", ["h200-llama-8b", "mid-gpu-8b"])
+def test_a_shared_prefix_is_spread_by_the_default_router(preset: str) -> None:
+    engine = SimArguments(preset=preset, block_size=64, kv_blocks=16_384, context_length=65_536)
+    # Of each router the mean of TTFT and of E2E, once every worker has had time to get its copy.
+    means = {}
+    for router in ("latency", "classic", "round-robin"):
+        settings = TwinSettings(engine=engine, num_workers=8, router=router)
+        _, samples = replay(settings, shared_prefix_trace(4032, 320, 25.0))
+        warm = samples[80:]
+        assert all(sample.error is None for sample in warm)
+        means[router] = [
+            sum(time_s or 0.0 for time_s in times_s) / len(warm)
+            for times_s in zip(*((sample.ttft_s, sample.e2e_s) for sample in warm), strict=True)
+        ]
+    for mine, *others in zip(*means.values(), strict=True):
+        assert mine <= 1.02 * min(others)

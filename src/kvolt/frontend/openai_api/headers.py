@@ -226,7 +226,6 @@ def _allowed(headers: Mapping[str, str], override: RouterOverrides) -> tuple[Ins
 def _weights(override: RouterOverrides) -> dict[str, float]:
     told = {
         "overlap": _either(override.overlap_weight, override.overlap_score_weight),
-        "others": override.others_weight,
         "room": override.room_weight,
         "affinity": override.affinity_weight,
     }

@@ -108,8 +108,6 @@ class RouterOverrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Of the policy `classic`: what a block to compute counts beside a block in use."""
     overlap_score_weight: _Weight | None = None
     """The same."""
-    others_weight: _Weight | None = None
-    """Of the policy `latency`: what a second of other requests counts beside a second of this one."""
     room_weight: _Weight | None = None
     """Of the policy `latency`: what a second counts of waiting for room in a worker's cache."""
     affinity_weight: _Weight | None = None

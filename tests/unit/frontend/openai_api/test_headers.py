@@ -287,11 +287,9 @@ def test_workers_and_taints_may_be_listed() -> None:
 
 
 def test_a_request_may_weigh_for_itself() -> None:
-    ours = RouterOverrides(
-        overlap_weight=2.0, others_weight=0.5, room_weight=3.0, affinity_weight=0.0, temperature=0.25
-    )
+    ours = RouterOverrides(overlap_weight=2.0, room_weight=3.0, affinity_weight=0.0, temperature=0.25)
     routing = read(nvext=NvExt(router=ours)).routing
-    assert routing.weights == {"overlap": 2.0, "others": 0.5, "room": 3.0, "affinity": 0.0}
+    assert routing.weights == {"overlap": 2.0, "room": 3.0, "affinity": 0.0}
     assert set(routing.weights) == set(WEIGHTS)
     assert routing.temperature == 0.25
     theirs = read(
