@@ -150,8 +150,8 @@ static PyObject *prices_latency(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"latency", prices_latency, METH_VARARGS, "Costs of all workers by kvolt.router.policy.latency."},
-    {"look", prices_look, METH_VARARGS, "Prefill, step and slowdown, in seconds, of all workers: see kvolt.router.prices."},
+    {"costs", prices_latency, METH_VARARGS, "Costs of all workers by kvolt.router.policy.latency."},
+    {"price", prices_look, METH_VARARGS, "Prefill, step and slowdown, in seconds, of all workers: see kvolt.router.prices."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     native_latency: Callable[..., None] | None
 else:
     try:
-        from kvolt.router._prices_native import latency as native_latency
+        from kvolt.router._prices_native import costs as native_latency
     except ImportError:
         native_latency = None
 

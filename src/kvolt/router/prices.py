@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     native_look: Callable[..., None] | None
 else:
     try:
-        from kvolt.router._prices_native import look as native_look
+        from kvolt.router._prices_native import price as native_look
     except ImportError:
         native_look = None
 
