@@ -29,4 +29,5 @@ class VllmArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tiers: VllmTiers = VllmTiers()
     """KV that leaves vLLM's memory is kept in the host's and on a disk (docs/engines.md)."""
     hold_s: Annotated[float, Meta(gt=0)] = 30.0
-    """How long a prompt that was computed for others is kept for them (NIXL's lease)."""
+    """Seconds that a prefill worker holds the blocks of a prompt for a decode worker that does not renew the hold,
+    and never beyond the request's deadline."""

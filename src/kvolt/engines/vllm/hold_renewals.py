@@ -18,7 +18,8 @@ from kvolt.engines.vllm_plugins.side_channel import HOLD_S, renew_message
 
 _PER_HOLD = 3
 """Renewals in the time that a hold lasts without one."""
-_MIN_S = 0.1
+_MIN_S, _MAX_S = 0.01, 1.0
+"""Between two renewals. At most: a hold may begin while longer ones are renewed."""
 
 _Address = tuple[str, int]
 
@@ -63,7 +64,7 @@ class HoldRenewals:
             await self._is_waiting.wait()
             while self._holds:
                 shortest_s = min(hold.hold_s for hold in self._holds.values())
-                await asyncio.sleep(max(shortest_s / _PER_HOLD, _MIN_S))
+                await asyncio.sleep(min(max(shortest_s / _PER_HOLD, _MIN_S), _MAX_S))
                 self._renew(list(self._holds.values()))
             self._is_waiting.clear()
             self._close_sockets()
@@ -73,20 +74,22 @@ class HoldRenewals:
         for hold in holds:
             names.setdefault((hold.owner, hold.engine_id), []).append(hold.name)
         for (owner, engine_id), held in names.items():
-            with contextlib.suppress(
-                zmq.ZMQError
-            ):  # its queue is full, or the address is none: the hold expires
-                message = renew_message(engine_id, held)
+            message = renew_message(engine_id, held)
+            with contextlib.suppress(zmq.ZMQError):  # not sent: the hold expires, and the reader finds out
                 self._socket(owner).send_multipart((b"", message), zmq.DONTWAIT)
 
     def _socket(self, owner: _Address) -> Any:
         if owner not in self._sockets:
+            host, port = owner
             self._context = self._context or zmq.Context()
             socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            host, port = owner
-            socket.setsockopt(zmq.IPV6, ":" in host)
-            socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+            try:
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.IPV6, ":" in host)
+                socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+            except zmq.ZMQError:
+                socket.close()
+                raise
             self._sockets[owner] = socket
         return self._sockets[owner]
 

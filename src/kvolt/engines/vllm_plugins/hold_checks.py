@@ -63,17 +63,18 @@ class HoldChecks:
         self._last_number += 1
         number = self._numbers[name] = self._last_number
         self._questions[number] = _Question(name, self.now(), owner)
-        if owner not in self._sockets:
-            self._close_idle()
-            self._sockets[owner] = self.connect(*owner)
-        with contextlib.suppress(zmq.ZMQError):  # not sent: no answer comes
+        with contextlib.suppress(zmq.ZMQError):  # not sent: no answer arrives
+            if owner not in self._sockets:
+                self._close_idle()
+                self._sockets[owner] = self.connect(*owner)
             self._sockets[owner].send_multipart((b"", check_message(engine_id, number, held)), zmq.DONTWAIT)
         return number
 
     def _receive(self, owner: Address) -> None:
-        while True:
+        socket = self._sockets.get(owner)
+        while socket is not None:
             try:
-                parts = self._sockets[owner].recv_multipart(zmq.DONTWAIT)
+                parts = socket.recv_multipart(zmq.DONTWAIT)
             except zmq.ZMQError:
                 return
             answer = answer_of(parts)

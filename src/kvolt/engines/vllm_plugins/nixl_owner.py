@@ -35,6 +35,23 @@ _PAUSE_S = 0.02
 """Between steps of an owner on a CPU that has nothing to compute and only holds blocks."""
 
 
+def require(base: type, *names: str) -> None:
+    """ImportError where a base class of vLLM's lacks what is overridden or called: the checks would not happen."""
+    missing = [name for name in names if not callable(getattr(base, name, None))]
+    if missing:
+        message = f"this vLLM has no {base.__name__}.{missing[0]}, by which kvolt checks KV that was read"
+        raise ImportError(f"{message}; use vLLM 0.32, or serve without prefill and decode workers")
+
+
+require(
+    NixlPullConnectorScheduler,
+    "request_finished",
+    "build_connector_meta",
+    "update_connector_output",
+    "_nixl_handshake_listener",
+)
+
+
 class OwnerScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     """See the module."""
 

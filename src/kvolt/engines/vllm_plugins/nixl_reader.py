@@ -17,13 +17,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 from vllm.utils.network_utils import make_zmq_path
 
 from kvolt.engines.vllm_plugins.hold_checks import HoldChecks
-from kvolt.engines.vllm_plugins.nixl_owner import RELEASED
+from kvolt.engines.vllm_plugins.nixl_owner import RELEASED, require
 from kvolt.engines.vllm_plugins.read_reports import READS
 from kvolt.runtime.clock import SystemClock
 
 log = logging.getLogger(__name__)
 
 _now = SystemClock().monotonic
+
+require(
+    NixlPullConnectorWorker,
+    "_read_blocks",
+    "_pop_done_transfers",
+    "_send_pending_recv_notifs",
+    "_reap_expired_send_leases",
+)
 
 
 @dataclass

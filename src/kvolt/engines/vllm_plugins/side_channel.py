@@ -61,7 +61,7 @@ def answer_of(parts: Sequence[bytes]) -> tuple[int, bool] | None:
     """The number of a check and its answer; None for anything else."""
     try:
         return _decode_answer(parts[-1])
-    except (msgspec.MsgspecError, IndexError):
+    except (msgspec.MsgspecError, RecursionError, IndexError):
         return None
 
 
@@ -72,46 +72,41 @@ class HoldAnswers:
     engine_id: str
     holds: Holds
 
-    def answer(self, message: bytes) -> bytes | None:
-        """None where nothing is to be answered. MsgspecError for a message of another kind."""
-        if len(message) > _MAX_BYTES:
-            return None
+    def answer(self, message: bytes) -> tuple[bytes, ...] | None:
+        """The parts of the answer, none where nothing is to be answered; None for a message of another kind."""
         given = _decode_message(message)
         if given.kind == _CHECK:
             check = _decode_check(given.body)
             is_ours = check.engine_id == self.engine_id
-            return _encode((check.number, is_ours and self.holds.is_intact(check.name)))
+            return (_encode((check.number, is_ours and self.holds.is_intact(check.name))),)
         if given.kind == _RENEW:
             renew = _decode_renew(given.body)
             if renew.engine_id == self.engine_id:
                 self.holds.renew(renew.names)
-            return None
-        raise msgspec.ValidationError("unknown kind of message")
+            return ()
+        return None
 
 
 def serve(
     socket: Any,
     holds: HoldAnswers,
-    handshake: Callable[[bytes], Sequence[bytes]],
+    handshake: Callable[[bytes], tuple[bytes, ...]],
     is_over: Callable[[], bool],
 ) -> None:
     """Answer what arrives at a ROUTER socket with a receive timeout, until `is_over`. For a thread."""
     while not is_over():
         try:
             identity, *_, message = socket.recv_multipart()
-        except zmq.Again:
+        except (zmq.Again, ValueError):  # nothing yet, or no message
             continue
-        except ValueError:
+        if len(message) > _MAX_BYTES:
             continue
-        parts: tuple[bytes, ...]
         try:
-            answer = holds.answer(message)
-            parts = () if answer is None else (answer,)
-        except msgspec.MsgspecError:
-            try:
-                parts = tuple(handshake(message))
-            except Exception as error:  # a stranger's bytes must not end the thread that serves all readers
-                log.debug("side channel: message dropped: %s", error)
-                continue
+            parts = holds.answer(message)
+            if parts is None:
+                parts = handshake(message)
+        except Exception as error:  # a stranger's bytes must not end the thread that serves all readers
+            log.debug("side channel: message dropped: %r", error)
+            continue
         if parts:
             socket.send_multipart((identity, b"", *parts))

@@ -43,10 +43,10 @@ class Owner:
             self.holds.begin(name, HOLD_S)
         answers = HoldAnswers(engine_id, self.holds)
 
-        def handshake(message: bytes) -> list[bytes]:
+        def handshake(message: bytes) -> tuple[bytes, ...]:
             if b"bad" in message:
                 raise ValueError("no handshake")
-            return [b"hello", message]
+            return b"hello", message
 
         self._thread = threading.Thread(
             target=serve, args=(self._socket, answers, handshake, self._over.is_set), daemon=True

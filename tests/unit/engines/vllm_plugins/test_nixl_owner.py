@@ -105,3 +105,12 @@ def test_an_owner_that_only_holds_pauses_between_steps(owner: Owner) -> None:
     owner.scheduler._heartbeat_req_engine["r"] = object()
     owner.orders()
     assert len(owner.pauses) == 1, "it computes, or reads from another"
+
+
+def test_a_vllm_in_which_nothing_would_be_checked_is_refused() -> None:
+    class Another:
+        def request_finished(self) -> None: ...
+
+    nixl_owner.require(Another, "request_finished")
+    with pytest.raises(ImportError, match=r"no Another._pop_done_transfers, by which kvolt checks KV"):
+        nixl_owner.require(Another, "request_finished", "_pop_done_transfers")
