@@ -1,4 +1,4 @@
-"""How long one large request keeps the frontend's event loop from everybody else.
+"""How long one large request keeps the frontend's event loop from other clients.
 
     python -m benchmarks.frontend.stalls
 

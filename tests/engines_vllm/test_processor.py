@@ -255,7 +255,7 @@ async def test_a_prompt_is_the_one_that_vllm_serve_makes(
     made = processor(smollm2 if text is None else replace(smollm2, chat_template=text))
     body = {"model": "m", "messages": HISTORY, **fields}
     wanted = await rendered_by_vllm(renderer, text, body)
-    (found,) = await made.encode([made.render(given(**fields))], "messages")
+    (found,) = await made.encode([await made.render(given(**fields))], "messages")
     assert made.vocabulary.decode(found, False) == made.vocabulary.decode(wanted, False)
     assert list(found) == wanted
 
@@ -267,16 +267,16 @@ async def test_a_bare_text_has_the_tokens_that_vllm_gives_it(smollm2: ModelCard,
         assert list(found) == tokenizer(text, add_special_tokens=True).input_ids
 
 
-def test_what_vllm_or_a_template_refuses_is_the_clients(smollm2: ModelCard) -> None:
+async def test_what_vllm_or_a_template_refuses_is_the_clients(smollm2: ModelCard) -> None:
     refusing = replace(smollm2, chat_template="{{ raise_exception('no system role here') }}")
     with pytest.raises(InvalidRequest, match="no system role here") as caught:
-        processor(refusing).render(given())
+        await processor(refusing).render(given())
     assert caught.value.fields["param"] == "messages"
     with pytest.raises(InvalidRequest, match="chat template"):
-        processor(replace(smollm2, chat_template=" ")).render(given())
+        await processor(replace(smollm2, chat_template=" ")).render(given())
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}
     with pytest.raises(InvalidRequest, match="text alone"):
-        processor(smollm2).render(given()._replace(messages=[image]))
+        await processor(smollm2).render(given()._replace(messages=[image]))
 
 
 # --- answers

@@ -480,12 +480,12 @@ async def _begin_all(journeys: list[Journey]) -> None:
 
 def _num_logprobs(sampling: Sampling, num_prompt_tokens: int, answer: WholeAnswer) -> int:
     """Log probabilities that a whole answer has, with all alternatives."""
-    num_told = 0
+    total = 0
     if sampling.logprobs is not None:
-        num_told += sum(state.choice.num_tokens for state in answer.states) * (sampling.logprobs + 1)
+        total += sum(state.choice.num_tokens for state in answer.states) * (sampling.logprobs + 1)
     if sampling.prompt_logprobs is not None:
-        num_told += num_prompt_tokens * sampling.num_choices * (sampling.prompt_logprobs + 1)
-    return num_told
+        total += num_prompt_tokens * sampling.num_choices * (sampling.prompt_logprobs + 1)
+    return total
 
 
 def _check_length(card: ModelCard, prompt: Sized, num_wanted: int) -> None:

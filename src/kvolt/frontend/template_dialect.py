@@ -210,14 +210,12 @@ class _Narrow(_Sandbox):
             return obj(*args, **kwargs)
         if type(obj) is not Macro and getattr(obj, "__name__", "") not in _FUNCTION_NAMES:
             raise Beyond("a function")
-        units = 0
         for text in args:  # a macro that calls itself keeps them
             if type(text) is str:
-                units += len(text)
+                context.charge(len(text))  # type: ignore[attr-defined]
         result = context.call(obj, *args, **kwargs)
         if type(result) is str:
-            units += len(result)
-        context.charge(units)  # type: ignore[attr-defined]
+            context.charge(len(result))  # type: ignore[attr-defined]
         return result
 
     def getitem(self, obj: Any, argument: Any) -> Any:

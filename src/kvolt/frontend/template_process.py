@@ -100,13 +100,11 @@ class RenderProcess:
 
     def _exchange(self, message: bytes) -> bytes | None:
         """The reply; None when the process was lost for no fault of the template."""
-        if self._socket is None:
-            self._start()
-        assert self._socket is not None
         try:
-            self._socket.settimeout(WALL_S)
-            send_message(self._socket, message)
-            return receive_message(self._socket, _MAX_REPLY_BYTES)
+            connection = self._socket or self._start()
+            connection.settimeout(WALL_S)
+            send_message(connection, message)
+            return receive_message(connection, _MAX_REPLY_BYTES)
         except TimeoutError:
             self._lose()
             raise _refused(f"it took more than {WALL_S:g} s") from None
@@ -117,13 +115,13 @@ class RenderProcess:
         log.warning("render process lost: status=%s", status)
         return None
 
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
+    def _start(self) -> socket.socket:
+        self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-m", "kvolt.frontend.template_process", str(theirs.fileno())]
         command += [str(self._memory_bytes), str(self._cpu_s)]
         with theirs:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
-        self._socket = ours
+        return self._socket
 
     def _lose(self) -> int | None:
         if self._socket is not None:

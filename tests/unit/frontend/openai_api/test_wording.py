@@ -181,12 +181,12 @@ def test_halves_of_characters_are_told_apart() -> None:
 
 
 def test_tokens_named_by_their_ids() -> None:
-    chat_told = ChatWording(lambda: "", tokens_as_ids=True).logprobs(vocabulary(), LOGPROBS, 0)
-    first = chat_told["content"][0]
+    in_chat = ChatWording(lambda: "", tokens_as_ids=True).logprobs(vocabulary(), LOGPROBS, 0)
+    first = in_chat["content"][0]
     assert first["token"] == "token_id:300"
     assert bytes(first["bytes"]).decode() == vocabulary().token_text(300), "the bytes stay the token's own"
     assert [top["token"] for top in first["top_logprobs"]] == ["token_id:300", "token_id:301"]
-    told = CompletionWording(tokens_as_ids=True).logprobs(vocabulary(), LOGPROBS, 5)
-    assert told["tokens"] == ["token_id:300", "token_id:301"]
-    assert told["top_logprobs"] == [{"token_id:300": -0.5, "token_id:301": -2.0}, {}]
-    assert told["text_offset"] == [5, 12]
+    in_completion = CompletionWording(tokens_as_ids=True).logprobs(vocabulary(), LOGPROBS, 5)
+    assert in_completion["tokens"] == ["token_id:300", "token_id:301"]
+    assert in_completion["top_logprobs"] == [{"token_id:300": -0.5, "token_id:301": -2.0}, {}]
+    assert in_completion["text_offset"] == [5, 12]
