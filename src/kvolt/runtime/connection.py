@@ -327,6 +327,7 @@ class Connection(asyncio.Protocol):
         late_s = now - self._beat_due
         # Our own stall: in that time nothing could have been received, whatever the peer sent.
         self._last_received = min(self._last_received + late_s, now)
+        self._made_at += late_s
         if self._replaced_at is not None:
             self._replaced_at += late_s
         stalled = late_s > self._options.heartbeat_s / 2

@@ -363,6 +363,19 @@ async def test_a_peer_that_says_no_hello_is_lost() -> None:
 
 
 @virtual
+async def test_a_hello_may_come_late_after_our_own_stall() -> None:
+    world = World()
+    world.connection.connection_made(world.transport)
+    await asyncio.sleep(0.5)
+    stall(20.0)
+    await asyncio.sleep(1.5)
+    assert world.closed == []
+    world.connection.data_received(PEERS_HELLO)
+    assert world.num_ready == 1
+    world.connection.close(Cancelled("done"))
+
+
+@virtual
 async def test_bad_bytes_are_refused_and_closed() -> None:
     world = World()
     await world.greet()

@@ -57,7 +57,7 @@ ENDPOINT = EndpointAddress(
 LIMITS = Deadlines(stall_s=30.0)
 """The defaults of the settings."""
 NUM_STREAMS = 12
-NUM_TOKENS = 400
+NUM_TOKENS = 200
 PROMPT = (5, 6, 7)
 
 Body = Callable[[Runtime], Awaitable[None]]
@@ -275,6 +275,19 @@ def test_streams_go_on_where_they_were(stalled: tuple[str, ...]) -> None:
         assert cluster._road is not None
         assert not cluster._road.stats.elsewhere_s
         assert all(19.0 < stream.longest_gap_s < 20.5 for stream in streams)
+
+    clustered(body)
+
+
+@pytest.mark.parametrize("stalled", [("f0",), EVERYTHING], ids=" ".join)
+def test_a_frontend_that_stalls_beyond_the_grace_goes_on_by_migration(stalled: tuple[str, ...]) -> None:
+    """Its workers have given its connections up; it goes on with the tokens that it has."""
+
+    async def body(cluster: Cluster) -> None:
+        cluster.ask()
+        await asyncio.sleep(1.0)
+        await cluster.stall(stalled, 60.0)
+        await cluster.whole()
 
     clustered(body)
 
