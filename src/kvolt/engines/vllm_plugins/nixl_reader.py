@@ -113,11 +113,10 @@ class ReaderWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             of_one[request_id] = []  # still under way, as far as vLLM is concerned
             return set(), failed
         del self._reads[request_id]
-        if is_intact:
-            self.xfer_stats.data[READS].append([request_id, read.num_bytes, _now() - read.began_at])
-            return done, failed
-        self._send_pending_recv_notifs(request_id)  # an owner that did not answer in time may hold it still
-        return done, failed | {request_id}
+        if not is_intact:
+            return done, failed | {request_id}  # an owner that was only slow holds it until its time is over
+        self.xfer_stats.data[READS].append([request_id, read.num_bytes, _now() - read.began_at])
+        return done, failed
 
     def _check(self, request_id: str) -> bool | None:
         remote = self._recving_metadata[request_id].remote

@@ -98,7 +98,7 @@ def test_kv_that_is_not_confirmed_has_failed(reader: Reader) -> None:
     assert reader.poll() == ({"r"}, {"r"})
     assert not reader.under_way
     assert not reader.reported
-    assert reader.worker.sent == [("agent-0", b"held:1")], "an owner that was only slow holds it for nothing"
+    assert not reader.worker.sent, "the owner logs it as KV that was used"
 
 
 def test_the_read_itself_does_not_release_the_hold(reader: Reader) -> None:
