@@ -401,6 +401,7 @@ class Models:
         context = RouterContext(client, self._runtime, info.block_size, options.router, info.role)
         router = self._new_router(context)
         leg = self._leg_for(client, info)
+        client.may_move = options.migration_limit > 0  # else an answer that has begun would end by it
         road = Road(
             router,
             client,

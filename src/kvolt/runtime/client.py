@@ -125,6 +125,8 @@ class EndpointClient:
         self.endpoint = endpoint
         self.stall_grace_s = stall_grace_s
         """How long requests wait while no instance can be reached."""
+        self.may_move = True
+        """Calls to a silent instance end when another could take them over; else they are kept for the whole grace."""
         self.has_fallback = False
         """Callers have another way than these instances: calls to a silent one end whether or not there are others."""
         self._plane = plane
@@ -347,7 +349,7 @@ class EndpointClient:
 
     def _drop_silent(self) -> None:
         self._take_over = None
-        if self.has_fallback or self.candidates():
+        if self.has_fallback or (self.may_move and self.candidates()):
             for address in list(self._silent):
                 self._plane.drop_silent(address)
 

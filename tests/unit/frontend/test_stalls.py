@@ -68,3 +68,24 @@ def test_prompts_of_a_stalled_prefill_worker_are_computed_by_the_decode_worker()
             lab.network.resume(workers[Role.PREFILL].runtime.options.name)
 
     run_virtual(scenario)
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+def test_an_answer_that_may_not_migrate_waits_for_its_stalled_worker(limit: int) -> None:
+    async def body(lab: Lab, edge: Frontend, running: RunningWorker) -> None:
+        asked = {"prompt": "wait", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        undisturbed = (await edge.complete(**asked)).text()
+        crew = Crew("clients")
+        asking = crew.start(edge.complete(**asked), "ask")
+        await until(lambda: running.engine.load().running > 0, 5.0)
+        await asyncio.sleep(0.2)
+        await lab.worker("w1")
+        await until(lambda: len(edge.models.get(MODEL).candidates()) == 2, 5.0)
+        lab.network.pause("w0")
+        await asyncio.sleep(10.0)
+        assert asking.done() == (limit > 0), "the other worker goes on with it, or none does"
+        lab.network.resume("w0")
+        assert (await asking).text() == undisturbed
+        await crew.close()
+
+    served(body, model_options=ModelOptions(migration_limit=limit))

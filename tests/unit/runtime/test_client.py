@@ -400,6 +400,22 @@ async def test_calls_to_a_silent_instance_end_when_another_comes(world: World) -
 
 
 @in_world
+async def test_calls_that_cannot_move_are_kept_for_the_whole_grace(world: World) -> None:
+    for name in "ab":
+        await world.server(name)
+    instance = await world.register("a")
+    await world.register("b")
+    client = await world.client()
+    client.may_move = False
+    stream = await lasting(client, instance)
+    world.network.pause("a")
+    await asyncio.sleep(25.0)
+    assert [each.id for each in client.candidates()] == ["b"]
+    world.network.resume("a")
+    assert [item async for item in stream] == [1, 2]
+
+
+@in_world
 async def test_calls_to_a_silent_instance_end_where_there_is_a_fallback(world: World) -> None:
     await world.server("a")
     instance = await world.register("a")
