@@ -181,7 +181,7 @@ async def test_a_stranger_cannot_take_the_key_of_a_joined_worker(bench: Bench) -
 
 
 async def test_a_worker_that_lost_its_key_says_so_and_comes_back(tmp_path: Path) -> None:
-    """Its machine stands still until its lease has expired, and another process takes its key meanwhile."""
+    """Its machine stands still until its lease has expired, and another process takes its key."""
     with Bench(tmp_path, KVOLT_DISCOVERY_TTL_S="1.0") as bench:
         join = f"127.0.0.1:{free_port()}"
         _, url = await bench.frontend("--discovery-kind", "file", "--discovery-join-listen", join)

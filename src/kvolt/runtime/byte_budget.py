@@ -1,6 +1,6 @@
 """A limit on the bytes that one process keeps for messages which its peers have not finished.
 
-Anybody who can connect can begin a message and never end it. All connections of a process share one budget,
+A peer that can connect can begin a message and never end it. All connections of a process share one budget,
 and those from one address share a part of it. When it is exceeded, the largest holder of the address with the
 most bytes is shed: a large sender pays, and a small or normal request passes. Pure; one thread at a time.
 """

@@ -191,6 +191,8 @@ class Directory:
 
     def _lease_at(self, lease: LeaseId) -> LeaseSeen | None:
         """A lease's file as it is now; None if it is missing or no lease, as after the end of a lease."""
+        if not _LEASE_NAME.fullmatch(lease):
+            return None
         path = self._leases / lease
         try:
             info = os.lstat(path)

@@ -43,7 +43,7 @@ _SEQUENCE = Packing("<Q")
 _SEPARATOR = b"\0"
 _MESSAGES_PER_TURN = 256
 _MAX_SUBSCRIPTION_BYTES = 4096
-"""All that anybody may send to a publisher; who sends more is disconnected."""
+"""Largest message that a publisher accepts; a subscriber that sends more is disconnected."""
 _HEARTBEAT_MS = 5_000
 _HEARTBEAT_TIMEOUT_MS = 15_000
 _RECONNECT_MAX_MS = 5_000

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvolt.core.errors import KeyConflict
 from kvolt.runtime.discovery import LeaseId
 from kvolt.runtime.discovery_directory import Directory, OwnKey, file_name
 from kvolt.runtime.discovery_view import Record
@@ -167,3 +168,17 @@ def test_leftovers_of_crashed_writers_go(directory: Directory, tmp_path: Path) -
         os.utime(path, (WALL_S - age_s, WALL_S - age_s))
     directory.ensure(WALL_S)
     assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["young"]
+
+
+def test_a_key_of_another_live_lease_is_not_claimed(directory: Directory) -> None:
+    directory.write_lease(L1, 5.0, 0)
+    put(directory, "k", L1, b"theirs")
+    with pytest.raises(KeyConflict):
+        directory.claim(Record("k", L2, b"ours"), 1, lambda lease, seen: True)
+    directory.claim(Record("k", L1, b"newer"), 1, lambda lease, seen: True)
+    directory.claim(Record("k", L2, b"ours"), 2, lambda lease, seen: False)
+    directory.end_lease(L2, [])
+    directory.claim(Record("k", L1, b"after its end"), 3, lambda lease, seen: True)
+    for odd in ("../leases", "a\0b", ""):
+        put(directory, "k", LeaseId(odd))
+        directory.claim(Record("k", L1, b"of no lease"), 4, lambda lease, seen: True)
