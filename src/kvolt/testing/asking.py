@@ -24,6 +24,7 @@ from kvolt.engines.sim_model import word_token_ids
 from kvolt.journey.journey import Road
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.clock import new_id
+from kvolt.testing.checked_router import CheckedRouter
 from kvolt.testing.deltas import Deltas
 from kvolt.testing.tally import Tally
 
@@ -71,6 +72,7 @@ class Clientele(Protocol):
     tally: Tally
     limits: Deadlines
     must_succeed: bool
+    is_healthy: bool
 
     def note(self, event: str) -> None: ...
 
@@ -89,7 +91,10 @@ def _prefix(seed: int, number: int) -> tuple[int, ...]:
 
 
 def _prompt(seed: int, rng: random.Random) -> tuple[int, ...]:
-    shared = _prefix(seed, rng.randrange(_NUM_PREFIXES))[: rng.choice((0, 3, 6, 10)) * BLOCK_SIZE]
+    shared = _prefix(seed, rng.randrange(_NUM_PREFIXES))
+    if rng.random() < 0.2:  # equal blocks behind another beginning
+        shared = (*_prefix(seed, rng.randrange(_NUM_PREFIXES))[:BLOCK_SIZE], *shared[BLOCK_SIZE:])
+    shared = shared[: rng.choice((0, 3, 6, 10)) * BLOCK_SIZE]
     return (*shared, *(rng.randrange(3, 500) for _ in range(rng.randint(1, 60))))
 
 
@@ -155,6 +160,8 @@ class Asking:
             cluster.note(f"{self._name} {error.code}")
             if must_succeed and not self._is_expected(error):
                 cluster.fail(f"{self._name} ({self._kind}) ended with {error!r} in a healthy cluster")
+            if cluster.is_healthy and self._kind is Kind.INVALID:
+                self._check_tried_once()
         except asyncio.CancelledError:
             tally.cut_short += 1
             raise
@@ -164,6 +171,11 @@ class Asking:
         took_s = loop.time() - started - (cluster.stalled_s(self._frontend) - stalled_s)
         if took_s > self._limits.total_s + SLACK_S + self._pause_s * len(self._answer):
             cluster.fail(f"{self._name} ({self._kind}) took {took_s:.3f} s, over its deadline")
+
+    def _check_tried_once(self) -> None:
+        router = self._road.router
+        if isinstance(router, CheckedRouter) and (number := router.num_routed[self.request_id]) > 1:
+            self._cluster.fail(f"{self._name} is at fault itself and was sent to {number} workers")
 
     def _is_expected(self, error: KvoltError) -> bool:
         if self._kind is Kind.INVALID:

@@ -25,7 +25,7 @@ class CheckedRouter:
     forecast: Callable[[Request], Forecast]
 
     def __init__(self, inner: Router, client: EndpointClient, fail: Callable[[str], None]) -> None:
-        self._inner = inner
+        self.inner = inner
         self._client = client
         self._fail = fail
         self._routed: dict[int, Decision] = {}
@@ -47,7 +47,7 @@ class CheckedRouter:
         before = self._attempts.pop(request.request_id, None)
         if before is not None and id(before) in self._released and not excluded:
             self._fail(f"{request.request_id} is routed again, and the worker that failed it is not excluded")
-        decision = await self._inner.route(request, excluded)
+        decision = await self.inner.route(request, excluded)
         self._routed[id(decision)] = decision
         self._attempts[request.request_id] = decision
         self.num_routed[request.request_id] += 1
@@ -62,14 +62,14 @@ class CheckedRouter:
         if id(decision) in self._begun or id(decision) in self._released:
             self._fail(f"reservation {decision.booking} has its first token twice, or after its end")
         self._begun[id(decision)] = decision
-        self._inner.begun(decision, cached_tokens)
+        self.inner.begun(decision, cached_tokens)
 
     def free(self, decision: Decision, usage: Usage | None, outcome: Outcome = Outcome.UNKNOWN) -> None:
         if id(decision) in self._released:
             self._fail(f"reservation {decision.booking} is released twice")
         self._routed.pop(id(decision), None)
         self._released[id(decision)] = decision
-        self._inner.free(decision, usage, outcome)
+        self.inner.free(decision, usage, outcome)
 
     async def close(self) -> None:
-        await self._inner.close()
+        await self.inner.close()

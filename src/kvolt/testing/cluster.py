@@ -41,8 +41,10 @@ from kvolt.kv.tiers.cache import TieredCache
 from kvolt.kv.tiers.disk import DiskFiles
 from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.router.exact import ExactRouter
 from kvolt.router.policies import NewRouter, find_router
-from kvolt.router.port import RouterContext
+from kvolt.router.port import Router, RouterContext
+from kvolt.router.queued import who_decides
 from kvolt.router.remote import RouterLink
 from kvolt.router.service import RouterService
 from kvolt.runtime.address import EndpointAddress
@@ -118,6 +120,8 @@ class Cluster:
             log=self.note,
         )
         self.board = KvBoard(self._is_linked, random.Random(f"{seed}/kv"))
+        self.num_damaged = 0
+        """Blocks in tiers."""
         self.seen: Counter[str] = Counter()
         """How often something happened that a cluster by seed should show."""
         self.members: dict[str, Member] = {}
@@ -130,7 +134,10 @@ class Cluster:
         self._bus = MemBus(self._event_delay_s)
         self._loop = asyncio.get_running_loop()
         self._failure: str | None = None
+        self.has_failed = asyncio.Event()
         self._accepting = True
+        self._quiet = asyncio.Event()
+        """Nothing is asked any more, and all that was has ended."""
         self._checks = Crew("checks", on_error=lambda error: self.fail(repr(error)))
         self._folder: Path | None = None
         self.trouble_ends_at = 0.0
@@ -163,6 +170,7 @@ class Cluster:
         if self._failure is None:
             self._failure = f"seed {self.seed} at {self._loop.time():.3f} s: {what}"
             self.note(f"VIOLATION {what}")
+            self.has_failed.set()
 
     def check(self) -> None:
         if self._failure is not None:
@@ -184,6 +192,8 @@ class Cluster:
         await asyncio.sleep(ends_at - self._loop.time())
         await self._checks.drain()
         self.check()
+        self._quiet.set()
+        await asyncio.sleep(_CANCEL_S)
         if self.tally.ended != self.tally.started:
             self.fail(f"{self.tally.started - self.tally.ended} of {self.tally.started} requests never ended")
         alive = {process.name: process.runtime for process in self.processes if process.runtime is not None}
@@ -233,9 +243,41 @@ class Cluster:
             try:
                 member.engine._scheduler.check_integrity()
                 if member.worker.tiering is not None:
-                    member.worker.tiering.cache.host.check_integrity()
+                    self._check_tiers(name, member.worker.tiering)
             except AssertionError as error:
                 self.fail(f"{name}: {error or 'blocks are not what their books say'}")
+
+    def _check_tiers(self, name: str, tiering: Tiering) -> None:
+        host = tiering.cache.host
+        host.check_integrity()
+        num_corrupt = sum(stats.failures["corrupt"] for stats in host.stats.values())
+        if num_corrupt and not self.num_damaged:
+            self.fail(f"{name} found {num_corrupt} blocks in its tiers damaged, which nothing has damaged")
+
+    def damage_tier(self, rng: random.Random) -> None:
+        """Flip a bit of one block that lies in a host tier."""
+        tierings = [each.worker.tiering for each in self.members.values() if each.worker.tiering is not None]
+        blocks = [(each, key) for each in tierings for key in each.cache.host.books]
+        if blocks:
+            tiering, key = rng.choice(blocks)
+            host = tiering.cache.host
+            host.memory.block(host.books.slot(key))[0] ^= 1
+            self.num_damaged += 1
+
+    def _check_index(self, name: str, router: Router) -> None:
+        """At rest a router that follows events knows exactly the blocks that workers have."""
+        exact = who_decides(router)
+        if not isinstance(exact, ExactRouter):
+            return
+        for worker, member in self.members.items():
+            slot = exact.ingest.slot_of(member.worker._instance)
+            if slot is None:
+                continue  # of another role
+            held = {
+                each for stored in member.engine._scheduler.pool.contents() for each in stored.sequence_hashes
+            }
+            if set(exact.index.contents(slot)) != held:
+                self.fail(f"{name} has another index of {worker} than what it holds")
 
     # --- links that are not the network's
 
@@ -391,6 +433,9 @@ class Cluster:
                 router = cast("CheckedRouter", leg.router)
                 if router.num_reserved:
                     self.fail(f"{name} has {router.num_reserved} reservations left")
+            await self._quiet.wait()
+            for leg in legs:
+                self._check_index(name, cast("CheckedRouter", leg.router).inner)
         finally:
             await requests.close()
             self.seen["migrated"] += road.stats.migrations.total()

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from kvolt.runtime.tasks import Crew
 from kvolt.testing.cluster import Cluster, RunReport
-from kvolt.testing.cluster_process import ClusterProcess
+from kvolt.testing.cluster_process import TTL_S, ClusterProcess
 from kvolt.testing.loop import run_virtual
 from kvolt.testing.shape import draw_shape
 
@@ -133,6 +133,12 @@ async def damage_kv(cluster: Cluster, rng: random.Random) -> None:
     cluster.board.damaged_share = 0.0
 
 
+async def damage_tier(cluster: Cluster, rng: random.Random) -> None:
+    for _ in range(rng.randint(1, 8)):
+        cluster.damage_tier(rng)
+        await _for_a_while(cluster, rng, 0.0, 1.0)
+
+
 FAULTS: Sequence[Fault] = (
     crash_worker,
     crash_worker,
@@ -147,6 +153,7 @@ FAULTS: Sequence[Fault] = (
     stall_process,
     lose_events,
     damage_kv,
+    damage_tier,
 )
 
 
@@ -154,9 +161,16 @@ async def run_cluster(seed: int, duration_s: float = DURATION_S) -> RunReport:
     """A cluster's minute: random size, load and faults; raises Violation when an invariant breaks."""
     rng = random.Random(f"{seed}/faults")
     cluster = Cluster(seed, draw_shape(seed))
+    runs = Crew("run", on_error=lambda error: None)  # which is raised here
     try:
-        return await _run(cluster, rng, duration_s)
+        running = runs.start(_run(cluster, rng, duration_s), "run")
+        failing = runs.start(cluster.has_failed.wait(), "failure")
+        await asyncio.wait([running, failing], return_when=asyncio.FIRST_COMPLETED)
+        cluster.check()
+        report: RunReport = await running
+        return report
     finally:
+        await runs.close()
         await cluster.close()
 
 
@@ -177,7 +191,8 @@ async def _run(cluster: Cluster, rng: random.Random, duration_s: float) -> RunRe
     await faults.drain()
     await asyncio.sleep(_RECOVERY * duration_s)
     cluster.must_succeed = cluster.is_healthy = True
-    cluster.check_registered()
+    if _RECOVERY * duration_s >= 3 * TTL_S:  # a join server that has just come back waits for two of them
+        cluster.check_registered()
     await asyncio.sleep((1 - _TROUBLE - _RECOVERY) * duration_s)
     await cluster.stop()
     tally = cluster.tally
@@ -213,11 +228,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=100, help="how many seeds (default 100)")
     parser.add_argument("--duration", type=float, default=DURATION_S, help="virtual seconds (default 60)")
     parser.add_argument("--digests", action="store_true", help="print seed, counts and log digest per line")
+    parser.add_argument(
+        "--until-bad", action="store_true", help="with --digests: end at the first that fails"
+    )
     args = parser.parse_args(argv)
     if args.seed is not None:
         return _run_one(args.seed, args.duration, args.log)
     if args.digests:
-        return _print_digests(range(args.first, args.first + args.seeds), args.duration)
+        return _print_digests(range(args.first, args.first + args.seeds), args.duration, args.until_bad)
     try:
         return compare(range(args.first, args.first + args.seeds), args.duration)
     except KeyboardInterrupt:
@@ -236,13 +254,15 @@ def _run_one(seed: int, duration_s: float, show_log: bool) -> int:
     return 0
 
 
-def _print_digests(seeds: range, duration_s: float) -> int:
+def _print_digests(seeds: range, duration_s: float, until_bad: bool) -> int:
     logging.disable(logging.CRITICAL)
     for seed in seeds:
         try:
             report = run_seed(seed, duration_s)
         except Exception as error:  # also one of a process that an error has reached
             print(f"{seed} FAILED {type(error).__name__}: {error}".replace("\n", " "), flush=True)
+            if until_bad:
+                break
             continue
         failed = sum(report.failed.values())
         print(
