@@ -19,7 +19,7 @@ SGLANG_VENV ?= .venv-sglang
 ENGINE_PYTEST := -m pytest -q --timeout 300 -o filterwarnings=default -o addopts="--import-mode=importlib -ra" \
 	-o asyncio_default_fixture_loop_scope=session -o asyncio_default_test_loop_scope=session
 
-.PHONY: help serve test test-vllm test-sglang test-long lint format bench seeds clean install
+.PHONY: help serve test test-vllm test-sglang test-long lint format bench seeds mutants clean install
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -88,6 +88,9 @@ test-long: $(VENV)/.test ## what takes minutes: the long tests and a thousand vi
 
 seeds: $(VENV)/.test ## a thousand seeds of a virtual cluster under faults, each run twice
 	$(BIN)/python -m kvolt.testing.faults --seeds 1000 $(ARGS)
+
+mutants: $(VENV)/.test ## known defects, each of which the seeds must find (some minutes)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: $(VENV)/.test ## ruff, mypy --strict, import contract
 	$(BIN)/ruff check .
