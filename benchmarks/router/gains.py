@@ -72,7 +72,13 @@ from kvolt.bench.traces import write_trace
 _RESULTS = Path(__file__).parent / "results" / "gains"
 LOADS = (0.3, 0.6, 0.9)
 _PEER_SPEEDS = (1.0, 4.0)
-_PEER_MODES = {"Dynamo, KV router": "kv_router", "Dynamo, round-robin": "round_robin"}
+_PEER_MODES = {
+    "Dynamo, KV router": ("kv_router", 1.0),
+    "Dynamo, KV router, load scale 4": ("kv_router", 4.0),
+    "Dynamo, KV router, load scale 16": ("kv_router", 16.0),
+    "Dynamo, round-robin": ("round_robin", 1.0),
+}
+"""Router mode and `prefill_load_scale`, of which 1 is the default."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -194,9 +200,9 @@ def _solved(points: Sequence[Point], kept: KeptRows[Row], num_processes: int) ->
 def _beside_dynamo(plan: Plan, kept: KeptRows[Row], options: argparse.Namespace) -> list[PeerRow]:
     """The peer first: whether it starts shows at once."""
     rows = [
-        _replayed(plan, name, mode, speed, options.peer_dir)
+        _replayed(plan, name, mode, scale, speed, options.peer_dir)
         for speed in _PEER_SPEEDS
-        for name, mode in _PEER_MODES.items()
+        for name, (mode, scale) in _PEER_MODES.items()
     ]
     points = [
         Point(MOONCAKE, router, float(router == CLASSIC), 0, speed * base_rate(), plan.peer_requests, 0)
@@ -209,7 +215,7 @@ def _beside_dynamo(plan: Plan, kept: KeptRows[Row], options: argparse.Namespace)
     return rows
 
 
-def _replayed(plan: Plan, name: str, mode: str, speed: float, folder: Path) -> PeerRow:
+def _replayed(plan: Plan, name: str, mode: str, scale: float, speed: float, folder: Path) -> PeerRow:
     _tell(f"{name} at {speed:g} x the trace's rate")
     records = records_of(Point(MOONCAKE, ROUND_ROBIN, 0.0, 0, 0.0, plan.peer_requests, 0))
     try:
@@ -218,12 +224,20 @@ def _replayed(plan: Plan, name: str, mode: str, speed: float, folder: Path) -> P
             write_trace(path, records)
             core = max(os.sched_getaffinity(0))
             done = replay_dynamo(
-                peer_python(folder), path, NUM_WORKERS, records[0].block_size, core, mode=mode, speed=speed
+                peer_python(folder),
+                path,
+                NUM_WORKERS,
+                records[0].block_size,
+                core,
+                mode=mode,
+                speed=speed,
+                prefill_load_scale=scale,
             )
     except (BrokenRun, OSError) as error:
         return PeerRow(name, speed, None, str(error))
-    ttft = done.latencies["ttft"]
-    return PeerRow(name, speed, PeerFigures(ttft["mean"], ttft["p99"], done.hit_rate))
+    ttft, itl, e2e = (done.latencies[name] for name in ("ttft", "tpot", "e2e"))
+    figures = PeerFigures(ttft["mean"], ttft["p99"], itl["mean"], e2e["mean"], e2e["p99"], done.hit_rate)
+    return PeerRow(name, speed, figures)
 
 
 def _tell(line: str) -> None:

@@ -86,6 +86,10 @@ class Figures(msgspec.Struct, frozen=True):
 
     ttft_mean_ms: float
     ttft_p99_ms: float
+    itl_mean_ms: float
+    """Of each answer the mean time between two tokens; the mean of those."""
+    e2e_mean_ms: float
+    e2e_p99_ms: float
     requests_per_s: float
     """From the first one's arrival to the last one's end."""
     tokens_per_s: float
@@ -177,11 +181,15 @@ def solve(point: Point) -> Row:
 def figures_of(samples: Sequence[Sample]) -> Figures:
     whole = [each for each in samples if each.error is None and each.first_s is not None]
     waits_ms = [1e3 * (each.first_s - each.due_s) for each in whole if each.first_s is not None]
+    whole_ms = [1e3 * (each.end_s - each.due_s) for each in whole]
     first_s, last_s = min(each.due_s for each in samples), max(each.due_s for each in samples)
     took_s = max(each.end_s for each in samples) - first_s
     return Figures(
         ttft_mean_ms=float(np.mean(waits_ms)),
         ttft_p99_ms=float(np.percentile(waits_ms, 99)),
+        itl_mean_ms=float(np.mean([1e3 * each.tpot_s for each in whole if each.tpot_s is not None])),
+        e2e_mean_ms=float(np.mean(whole_ms)),
+        e2e_p99_ms=float(np.percentile(whole_ms, 99)),
         requests_per_s=len(whole) / took_s,
         tokens_per_s=sum(each.output_tokens for each in whole) / took_s,
         hit_rate=sum(each.cached_tokens or 0 for each in whole) / sum(each.input_tokens for each in whole),

@@ -1,0 +1,176 @@
+"""Routers in the twin where requests or workers are uneven: TTFT, time per token and E2E, beside each other.
+
+    python -m benchmarks.router.cases            5 seeds; results/cases.{json,txt}
+    python -m benchmarks.router.cases --quick    one seed, short traces, not kept
+
+Cluster: 8 workers, blocks of 64 tokens, 16,384 each. Requests come at random (Poisson) for 20 s, the first 6 of which
+are not measured; every prompt is a prefix and 64 to 512 tokens of its own, every answer 64 to 192 tokens.
+
+    shared prefix 4k     all begin with the same 4,032 tokens, 40 requests/s, `h200-llama-8b`
+    shared prefix 16k    all begin with the same 16,000 tokens, 40 requests/s, `h200-llama-8b`
+    shared 16k, mocker   the same at 60 requests/s, `dynamo-mocker`
+    hot tenant           half of the requests begin with one prefix of 4,032 tokens, the others with one of 20
+    slow worker          as hot tenant, 24 requests/s; one worker takes three times as long as it says
+    failing worker       as hot tenant, 24 requests/s; one worker fails whatever it gets
+
+Times are virtual. Failed requests are counted and not in the times.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import msgspec
+from benchmarks.frontend.report import goal, table
+from benchmarks.router.gains_runs import (
+    BLOCK_SIZE,
+    CLASSIC,
+    LATENCY,
+    NUM_BLOCKS,
+    NUM_WORKERS,
+    ROUND_ROBIN,
+    Figures,
+    figures_of,
+)
+from benchmarks.router.statistics95 import interval
+from benchmarks.router.study_options import study_parser
+from benchmarks.runtime.report import keep_results, machine
+
+from kvolt.bench.load.sample import Sample
+from kvolt.core.trace import TraceRecord
+from kvolt.engines.sim import SimArguments
+from kvolt.twin.cluster import TwinSettings
+from kvolt.twin.replay import TwinRun, new_tally
+from kvolt.twin.trouble import Trouble
+
+_RESULTS = Path(__file__).parent / "results" / "cases"
+ROUTERS = (LATENCY, CLASSIC, ROUND_ROBIN)
+FIGURES = {
+    "TTFT mean": "ttft_mean_ms",
+    "TTFT p99": "ttft_p99_ms",
+    "per token": "itl_mean_ms",
+    "E2E mean": "e2e_mean_ms",
+    "E2E p99": "e2e_p99_ms",
+}
+GOAL = 1.02
+"""Of the better of the others: what is within is as good."""
+
+
+class Case(msgspec.Struct, frozen=True):
+    name: str
+    prefix_tokens: int
+    rate_per_s: float
+    preset: str = "h200-llama-8b"
+    num_tenants: int = 1
+    hot_share: float = 1.0
+    """Of the requests that are of the first tenant."""
+    trouble: Trouble = Trouble()
+
+
+CASES = (
+    Case("shared prefix 4k", 4032, 40.0),
+    Case("shared prefix 16k", 16_000, 40.0),
+    Case("shared 16k, mocker", 16_000, 60.0, "dynamo-mocker"),
+    Case("hot tenant", 4032, 40.0, num_tenants=21, hot_share=0.5),
+    Case("slow worker", 4032, 24.0, num_tenants=21, hot_share=0.5, trouble=Trouble(slow_workers=1)),
+    Case("failing worker", 4032, 24.0, num_tenants=21, hot_share=0.5, trouble=Trouble(failing_workers=1)),
+)
+
+
+class Row(msgspec.Struct, frozen=True):
+    case: str
+    router: str
+    seed: int
+    figures: Figures
+
+
+def records_of(case: Case, seed: int, seconds: float) -> list[TraceRecord]:
+    rng = random.Random(f"{seed}/{case.name}")
+    records: list[TraceRecord] = []
+    at_s, next_id = rng.expovariate(case.rate_per_s), 10_000_000
+    while at_s < seconds:
+        is_hot = case.num_tenants == 1 or rng.random() < case.hot_share
+        tenant = 0 if is_hot else rng.randrange(1, case.num_tenants)
+        num_own = rng.randint(64, 512)
+        num_own_blocks = -(-num_own // BLOCK_SIZE)
+        prefix = range(tenant * 100_000, tenant * 100_000 + case.prefix_tokens // BLOCK_SIZE)
+        records.append(
+            TraceRecord(
+                timestamp=1e3 * at_s,
+                input_length=case.prefix_tokens + num_own,
+                output_length=rng.randint(64, 192),
+                hash_ids=(*prefix, *range(next_id, next_id + num_own_blocks)),
+                block_size=BLOCK_SIZE,
+            )
+        )
+        next_id += num_own_blocks
+        at_s += rng.expovariate(case.rate_per_s)
+    return records
+
+
+def solve(case: Case, router: str, seed: int, seconds: float, warm_s: float) -> Row:
+    settings = TwinSettings(
+        num_workers=NUM_WORKERS,
+        router=router,
+        engine=SimArguments(
+            preset=case.preset, block_size=BLOCK_SIZE, kv_blocks=NUM_BLOCKS, context_length=65_536
+        ),
+        seed=seed,
+        trouble=case.trouble,
+    )
+    samples: list[Sample] = []
+    TwinRun(settings, new_tally(settings)).run(records_of(case, seed, seconds), samples.append)
+    return Row(case.name, router, seed, figures_of([each for each in samples if each.due_s >= warm_s]))
+
+
+def text(rows: Sequence[Row]) -> str:
+    body, goals = [], []
+    for case in dict.fromkeys(row.case for row in rows):
+        means: dict[str, dict[str, float]] = {}
+        for router in ROUTERS:
+            found = [row.figures for row in rows if (row.case, row.router) == (case, router)]
+            times = {name: interval([getattr(each, of) for each in found]) for name, of in FIGURES.items()}
+            means[router] = {name: each.mean for name, each in times.items()}
+            hits = interval([100 * each.hit_rate for each in found])
+            failed = sum(each.num_failed for each in found)
+            shown = [times[name].text(",.2f" if name == "per token" else ",.0f") for name in FIGURES]
+            body.append((case, router, *shown, hits.text(".1f"), str(failed)))
+        ratios = {
+            name: means[LATENCY][name] / min(means[other][name] for other in ROUTERS if other != LATENCY)
+            for name in FIGURES
+        }
+        shown_ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+        met = all(ratio <= GOAL for name, ratio in ratios.items() if name != "per token")
+        goals.append(goal(f"{case}: {LATENCY} as good as the better of the others", met, shown_ratios))
+    head = ("case", "router", *(f"{name} ms" for name in FIGURES), "hit rate %", "failed")
+    return "\n".join([table(head, body), *goals])
+
+
+def main() -> None:
+    parser = study_parser("benchmarks.router.cases", __doc__, "one seed, short traces")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each case and router")
+    options = parser.parse_args()
+    num_seeds, seconds, warm_s = (1, 12.0, 4.0) if options.quick else (options.seeds, 20.0, 6.0)
+    found = machine()
+    rows = []
+    for case, router, seed in product(CASES, ROUTERS, range(num_seeds)):
+        rows.append(solve(case, router, seed, seconds, warm_s))
+        print(f"{case.name}, {router}, seed {seed}", file=sys.stderr, flush=True)
+    told = text(rows)
+    print(told)
+    if not options.quick:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        )
+        results = {"date": time.strftime("%Y-%m-%d"), "commit": commit.stdout.strip(), "rows": rows}
+        keep_results(_RESULTS, "benchmarks.router.cases", found, told, results)
+
+
+if __name__ == "__main__":
+    main()
