@@ -124,7 +124,9 @@ def row(
     router: str, seed: int = 0, ttft_ms: float = 100.0, weight: float = 0.0, followed: float = 1.0
 ) -> Row:
     asked = point(router=router, seed=seed, rate_per_s=9.0, weight=weight)
-    return Row(asked, Figures(ttft_ms, 5 * ttft_ms, 9.0, 900.0, 0.25, 0, 9.0, followed), 1.0)
+    return Row(
+        asked, Figures(ttft_ms, 5 * ttft_ms, 8.0, 900.0, 4000.0, 9.0, 900.0, 0.25, 0, 9.0, followed), 1.0
+    )
 
 
 def told(**ttft_ms: float) -> str:
@@ -174,10 +176,10 @@ def test_the_gain_over_round_robin_is_said_where_it_is_not_there() -> None:
 
 def test_the_peer_is_held_against_on_both_figures_and_missing_rows_are_said() -> None:
     peers = [
-        PeerRow("Dynamo, KV router", 1.0, PeerFigures(284.0, 1711.0, 0.2)),
-        PeerRow("kvolt, latency", 1.0, PeerFigures(250.0, 1720.0, 0.25)),
+        PeerRow("Dynamo, KV router", 1.0, PeerFigures(284.0, 1711.0, 8.0, 2700.0, 8800.0, 0.2)),
+        PeerRow("kvolt, latency", 1.0, PeerFigures(250.0, 1720.0, 8.0, 2600.0, 8700.0, 0.25)),
         PeerRow("Dynamo, KV router", 4.0, None, "it did not start"),
-        PeerRow("kvolt, latency", 4.0, PeerFigures(250.0, 1600.0, 0.25)),
+        PeerRow("kvolt, latency", 4.0, PeerFigures(250.0, 1600.0, 8.0, 2600.0, 8700.0, 0.25)),
     ]
     text = gains_report.text("a trace", {}, [], {}, peers)
     (line,) = missed(text)
