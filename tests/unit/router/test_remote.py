@@ -222,7 +222,8 @@ def test_a_frontend_that_dies_frees_all_that_it_had(silent: bool) -> None:
         await living.book(3)
         assert service.num_held == 10
         here.lab.network.crash("edge-0", silent=silent)
-        await until(lambda: service.num_held == 3, 10.0)
+        # Without a word it may be stalled, and its workers go on with what it has: that counts for the grace.
+        await until(lambda: service.num_held == 3, 35.0 if silent else 1.0)
         assert under_way(router_of(service)) == 3
         assert len(service.sessions) == 1
 
