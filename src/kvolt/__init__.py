@@ -1,3 +1,3 @@
 """kvolt serves large language models across many machines."""
 
-__version__ = "0.3.0"
+__version__ = "0.7.0"
