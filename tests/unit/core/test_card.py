@@ -46,6 +46,7 @@ def test_the_hash_is_the_same_on_any_machine() -> None:
         {"reasoning_parser": "r"},
         {"defaults": {"temperature": 0.7}},
         {"aliases": ("a",)},
+        {"default_max_tokens": 64},
     ],
 )
 def test_any_difference_changes_the_hash(change: dict[str, object]) -> None:
