@@ -8,6 +8,8 @@ away: what it would say after a stall or a partition, of leases that expired in 
     put / delete --- turn of the lease ---> server
     keeper --------- hold, put back ------> server, whenever the hold broke or a change was left in doubt
     follower <------ watch ---------------- server ----> mirror ----> watch queues
+
+The connection to the server may carry other calls, in both directions. Only our own calls end when it is silent.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from kvolt.core.errors import DiscoveryLost, InvalidRequest, KeyConflict, KvoltError, NotFound
+from kvolt.core.errors import DiscoveryLost, InvalidRequest, KeyConflict, KvoltError, NotFound, WorkerLost
 from kvolt.runtime import join_server as join
 from kvolt.runtime.call import Deadlines, ResponseStream
 from kvolt.runtime.client import open_stream
@@ -91,6 +93,8 @@ class JoinDiscovery:
         self._num_leases = 0
         self._mirrors: dict[str, Mirror] = {}
         self._followers: dict[str, asyncio.Task[Any]] = {}
+        self._streams: dict[ResponseStream, None] = {}
+        """Open calls to the server."""
         self._crew = Crew("discovery-join")
         self._closed = False
         plane.on_silent(self._on_silent)
@@ -204,8 +208,9 @@ class JoinDiscovery:
         async with AsyncExitStack() as stack:
             async with own.turn:
                 request = join.HoldRequest(own.secret, own.ttl_s)
-                stream = await self._open(join.HOLD, request, self._standing, _decode_hold)
-                await stack.enter_async_context(stream)
+                stream = await stack.enter_async_context(
+                    self._open(join.HOLD, request, self._standing, _decode_hold)
+                )
                 held = await self._next(stream)
                 await self._put_back(own, held.keys)
                 own.hold = stream
@@ -282,9 +287,7 @@ class JoinDiscovery:
         name = f"watch {mirror.prefix}"
         while True:
             try:
-                async with await self._open(
-                    join.WATCH, mirror.prefix, self._standing, _decode_watch
-                ) as stream:
+                async with self._open(join.WATCH, mirror.prefix, self._standing, _decode_watch) as stream:
                     start = await self._next(stream)
                     backoff.reset()
                     grace_s = max(start.settles_in_s, self._grace_s)
@@ -305,7 +308,8 @@ class JoinDiscovery:
 
     def _on_silent(self, address: str, is_silent: bool) -> None:
         if is_silent and address == self._address:
-            self._plane.drop_silent(address)
+            for stream in list(self._streams):
+                stream.call.cancel(WorkerLost(f"{address} is silent", address=address, reason="heartbeat"))
 
     def _end_watches(self) -> None:
         self._closed = True
@@ -316,15 +320,24 @@ class JoinDiscovery:
     # -- both
 
     async def _ask(self, endpoint: str, request: Any) -> Any:
-        async with await self._open(endpoint, request, self._limits, _decode_any) as stream:
+        async with self._open(endpoint, request, self._limits, _decode_any) as stream:
             return await self._next(stream)
 
-    async def _open(self, endpoint: str, request: Any, limits: Deadlines, decode: Decode) -> ResponseStream:
+    @asynccontextmanager
+    async def _open(
+        self, endpoint: str, request: Any, limits: Deadlines, decode: Decode
+    ) -> AsyncIterator[ResponseStream]:
         to = Destination(self._address, endpoint)
         try:
-            return await open_stream(self._plane, to, request, limits, decode)
+            stream = await open_stream(self._plane, to, request, limits, decode)
         except KvoltError as error:
             raise self._translated(error) from error
+        self._streams[stream] = None
+        try:
+            async with stream:
+                yield stream
+        finally:
+            del self._streams[stream]
 
     async def _next(self, stream: ResponseStream) -> Any:
         try:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from kvolt.core.errors import Cancelled, DiscoveryLost, InvalidRequest, KeyConflict, NotFound
+from kvolt.core.ids import InstanceId
 from kvolt.runtime import join_server
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.client import open_stream
@@ -36,7 +37,7 @@ from kvolt.runtime.join_server import (
     PutRequest,
 )
 from kvolt.runtime.network import Network, SocketNetwork
-from kvolt.runtime.plane import Destination
+from kvolt.runtime.plane import Destination, IncomingStream
 from kvolt.runtime.server import EndpointServer
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import discovery_suite
@@ -56,6 +57,7 @@ class Times:
 
 
 QUICK = Times(ttl_s=0.2, settle_s=0.8, grace_s=0.5, timeout_s=2.0, retry_max_s=0.2)
+LASTING = Deadlines(first_s=60.0, between_s=60.0)
 USUAL = Times(ttl_s=5.0, settle_s=10.0, grace_s=5.0, timeout_s=5.0, retry_max_s=2.0)
 
 
@@ -305,6 +307,39 @@ def test_a_ttl_that_is_no_time_is_refused_and_harms_nobody(ttl_s: object) -> Non
 def test_a_ttl_within_its_bounds_is_taken(ttl_s: float) -> None:
     encoded = msgspec.msgpack.encode(HoldRequest("name", ttl_s))
     assert msgspec.msgpack.decode(encoded, type=HoldRequest) == HoldRequest("name", ttl_s)
+
+
+def test_a_stalled_server_keeps_the_other_calls_of_its_connection() -> None:
+    """A frontend that hosts the join port calls its workers over the connection that they registered through."""
+
+    async def main() -> None:
+        harness = VirtualHarness()
+        await harness.start_server()
+        assert harness.server is not None
+        client = harness.clients[discovery := await harness.client()]
+        lease = await discovery.lease(5.0)
+        await discovery.put("a", b"1", lease)
+        served: list[IncomingStream] = []
+        harness.server.endpoints.add("ns.c.e", InstanceId("i"), served.append)
+        connection = await client.plane.get(harness.address, 1.0)
+        answers = await open_stream(client.plane, Destination(harness.address, "ns.c.e"), None, LASTING)
+        await asyncio.sleep(0.1)
+        harness.virtual.pause("server")
+        await asyncio.sleep(5.0)
+        assert client.states == [True, False], "discovery itself does not wait for a silent server"
+        assert connection.silent
+        harness.virtual.resume("server")
+        await asyncio.sleep(4.0)
+        served[0].send("late")
+        served[0].end()
+        assert [item async for item in answers] == ["late"]
+        assert client.plane.all() == [connection]
+        assert client.states == [True, False, True], "it holds its lease again"
+        await asyncio.sleep(10.0)
+        assert await discovery.get_prefix("") == {"a": b"1"}
+        await harness.close()
+
+    run_virtual(main)
 
 
 @pytest.mark.parametrize("silent", [False, True])
