@@ -16,6 +16,7 @@ import pytest
 
 from kvolt.core.errors import KvoltError, VersionMismatch
 from kvolt.runtime import wire
+from kvolt.runtime.byte_budget import ByteBudget
 from kvolt.runtime.connection import Connection, ConnectionOptions
 from kvolt.runtime.connections import Connections
 from kvolt.runtime.plane_stats import PlaneStats
@@ -122,10 +123,13 @@ class _Stranger:
             dialer=dialer,
             hello=hello,
             options=ConnectionOptions(),
-            on_open=lambda stream: None,
+            on_made=lambda connection: None,
+            on_open=lambda connection, stream: None,
             on_ready=lambda connection: None,
+            on_silent=lambda connection: None,
             on_closed=lambda connection, reason: self.closed.set_result(reason),
             stats=self.stats,
+            budget=ByteBudget(1 << 20, 1 << 20),
         )
 
 

@@ -180,7 +180,7 @@ def template(text: bytes) -> bytes:
     return holding(chat_template_kwargs=text)
 
 
-DEEP = 100_000
+DEEP = 90_000
 
 MALFORMED: dict[str, tuple[Made, str | None]] = {
     "no UTF-8": (lambda: saying(b"a\xff\xfeb"), "messages[0].content"),
@@ -226,9 +226,9 @@ EXCESSIVE: dict[str, tuple[str, Made, str | None]] = {
     "100,000 messages": (CHAT, lambda: chat(messages=messages(100_000)), None),
     "20,000 messages": (CHAT, lambda: chat(messages=messages(20_000)), "messages"),
     "16,000 messages": (CHAT, lambda: chat(messages=messages(16_000)), "messages"),
-    "80,000 parts": (
+    "40,000 parts": (
         CHAT,
-        lambda: chat(messages=messages(20, [{"type": "text", "text": "x"}] * 4000)),
+        lambda: chat(messages=messages(20, [{"type": "text", "text": "x"}] * 2000)),
         "messages",
     ),
     "10,000 tools": (CHAT, lambda: chat(tools=tools(10_000)), "tools"),
@@ -237,7 +237,7 @@ EXCESSIVE: dict[str, tuple[str, Made, str | None]] = {
     "a stop of 1 MB": (CHAT, lambda: chat(stop="x" * MB), "stop"),
     "129 choices": (CHAT, lambda: chat(n=129), "n"),
     "100,000 prompts": (COMPLETE, lambda: completion(prompt=["x"] * 100_000), "prompt"),
-    "100,000 prompts of ids": (COMPLETE, lambda: completion(prompt=[[70]] * 100_000), "prompt"),
+    "90,000 prompts of ids": (COMPLETE, lambda: completion(prompt=[[70]] * 90_000), "prompt"),
     "130 choices of 65 prompts": (COMPLETE, lambda: completion(prompt=["x"] * 65, n=2), "prompt"),
     "128 long prompts": (COMPLETE, lambda: completion(prompt=["xy" * 55_000] * 128), "prompt"),
     "3,000,000 ids": (COMPLETE, lambda: completion(prompt=[70] * 3 * MB), None),

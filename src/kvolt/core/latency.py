@@ -7,15 +7,23 @@ the shape of timing that Dynamo's mocker has. Who only needs the time asks for a
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from kvolt.core.load import StepStats
 
 Floats = npt.NDArray[np.float64]
+
+_HOUR_S = 3600.0
+Price = Annotated[float, Meta(ge=0.0, le=_HOUR_S)]
+"""Seconds of a step model. Bounded where one is decoded: a peer that registers NaN or a negative time would decide
+where all requests go."""
+SignedPrice = Annotated[float, Meta(ge=-_HOUR_S, le=_HOUR_S)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class StepModel(Protocol):
@@ -42,15 +50,15 @@ class LatencyModel(msgspec.Struct, frozen=True, kw_only=True):
     `base + prefill*p + prefill_context*px + batch*b + context*c`, and `prefill_step` if it prefills at all.
     """
 
-    base_s: float = 0.0
-    prefill_token_s: float = 0.0
-    prefill_context_s: float = 0.0
-    batch_s: float = 0.0
-    context_token_s: float = 0.0
-    prefill_step_s: float = 0.0
+    base_s: Price = 0.0
+    prefill_token_s: Price = 0.0
+    prefill_context_s: Price = 0.0
+    batch_s: Price = 0.0
+    context_token_s: Price = 0.0
+    prefill_step_s: Price = 0.0
     """What the first prompt token costs besides: engines replay steps that only decode, and launch the others
     kernel by kernel."""
-    shared_kv_read: float = 1.0
+    shared_kv_read: Share = 1.0
     """Cost of reading a KV block once more for another sequence, as a share of the first read: 1 where each sequence
     reads its own (paged attention), 0 where a block that several share is read once (cascade attention)."""
 
@@ -80,19 +88,19 @@ class OccupancyModel(msgspec.Struct, frozen=True, kw_only=True):
     A step that prefills and decodes takes the sum of both. A decode does not depend on the batch.
     """
 
-    prefill_base_s: float = 0.0
-    prefill_token_s: float = 0.0
-    prefill_square_s: float = 0.0
+    prefill_base_s: Price = 0.0
+    prefill_token_s: Price = 0.0
+    prefill_square_s: Price = 0.0
     """Per squared prompt token of the step."""
-    decode_base_s: float = 0.0
-    decode_share_s: float = 0.0
+    decode_base_s: Price = 0.0
+    decode_share_s: SignedPrice = 0.0
     """Of a cache that is read as a whole. This and the next may be negative."""
-    decode_square_s: float = 0.0
+    decode_square_s: SignedPrice = 0.0
     """Per squared share."""
-    decode_least_s: float = 0.0
-    kv_tokens: int = 1
+    decode_least_s: Price = 0.0
+    kv_tokens: Annotated[int, Meta(ge=1)] = 1
     """Tokens that the whole cache holds."""
-    shared_kv_read: float = 1.0
+    shared_kv_read: Share = 1.0
     """As LatencyModel's."""
 
     def step_s(self, step: StepStats) -> float:

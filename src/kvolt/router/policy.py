@@ -187,9 +187,13 @@ def prefer(costs: Floats, weights: Floats) -> Floats:
 def pick(costs: Floats, rng: random.Random, temperature: float = 0.0) -> int:
     """The least costly; one of several by chance. With a temperature any, the less costly the more likely.
 
-    Costs are put between 0 and 1 first, so that a temperature means the same whatever a policy counts.
+    Costs are put between 0 and 1 first, so that a temperature means the same whatever a policy counts. A cost that is
+    not a number is the highest.
     """
     least = float(costs[costs.argmin()])  # `min`, at half its cost
+    if math.isnan(least):
+        costs = np.nan_to_num(costs, nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        least = float(costs.min())
     if temperature <= 0.0:
         (best,) = (costs == least).nonzero()
         return int(best[rng.randrange(len(best)) if len(best) > 1 else 0])

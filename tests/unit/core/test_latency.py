@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import numpy as np
 import pytest
 
 from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel, prompt_s
 from kvolt.core.load import StepStats
+from kvolt.engines.sim_presets import PRESETS
 
 MODEL = OccupancyModel(
     prefill_base_s=1.0,
@@ -80,3 +84,17 @@ def test_a_prompt_in_chunks() -> None:
     assert prompt_s(model, 100, 0, 40) == pytest.approx(3 + 10 + 0.01 * (40 * 40 + 40 * 80 + 20 * 100))
     assert prompt_s(model, 100, 90, 40) == pytest.approx(1 + 1 + 0.01 * 10 * 100)
     assert prompt_s(model, 100, 100, 40) == pytest.approx(1 + 0.1 + 0.01 * 100), "its last token"
+
+
+@pytest.mark.parametrize("price", [math.nan, math.inf, -1e-9])
+def test_a_model_that_could_mislead_routers_does_not_decode(price: float) -> None:
+    for kind in (LatencyModel, OccupancyModel):
+        wire = msgspec.msgpack.encode(kind(prefill_token_s=price))
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(wire, type=kind)
+
+
+def test_every_preset_decodes() -> None:
+    for preset in PRESETS.values():
+        wire = msgspec.msgpack.encode(preset.model)
+        assert msgspec.msgpack.decode(wire, type=type(preset.model)) == preset.model

@@ -152,3 +152,10 @@ def test_what_is_no_double_for_each_worker_is_refused(wrong: Any) -> None:
         arrays[at] = wrong
         with pytest.raises((ValueError, BufferError)):
             native(1.0, 1.0, 1.0, 1.0, *arrays)
+
+
+def test_a_cost_that_is_not_a_number_is_the_highest() -> None:
+    rng = random.Random(1)
+    assert {pick(np.array([np.nan, 0.2, 0.1]), rng) for _ in range(20)} == {2}
+    assert pick(np.array([np.nan, np.nan]), rng) in (0, 1)
+    assert pick(np.array([np.nan, 0.2, 0.1]), rng, temperature=0.5) in (0, 1, 2)
