@@ -15,7 +15,6 @@ import msgspec
 
 from kvolt.core.delta import Delta, StageTimes, Usage
 from kvolt.core.errors import DeadlineExceeded, KvoltError, with_fields
-from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, Request
 from kvolt.core.withdrawal import was_withdrawn
 from kvolt.journey.asked import Asked
@@ -307,7 +306,7 @@ class Journey:
             self._asked.look_elsewhere(self.sink if self._machine.state is State.REROUTING else None)
         try:
             async with asyncio.timeout_at(self._started + total_s):
-                decision = await self._choose(action.excluded)
+                decision = await self._choose(action)
         except TimeoutError:
             return Failed(
                 DeadlineExceeded(f"no worker within {total_s:g} s (route)", stage="route", after_s=total_s)
@@ -324,12 +323,12 @@ class Journey:
             self._asked.count_elsewhere(failure, decision)
         return Routed(decision)
 
-    async def _choose(self, excluded: frozenset[InstanceId]) -> Decision:
+    async def _choose(self, action: Route) -> Decision:
         """Waits for workers that are out of reach, unless there are others that can answer."""
         at, request = self._at, self._asked.request
         if at is not self._road:
-            return await at.router.route(request, excluded)
-        return await route_when_reachable(at.router, at.client, request, excluded)
+            return await at.router.route(request, action.excluded)
+        return await route_when_reachable(at.router, at.client, request, action.excluded, action.out_of_reach)
 
     async def _open(self, action: Open) -> Event:
         decision = self.decision = action.decision

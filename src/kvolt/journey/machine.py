@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from kvolt.core.errors import (
     Cancelled,
+    ConnectFailed,
     DeadlineExceeded,
     EngineDied,
     EngineFailed,
@@ -22,6 +23,7 @@ from kvolt.core.errors import (
     KvoltError,
     Overloaded,
     Unavailable,
+    WorkerLost,
     reworded,
 )
 from kvolt.core.ids import InstanceId
@@ -118,6 +120,8 @@ class Prefill(NamedTuple):
 class Route(NamedTuple):
     excluded: frozenset[InstanceId]
     """Instances that have failed this request."""
+    out_of_reach: frozenset[InstanceId] = frozenset()
+    """Those that failed it by that alone: if no other is left, they may be asked again once they answer."""
 
 
 class Open(NamedTuple):
@@ -142,6 +146,12 @@ _MAX_PREFILLS = 2
 """Workers that are asked for a prompt alone."""
 
 
+def _is_out_of_reach(error: KvoltError) -> bool:
+    """Not that it failed: no connection came about, or it was silent and may have been stalled."""
+    is_silent = isinstance(error, WorkerLost) and error.fields.get("reason") == "heartbeat"
+    return is_silent or isinstance(error, ConnectFailed)
+
+
 class IllegalTransition(Exception):
     """A fault of the driver: the machine has not changed."""
 
@@ -159,6 +169,7 @@ class JourneyMachine:
         "_num_deaths",
         "_num_prefills",
         "_num_silent",
+        "_out_of_reach",
         "failure",
         "gpu_work",
         "num_attempts",
@@ -186,6 +197,7 @@ class JourneyMachine:
         """Workers that had it and no first token by the deadline."""
         self._instance: InstanceId | None = None
         self._excluded: frozenset[InstanceId] = frozenset()
+        self._out_of_reach: frozenset[InstanceId] = frozenset()
         self._loss: KvoltError | None = None
         """What its answer was last broken off by."""
         self.failure: KvoltError | None = None
@@ -278,9 +290,14 @@ class JourneyMachine:
     def _look_elsewhere(self, error: KvoltError, state: State) -> Action:
         assert self._instance is not None
         self.failure = error
-        self._excluded |= {self._instance}
+        failed = frozenset([self._instance])
+        self._excluded |= failed
+        if _is_out_of_reach(error):
+            self._out_of_reach |= failed
+        else:
+            self._out_of_reach -= failed
         self.state = state
-        return Route(self._excluded)
+        return Route(self._excluded, self._out_of_reach & self._excluded)
 
     def _move(self, event: TakenBack) -> Action:
         if not self.may_move:

@@ -21,11 +21,16 @@ _OUT_OF_REACH = frozenset(
 
 
 async def route_when_reachable(
-    router: Router, client: EndpointClient, request: Request, excluded: frozenset[InstanceId]
+    router: Router,
+    client: EndpointClient,
+    request: Request,
+    excluded: frozenset[InstanceId],
+    out_of_reach: frozenset[InstanceId] = frozenset(),
 ) -> Decision:
     """As `Router.route`, but Unavailable only once no instance that could take the request is awaited any more.
 
-    An excluded instance that could not be reached may be asked again when it is back.
+    An excluded instance that could not be reached may be asked again when it is back. `out_of_reach` are those which
+    were excluded for that alone: they may be back already, or answer on another connection than the one that was lost.
     """
     loop = asyncio.get_running_loop()
     started_at: float | None = None
@@ -34,6 +39,10 @@ async def route_when_reachable(
             return await router.route(request, excluded)
         except Unavailable as error:
             awaited = _fitting(request, client.awaited())
+            back = (excluded & out_of_reach) - awaited
+            if back and error.fields.get("reason") in _OUT_OF_REACH:
+                excluded -= back
+                continue
             started_at = loop.time() if started_at is None else started_at
             left_s = started_at + client.stall_grace_s - loop.time()
             if not awaited or left_s <= 0 or error.fields.get("reason") not in _OUT_OF_REACH:

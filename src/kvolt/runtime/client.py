@@ -45,7 +45,8 @@ _REDIAL_FIRST_S = 0.1
 _REDIAL_MAX_S = 2.0
 
 _REGISTER_S = 5.0
-"""For an instance that was stalled to register again."""
+"""For an instance that was stalled to register again, or for one whose registration ended to turn out to be stalled:
+longer than a silent connection takes to be noticed."""
 
 _TAKE_OVER_AFTER_S = 1.0
 """From the silence of an instance until its calls end for another one's: instances that stall together, as on one
@@ -139,8 +140,10 @@ class EndpointClient:
         """Addresses that may be stalled: their calls go on."""
         self._expired: dict[InstanceId, Instance] = {}
         """Of silent addresses, without a registration: a stall may outlast a lease."""
-        self._returning: dict[InstanceId, float] = {}
-        """Those of them that are not silent any more, and until when they may register again."""
+        self._returning: dict[InstanceId, tuple[Instance, float]] = {}
+        """Without a registration and not known to be silent, and until when they may register again: those whose
+        silence ended, and those that went without draining. We may hear of an expired lease first, and of the
+        silence later, if we were stalled ourselves."""
         self._take_over: asyncio.TimerHandle | None = None
         self._candidates: list[Instance] | None = None
         """Worked out once per change, not once per request."""
@@ -208,12 +211,14 @@ class EndpointClient:
             if (instance := self._instances.get(instance_id)) is not None
             and instance.state is InstanceState.READY
         ]
-        now = asyncio.get_running_loop().time()
-        returning = [instance_id for instance_id, until in self._returning.items() if now < until]
-        return frozenset([*unreachable, *self._expired, *returning])
+        self._prune_returning()
+        return frozenset([*unreachable, *self._expired, *self._returning])
 
     async def wait_change(self, timeout_s: float) -> None:
-        """Until the set of candidates may have changed, or the time is over."""
+        """Until the set of candidates, or of those awaited, may have changed, or the time is over."""
+        self._prune_returning()
+        now = asyncio.get_running_loop().time()
+        timeout_s = min([timeout_s, *(until - now for _, until in self._returning.values())])
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._change.wait()
@@ -304,14 +309,18 @@ class EndpointClient:
 
     def _on_peer_lost(self, address: str, reason: KvoltError) -> None:
         self._end_silence(address)
+        if self._take_returning(address):
+            self._tell_changed()
         for instance in self.instances():
             if instance.address == address:
                 self._mark_unreachable(instance.id, reason)
 
     def _on_silent(self, address: str, is_silent: bool) -> None:
         here = [instance for instance in self.instances() if instance.address == address]
-        if is_silent and here:
+        expired = self._take_returning(address) if is_silent else []
+        if is_silent and (here or expired):
             self._silent[address] = None
+            self._expired.update((instance.id, instance) for instance in expired)
             reason = Unavailable(f"{address} is silent", endpoint=str(self.endpoint), reason="silent")
             for instance in here:
                 self._mark_unreachable(instance.id, reason)
@@ -323,11 +332,24 @@ class EndpointClient:
                 self._mark_reachable(instance.id)
 
     def _expect_registrations(self, address: str) -> None:
-        now = asyncio.get_running_loop().time()
-        self._returning = {each: until for each, until in self._returning.items() if now < until}
         for instance in self._expired.values():
             if instance.address == address:
-                self._returning[instance.id] = now + _REGISTER_S
+                self._expect_registration(instance)
+
+    def _expect_registration(self, instance: Instance) -> None:
+        self._prune_returning()
+        self._returning[instance.id] = (instance, asyncio.get_running_loop().time() + _REGISTER_S)
+
+    def _prune_returning(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._returning = {key: each for key, each in self._returning.items() if now < each[1]}
+
+    def _take_returning(self, address: str) -> list[Instance]:
+        """Those at the address, which are no longer counted among the returning."""
+        taken = [instance for instance, _ in self._returning.values() if instance.address == address]
+        for instance in taken:
+            del self._returning[instance.id]
+        return taken
 
     def _end_silence(self, address: str) -> None:
         self._silent.pop(address, None)
@@ -399,6 +421,8 @@ class EndpointClient:
                 if gone is not None:
                     if gone.address in self._silent:
                         self._expired[instance_id] = gone
+                    elif gone.state is InstanceState.READY and instance_id not in self._unreachable:
+                        self._expect_registration(gone)
                     self._tell_changed()
             else:
                 self._synced.set()

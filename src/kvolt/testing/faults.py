@@ -111,12 +111,20 @@ async def _stall(
 
 
 async def stall_in_turn(cluster: Cluster, rng: random.Random) -> None:
-    """One process after the other, or a whole machine, for as long as the trouble lasts."""
+    """For as long as the trouble lasts: a whole machine, or some processes, whose stalls may overlap."""
     now = asyncio.get_running_loop().time
+    stalls = Crew("stalls", on_error=lambda error: cluster.fail(f"a stall failed: {error!r}"))
     while now() < cluster.trouble_ends_at:
-        is_machine = rng.random() < 0.2
-        stalled = cluster.processes if is_machine else [rng.choice(cluster.processes)]
-        await _stall(cluster, stalled, rng, LONGEST_STALL_S)
+        if rng.random() < 0.2:
+            await _stall(cluster, cluster.processes, rng, LONGEST_STALL_S)
+        else:
+            for process in rng.sample(cluster.processes, rng.choice((1, 1, 2, 3))):
+                stalls.start(
+                    _stall(cluster, [process], random.Random(rng.getrandbits(64)), LONGEST_STALL_S),
+                    process.name,
+                )
+                await _for_a_while(cluster, rng, 0.0, 6.0)
+            await stalls.drain()
         await _for_a_while(cluster, rng, 4.0, 8.0)
 
 

@@ -163,15 +163,34 @@ def test_the_whole_table(state: State, event: Event) -> None:
         assert (machine.state, type(action)) == wanted
 
 
+def routed(action: Action) -> Route:
+    assert isinstance(action, Route)
+    return action
+
+
+@pytest.mark.parametrize("state", [State.WAITING, State.STREAMING])
+def test_an_instance_that_was_out_of_reach_is_not_one_that_failed(state: State) -> None:
+    silent = WorkerLost("silent", reason="heartbeat")
+    machine = at(state)
+    assert routed(machine.on(Failed(silent))).out_of_reach == {"a"}
+    machine.on(Routed(to("b")))
+    assert routed(machine.on(Failed(ConnectFailed("no hello")))).out_of_reach == {"a", "b"}
+    machine.on(Routed(to("a")))
+    machine.on(Opened())
+    if state is State.STREAMING:
+        again = routed(machine.on(Failed(WorkerLost("its process died", reason="closed"))))
+        assert (again.excluded, again.out_of_reach) == ({"a", "b"}, {"b"}), "now it has failed"
+
+
 @pytest.mark.parametrize("error", RETRYABLE, ids=repr)
 @pytest.mark.parametrize("state", [State.OPENING, State.WAITING])
 def test_before_the_first_answer_another_instance_is_tried(state: State, error: KvoltError) -> None:
     machine = at(state)
-    assert machine.on(Failed(error)) == Route(frozenset({InstanceId("a")}))
+    assert routed(machine.on(Failed(error))).excluded == {"a"}
     assert machine.failure is error
     machine.on(Routed(to("b")))
     machine.on(Opened())
-    assert machine.on(Failed(error)) == Route(frozenset({InstanceId("a"), InstanceId("b")}))
+    assert routed(machine.on(Failed(error))).excluded == {"a", "b"}
     machine.on(Routed(to("c")))
     assert machine.num_attempts == 3
     last = WorkerLost("the third")
@@ -230,7 +249,7 @@ def test_amid_an_answer_what_no_other_could_do_better_is_final(error: KvoltError
 @pytest.mark.parametrize("error", [*RETRYABLE, EngineDied("e")], ids=repr)
 def test_amid_an_answer_another_goes_on(error: KvoltError) -> None:
     machine = at(State.STREAMING)
-    assert machine.on(Failed(error)) == Route(frozenset({InstanceId("a")}))
+    assert routed(machine.on(Failed(error))).excluded == {"a"}
     assert machine.failure is error
     assert machine.on(Routed(to("b"))) == Open(to("b"))
     assert (machine.num_attempts, machine.num_migrations) == (1, 1)

@@ -52,9 +52,13 @@ class Fleet:
         raise Unavailable("no instance can be reached", reason=self.reason)
 
     async def find(
-        self, request: Request | None = None, excluded: frozenset[InstanceId] = frozenset()
+        self,
+        request: Request | None = None,
+        excluded: frozenset[InstanceId] = frozenset(),
+        out_of_reach: frozenset[InstanceId] = frozenset(),
     ) -> str:
-        found = await route_when_reachable(self, self, request or make_request(), excluded)  # type: ignore[arg-type]
+        request = request or make_request()
+        found = await route_when_reachable(self, self, request, excluded, out_of_reach)  # type: ignore[arg-type]
         return str(found.instance.id)
 
 
@@ -96,6 +100,21 @@ async def test_an_excluded_instance_is_asked_again_when_it_is_back() -> None:
 async def test_an_excluded_instance_that_was_never_out_of_reach_stays_excluded() -> None:
     fleet = Fleet({A: 9.0}, reachable=(B,))
     assert await fleet.find(excluded=frozenset([B])) == "a"
+
+
+@virtual
+async def test_an_instance_that_was_out_of_reach_and_is_back_is_asked_again_if_no_other_is_left() -> None:
+    fleet = Fleet({}, reachable=(A, B))
+    assert await fleet.find(excluded=frozenset([A]), out_of_reach=frozenset([A])) == "b"
+    assert await fleet.find(excluded=frozenset([A, B]), out_of_reach=frozenset([B])) == "b"
+    assert now() == 0.0
+
+
+@virtual
+async def test_an_instance_that_is_still_out_of_reach_is_waited_for_while_no_other_is_back() -> None:
+    fleet = Fleet({A: 5.0})
+    assert await fleet.find(excluded=frozenset([A]), out_of_reach=frozenset([A])) == "a"
+    assert now() == 5.0
 
 
 @virtual

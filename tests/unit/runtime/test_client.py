@@ -472,6 +472,76 @@ async def test_an_instance_that_does_not_register_again_is_awaited_no_longer(wor
 
 
 @in_world
+async def test_an_instance_whose_lease_ends_before_its_silence_is_noticed_is_awaited(world: World) -> None:
+    """As a client hears it that was stalled itself: first of the lease, later of the silence."""
+    await world.server("a")
+    instance = await world.register("a")
+    client = await world.client()
+    stream = await lasting(client, instance)
+    world.network.pause("a")
+    await world.discovery.delete(instance.key)
+    for _ in range(20):
+        await asyncio.sleep(1.0)
+        assert client.awaited() == {"a"}
+    world.network.resume("a")
+    await asyncio.sleep(1.0)
+    await world.register("a")
+    assert client.candidates() == [instance]
+    assert [item async for item in stream] == [1, 2]
+
+
+@in_world
+async def test_calls_move_from_an_instance_whose_lease_ends_before_its_silence_is_noticed(
+    world: World,
+) -> None:
+    for name in "ab":
+        await world.server(name)
+    instance = await world.register("a")
+    await world.register("b")
+    client = await world.client()
+    await lasting(client, instance)
+    world.network.pause("a")
+    await world.discovery.delete(instance.key)
+    await asyncio.sleep(6.0)
+    assert world.caller.gauges().num_calls == 0
+    assert client.awaited() == frozenset(), "its connection is given up"
+
+
+@in_world
+async def test_an_instance_that_goes_is_awaited_for_no_longer_than_it_takes_to_notice_a_stall(
+    world: World,
+) -> None:
+    await world.server("a")
+    instance = await world.register("a")
+    client = await world.client()
+    await ask(client, instance)
+    await world.discovery.delete(instance.key)
+    await asyncio.sleep(0.1)
+    assert client.awaited() == {"a"}
+    await client.wait_change(30.0)
+    assert asyncio.get_running_loop().time() < 8.0, "who waits hears of it"
+    assert client.awaited() == frozenset()
+
+
+@in_world
+async def test_an_instance_that_drains_and_one_that_is_lost_are_not_awaited(world: World) -> None:
+    await world.server("a")
+    client = await world.client()
+    draining = await world.register("a", state=InstanceState.DRAINING)
+    await world.discovery.delete(draining.key)
+    await asyncio.sleep(0.1)
+    assert client.awaited() == frozenset()
+    instance = await world.register("a")
+    await ask(client, instance)
+    await world.discovery.delete(instance.key)
+    await asyncio.sleep(0.1)
+    assert client.awaited() == {"a"}
+    world.network.crash("a", silent=False)
+    await asyncio.sleep(0.1)
+    assert client.awaited() == frozenset()
+
+
+@in_world
 async def test_waiting_for_a_change(world: World) -> None:
     await world.server("a")
     client = await world.client()

@@ -279,6 +279,58 @@ def test_streams_go_on_where_they_were(stalled: tuple[str, ...]) -> None:
     clustered(body)
 
 
+@pytest.mark.parametrize(
+    "stalls",
+    [
+        {"f0": (0.0, 13.0), "w0": (3.0, 25.0)},
+        {"f0": (0.0, 13.0), "w0": (3.0, 25.0), "disc": (5.0, 15.0)},
+        {"w0": (0.0, 20.0), "f0": (3.0, 13.0), "disc": (4.0, 24.0)},
+        {"disc": (0.0, 12.0), "w0": (3.0, 14.0), "f0": (6.0, 20.0)},
+    ],
+    ids=lambda stalls: " ".join(f"{name} {begin:g}-{end:g}" for name, (begin, end) in stalls.items()),
+)
+def test_stalls_that_overlap_end_no_stream(stalls: dict[str, tuple[float, float]]) -> None:
+    """With one worker: a frontend that was stalled itself hears of its expired lease before it sees its silence."""
+
+    async def body(cluster: Cluster) -> None:
+        cluster.ask(4)
+        await asyncio.sleep(1.0)
+
+        async def stall(name: str, begin: float, end: float) -> None:
+            await asyncio.sleep(begin)
+            await cluster.stall([name], end - begin)
+
+        async with asyncio.TaskGroup() as group:
+            for name, (begin, end) in stalls.items():
+                group.create_task(stall(name, begin, end))
+            for _ in range(14):
+                await asyncio.sleep(2.0)
+                cluster.ask(1)
+        await cluster.whole()
+
+    clustered(body, num_workers=1)
+
+
+def test_a_request_goes_back_to_a_worker_that_was_stalled_before_the_second_one() -> None:
+    """It left w0 for w1 when w0 was silent, and w1 for w0 when w1 was: w0 has not failed it."""
+
+    async def body(cluster: Cluster) -> None:
+        stall_process(cluster.network, "w0")
+        new = cluster.ask(4)
+        await asyncio.sleep(3.0)
+        stall_process(cluster.network, "w1")
+        await asyncio.sleep(7.0)
+        waiting = [stream for stream in new if not stream.tokens]
+        resume_process(cluster.network, "w0")
+        await until(lambda: all(stream.is_over for stream in new), 60.0)
+        resume_process(cluster.network, "w1")
+        assert waiting, "they began at w0, and had no token of w1 yet"
+        await cluster.whole()
+        await until(lambda: cluster.reachable() == 2, 15.0)
+
+    clustered(body)
+
+
 @pytest.mark.parametrize("stalled", [("f0",), EVERYTHING], ids=" ".join)
 def test_a_frontend_that_stalls_beyond_the_grace_goes_on_by_migration(stalled: tuple[str, ...]) -> None:
     """Its workers have given its connections up; it goes on with the tokens that it has."""
