@@ -1,8 +1,9 @@
 """A limit on the bytes that one process keeps for messages which its peers have not finished.
 
 A peer that can connect can begin a message and never end it. All connections of a process share one budget,
-and those from one address share a part of it. When it is exceeded, the largest holder of the address with the
-most bytes is shed: a large sender pays, and a small or normal request passes. Pure; one thread at a time.
+and those from one address (for IPv6: from one /64, the least that a host is given) share a part of it. When it
+is exceeded, the largest holder of the address with the most bytes is shed: a large sender pays, and a small or
+normal request passes. Pure; one thread at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from typing import Protocol
+
+from kvolt.runtime.network import peer_group
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ class ByteBudget:
 
     def hold(self, holder: Holder, num_bytes: int) -> None:
         """A holder keeps so much from now on. May shed it, or others, before it returns."""
-        peer = holder.peer_host
+        peer = peer_group(holder.peer_host)
         held = self._holders.setdefault(peer, {})
         change = num_bytes - held.pop(holder, 0)
         if num_bytes:

@@ -27,8 +27,6 @@ _HOLD_ABOVE_BYTES = 1 << 20
 _GIVE_UP_ABOVE_BYTES = 16 << 20
 _HELLO_TIMEOUT_S = 5.0
 _MOST_PATIENCE = 5.0
-_UNCOUNTED_BYTES = 64 * 1024
-"""Of an unfinished frame: what any read may leave behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +153,6 @@ class Connection(asyncio.Protocol):
 
     def _count_unfinished(self) -> None:
         num_bytes = self.session.unfinished_bytes
-        if num_bytes <= _UNCOUNTED_BYTES:
-            num_bytes = 0
         if num_bytes != self._counted_bytes and self.closed is None:
             self._counted_bytes = num_bytes
             self._budget.hold(self, num_bytes)

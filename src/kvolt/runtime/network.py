@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Protocol
 
 from kvolt.core.errors import ConfigError, ConnectFailed
@@ -57,6 +59,23 @@ def split_host(text: str) -> tuple[str, int | None]:
     if not colon or not host or bare_v6 or not port.isdecimal():
         return text.strip("[]"), None
     return host.strip("[]"), int(port)
+
+
+@lru_cache(maxsize=4096)
+def peer_group(host: str) -> str:
+    """Hosts that share one limit: an IPv4 address, the /64 of an IPv6 address, or any other name as it is.
+
+    A host chooses among 2**64 addresses of its own, so a limit per IPv6 address is no limit.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address), 64), strict=False))
 
 
 def join_address(host: str, port: int) -> str:

@@ -20,10 +20,8 @@ log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 18
 _MAX_UNSENT_BYTES = 64 << 20
-_UNCOUNTED_BYTES = 64 << 10
-"""Of an unfinished frame: what any read may leave behind."""
 UNFINISHED_S = 60.0
-"""For a large frame to arrive whole."""
+"""For a frame to arrive whole."""
 _MAX_DESCRIPTORS = 16
 """In one read, and kept for messages that have not come."""
 
@@ -56,7 +54,7 @@ class FrameConnection:
         self._budget = budget
         self._counted_bytes = 0
         self._late: Timer | None = None
-        """Runs while a large frame has not come whole."""
+        """Runs while a frame has not come whole."""
         self.is_open = True
         progress.watch(link.fileno(), EVENT_READ, self._on_ready)
 
@@ -156,8 +154,6 @@ class FrameConnection:
             )
 
     def _count_unfinished(self, num_bytes: int, has_progress: bool) -> None:
-        if num_bytes <= _UNCOUNTED_BYTES:
-            num_bytes = 0
         if self._late is not None and (has_progress or not num_bytes):
             self._late.cancel()
             self._late = None

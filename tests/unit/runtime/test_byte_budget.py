@@ -51,6 +51,23 @@ def test_what_is_let_go_is_free_again() -> None:
     assert (budget.used_bytes, holder.num_shed) == (0, 0)
 
 
+def test_the_addresses_of_one_ipv6_network_share_a_limit() -> None:
+    budget = ByteBudget(100, 60)
+    holders = [Holder(f"2001:db8::{number:x}") for number in range(7)]
+    other, mapped, plain = Holder("2001:db8:0:1::1"), Holder("::ffff:10.0.0.1"), Holder("10.0.0.1")
+    for holder in holders:
+        budget.hold(holder, 10)
+    assert sum(holder.num_shed for holder in holders) == 1
+    for holder in (other, mapped, plain):
+        budget.hold(holder, 1)
+    budget.hold(mapped, 30)
+    budget.hold(plain, 31)
+    assert (other.num_shed, mapped.num_shed, plain.num_shed) == (0, 0, 1)
+    for holder in (*holders, other, mapped, plain):
+        budget.hold(holder, 0)
+    assert budget.used_bytes == 0
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 80)), max_size=60))
 def test_the_limits_hold_whatever_comes(holds: list[tuple[int, int]]) -> None:
     budget = ByteBudget(100, 60)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvolt.core.errors import ConfigError
-from kvolt.runtime.network import is_loopback, is_wildcard, join_address, split_address, split_host
+from kvolt.runtime.network import (
+    is_loopback,
+    is_wildcard,
+    join_address,
+    peer_group,
+    split_address,
+    split_host,
+)
 
 
 @pytest.mark.parametrize(
@@ -44,3 +51,20 @@ def test_hosts_of_this_machine_only() -> None:
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.5", "", "1270.a")))
     assert all(map(is_wildcard, ("0.0.0.0", "::", "*", "")))
     assert not any(map(is_wildcard, ("127.0.0.1", "::1", "a")))
+
+
+@pytest.mark.parametrize(
+    ("host", "group"),
+    [
+        ("10.0.0.5", "10.0.0.5"),
+        ("::ffff:10.0.0.5", "10.0.0.5"),
+        ("2001:db8:0:1::1", "2001:db8:0:1::/64"),
+        ("2001:db8:0:1:ffff:ffff:ffff:ffff", "2001:db8:0:1::/64"),
+        ("2001:db8:0:2::1", "2001:db8:0:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("unix", "unix"),
+        ("?", "?"),
+    ],
+)
+def test_an_ipv6_host_counts_with_its_whole_network(host: str, group: str) -> None:
+    assert peer_group(host) == group

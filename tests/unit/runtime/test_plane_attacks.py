@@ -199,6 +199,26 @@ async def test_a_frame_that_never_ends_closes_its_connection(world: World) -> No
 
 
 @in_world
+async def test_the_start_of_a_frame_counts_on_every_connection(world: World) -> None:
+    """Many connections with a little each, before and after the hello, and with an open stream."""
+    silent, greeted, opened = await world.stranger(), await world.greeted(), await world.greeted()
+    opened.say(open_frame(1, True))
+    budget = world.server.unfinished
+    await asyncio.sleep(0.1)
+    before = budget.used_bytes
+    silent.say(wire.HEADER.pack(16_000, FrameKind.HELLO, 0), b"x" * 10_000)
+    for stranger in (greeted, opened):
+        stranger.say(wire.HEADER.pack(60_000, FrameKind.ITEMS, 0), b"x" * 50_000)
+    await asyncio.sleep(0.1)
+    assert budget.used_bytes - before == 110_000 + 3 * wire.HEADER.size
+    assert await world.is_served()
+    for stranger in (silent, greeted, opened):
+        stranger.transport.close()
+    await asyncio.sleep(0.1)
+    assert budget.used_bytes == 0
+
+
+@in_world
 async def test_who_has_not_said_hello_gets_no_large_frame(world: World) -> None:
     stranger = await world.stranger()
     stranger.say(wire.HEADER.pack(wire.MAX_HELLO_BYTES + 1, FrameKind.HELLO, 0))

@@ -332,6 +332,13 @@ def test_a_frame_that_never_ends_is_let_go(source: Side, monkeypatch: pytest.Mon
     until(lambda: source.agent.unfinished.used_bytes == 0)
 
 
+def test_the_start_of_a_small_frame_counts(source: Side) -> None:
+    with reading_from(source.agent.address) as (talk, _):
+        talk.link.sendall(struct.pack("<I", 60_000) + bytes(50_000))
+        until(lambda: source.agent.unfinished.used_bytes >= 50_000)
+    until(lambda: source.agent.unfinished.used_bytes == 0)
+
+
 def test_a_large_frame_in_parts_is_read(source: Side) -> None:
     with reading_from(source.agent.address) as (talk, _):
         talk.say(Fetch(1, 1, "tcp", positions=bytes(24 << 20)))
