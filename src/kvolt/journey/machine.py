@@ -194,7 +194,7 @@ class JourneyMachine:
         self._num_deaths = 0
         """Engines that died with it inside."""
         self._num_silent = 0
-        """Workers that had it and no first token by the deadline."""
+        """Workers that had it and sent no token by the deadline, the first one or the next."""
         self._instance: InstanceId | None = None
         self._excluded: frozenset[InstanceId] = frozenset()
         self._out_of_reach: frozenset[InstanceId] = frozenset()
@@ -279,10 +279,12 @@ class JourneyMachine:
 
     def _is_final(self, error: KvoltError) -> bool:
         """Whether no other worker is asked. Two engines that died of the same request, wherever in it: it may be the
-        request, and a third would be one too many. Likewise two workers that had no first token for it in time."""
+        request, and a third would be one too many. Likewise two workers that sent no token in time, the first one or
+        the next."""
         if isinstance(error, DeadlineExceeded):
-            self._num_silent += error.fields.get("stage") == "first"
-            return error.fields.get("stage") != "first" or self._num_silent > 1
+            is_silent = error.fields.get("stage") in ("first", "between")
+            self._num_silent += is_silent
+            return not is_silent or self._num_silent > 1
         if isinstance(error, EngineDied):
             self._num_deaths += 1
         return error.fault in _NOT_THE_WORKER or self._num_deaths > 1

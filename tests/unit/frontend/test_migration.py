@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -43,14 +44,17 @@ class Fuse:
 
 
 class Mortal(SimEngine):
-    def __init__(self, arguments: SimArguments, fuse: Fuse) -> None:
+    def __init__(self, arguments: SimArguments, fuse: Fuse, hangs: bool = False) -> None:
         super().__init__(EngineSpec(model=MODEL, role=Role.AGGREGATED), arguments)
         self._fuse = fuse
+        self._hangs = hangs
 
     async def steps(self) -> AsyncIterator[StepOutput]:
         async for step in super().steps():
             yield step
             if self._fuse.burn(step):
+                if self._hangs:
+                    await asyncio.Event().wait()
                 raise RuntimeError("a kernel failed")
 
 
@@ -165,3 +169,32 @@ def test_it_can_be_turned_off() -> None:
     assert edge.sample("dynamo_frontend_model_migration_total") == 0
     unary = asked({**fields, "stream": False}, 7, migration_limit=0)[0]
     assert unary.status == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("num_workers", "is_whole"), [(2, True), (1, False)])
+def test_an_engine_that_hangs_amid_an_answer_is_replaced(
+    num_workers: int, is_whole: bool, stream: bool
+) -> None:
+    """The text is cut short only where no other worker is left."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            fuse = Fuse(7)
+            for number in range(num_workers):
+                await lab.worker(f"w{number}", Mortal(ARGUMENTS, fuse, hangs=True))
+            edge = await lab.frontend()
+            await edge.ready()
+            await until(lambda: len(edge.models.get(MODEL).client.candidates()) == num_workers)
+            fields = {"prompt": "the water", "max_tokens": 20, "ignore_eos": True, "stream": stream}
+            answer = await _ask(
+                edge, {**fields, "stream_options": {"include_usage": True}} if stream else fields
+            )
+            assert answer.status == 200
+            bodies = answer.chunks if stream else [answer.json]
+            [usage] = [body["usage"] for body in bodies if body.get("usage")]
+            assert usage["completion_tokens"] == (20 if is_whole else 7)
+            ended_by = [body["nvext"]["ended_by"] for body in bodies if "nvext" in body]
+            assert ended_by == ([] if is_whole else [{"reason": "deadline", "stage": "between"}])
+
+    run_virtual(scenario)

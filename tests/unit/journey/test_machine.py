@@ -59,13 +59,17 @@ RETRYABLE = [
     ProtocolError("p"),
     KvoltError("k"),
 ]
+SILENT = [
+    DeadlineExceeded("no first token", stage="first"),
+    DeadlineExceeded("no token for a while", stage="between"),
+]
 FINAL = [
     InvalidRequest("i"),
     NotFound("n"),
     Unsupported("u"),
     DeadlineExceeded("d"),
-    DeadlineExceeded("no token for a while", stage="between"),
     DeadlineExceeded("all its time", stage="total"),
+    DeadlineExceeded("no worker", stage="route"),
     Cancelled("c"),
 ]
 
@@ -216,6 +220,29 @@ def test_a_second_worker_without_a_first_token_in_time_is_the_last() -> None:
     assert machine.on(Failed(late)) == End(late)
 
 
+def test_a_second_worker_that_goes_silent_amid_the_answer_is_the_last() -> None:
+    late = DeadlineExceeded("no token for a while", stage="between")
+    machine = at(State.STREAMING)
+    assert machine.on(Failed(late)) == Route(frozenset({InstanceId("a")}))
+    for event in (Routed(to("b")), Opened(), Delivered()):
+        machine.on(event)
+    assert machine.on(Failed(late)) == End(late)
+
+
+@pytest.mark.parametrize("state", [State.REROUTING, State.REOPENING])
+def test_a_silent_worker_without_a_replacement_ends_the_answer_at_its_deadline(state: State) -> None:
+    """As a deadline, of its own stage: the text is kept."""
+    late = DeadlineExceeded("no token for a while", stage="between")
+    machine = at(State.STREAMING, migration_limit=1)
+    machine.on(Failed(late))
+    if state is State.REOPENING:
+        machine.on(Routed(to("b")))
+    action = machine.on(Failed(Unavailable("none left")))
+    assert isinstance(action, End)
+    assert isinstance(action.error, DeadlineExceeded)
+    assert action.error.fields == late.fields
+
+
 @pytest.mark.parametrize("error", FINAL, ids=repr)
 @pytest.mark.parametrize("state", [State.OPENING, State.WAITING])
 def test_what_no_other_instance_could_do_better_is_final(state: State, error: KvoltError) -> None:
@@ -236,7 +263,7 @@ def test_an_engine_may_die_once_whatever_else_happens(state: State) -> None:
 # --- amid an answer
 
 
-@pytest.mark.parametrize("error", RETRYABLE + FINAL, ids=repr)
+@pytest.mark.parametrize("error", RETRYABLE + SILENT + FINAL, ids=repr)
 def test_without_migrations_everything_is_final_after_the_first_answer(error: KvoltError) -> None:
     assert at(State.STREAMING, migration_limit=0).on(Failed(error)) == End(error)
 
@@ -246,7 +273,7 @@ def test_amid_an_answer_what_no_other_could_do_better_is_final(error: KvoltError
     assert at(State.STREAMING).on(Failed(error)) == End(error)
 
 
-@pytest.mark.parametrize("error", [*RETRYABLE, EngineDied("e")], ids=repr)
+@pytest.mark.parametrize("error", [*RETRYABLE, *SILENT, EngineDied("e")], ids=repr)
 def test_amid_an_answer_another_goes_on(error: KvoltError) -> None:
     machine = at(State.STREAMING)
     assert routed(machine.on(Failed(error))).excluded == {"a"}

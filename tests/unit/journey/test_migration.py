@@ -528,10 +528,30 @@ def test_the_requests_time_goes_on_amid_a_migration(stage_told: str) -> None:
     staged(body, scripted(2))
 
 
-def test_a_deadline_is_no_reason_to_go_on_elsewhere() -> None:
+def test_silent_workers_are_replaced_once() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
         limits = replace(LIMITS, between_s=1.0)
+        await Journey(stage.road(in_turn(stage)), make_request(), inbox, limits).begin()
+        await given(stage, 0, Delta((300,), cached_tokens=0))
+        await until(lambda: bool(stage.workers[1].engine.submitted))
+        assert stage.workers[1].engine.submitted[0].resume == (300,)
+        assert stage.workers[0].engine.aborted, "the hung worker does not go on as well"
+        await given(stage, 1, Delta((301,), cached_tokens=0))
+        await until(lambda: bool(inbox.ends))
+        [error] = inbox.ends
+        assert isinstance(error, DeadlineExceeded)
+        assert error.fields["stage"] == "between"
+        assert inbox.tokens() == [300, 301]
+        assert stage.workers[2].engine.submitted == []
+
+    staged(body, scripted(3))
+
+
+def test_the_total_deadline_is_no_reason_to_go_on_elsewhere() -> None:
+    async def body(stage: Stage) -> None:
+        inbox = Inbox()
+        limits = replace(LIMITS, total_s=1.0)
         await Journey(stage.road(in_turn(stage)), make_request(), inbox, limits).begin()
         await given(stage, 0, Delta((300,), cached_tokens=0))
         await until(lambda: bool(inbox.ends))
