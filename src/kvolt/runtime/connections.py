@@ -1,7 +1,9 @@
 """The `tcp` request plane: one connection per peer, dialed when first needed, shared by all its calls.
 
 A connection that a peer opened to us is used for our calls to that peer too (its hello says where it
-listens), so a pair of processes needs one connection and one open direction.
+listens), so a pair of processes needs one connection and one open direction. Only if the peer connects from the host
+that its hello names; else that address is dialed. This keeps a process on another host from receiving the calls of an
+address that it claims. It proves nothing among processes of one host, or behind one NAT: that takes authentication.
 """
 
 from __future__ import annotations
@@ -19,9 +21,8 @@ from kvolt.runtime.logs import unbind
 from kvolt.runtime.network import (
     Listener,
     Network,
-    is_loopback,
-    is_wildcard,
     join_address,
+    same_host,
     split_address,
     split_host,
 )
@@ -329,9 +330,9 @@ class Connections:
                 other.expect_soon()
         if peer.address is None or connection.dialer:
             return
-        if not (_is_local(peer.address) and not _is_local(connection.peer_name)):  # its loopback is not ours
+        if same_host(split_host(peer.address)[0], connection.peer_host):
             current = self._by_address.get(peer.address)
-            if current is None or not current.ready:
+            if current is None or (not current.ready and not _awaits_another(current, peer)):
                 self._use(connection, peer.address)
 
     def _use(self, connection: Connection, address: str) -> None:
@@ -389,9 +390,10 @@ def _with_port(advertise: str, listening: str) -> str:
     return advertise if port is not None else join_address(host, split_address(listening)[1])
 
 
-def _is_local(address: str) -> bool:
-    host, _ = split_host(address)
-    return is_loopback(host) or is_wildcard(host)
+def _awaits_another(connection: Connection, peer: Hello) -> bool:
+    """Whether a connection is kept for a process that may be stalled and is not this peer."""
+    expected = connection.session.peer
+    return connection.silent and expected is not None and expected.process != peer.process
 
 
 def tcp_plane(network: Network, options: ConnectionOptions | None = None) -> PlaneFactory:

@@ -92,6 +92,23 @@ def is_wildcard(host: str) -> bool:
     return host in ("0.0.0.0", "::", "*", "")
 
 
+def same_host(one: str, other: str) -> bool:
+    """Whether two hosts are written as the same address or name; nothing is resolved.
+
+    Loopback and wildcard hosts are all this machine; an IPv4 address mapped into IPv6 is that IPv4 address.
+    """
+    one, other = _canonical_host(one), _canonical_host(other)
+    return one == other or all(is_loopback(host) or is_wildcard(host) for host in (one, other))
+
+
+def _canonical_host(host: str) -> str:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower()
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
 class _SocketListener:
     def __init__(self, server: asyncio.Server) -> None:
         self._server = server

@@ -92,6 +92,19 @@ async def test_the_other_side_uses_it_too(world: World) -> None:
 
 
 @in_world
+async def test_a_host_gets_no_calls_to_an_address_of_another(world: World) -> None:
+    """Whatever its hello claims: the address is dialed."""
+    await world.listening("worker")
+    caller, intruder = await world.listening("caller"), world.process("intruder")
+    await intruder.listen("intruder:7000", advertise="worker:7000")
+    await intruder.reach("caller:7000", 5.0)
+    await asyncio.sleep(0.1)
+    assert caller.num_open == 1
+    assert caller.ready_to("worker:7000") is None
+    assert (await caller.get("worker:7000", 5.0)).dialer
+
+
+@in_world
 async def test_both_dial_at_once(world: World) -> None:
     one, two = await world.listening("one"), await world.listening("two")
     async with Scope("both") as scope:
@@ -410,6 +423,28 @@ async def test_a_peer_that_answers_again_ends_the_dials_to_it(world: World) -> N
     assert [dial.result() for dial in dials] == [old, old]
     await asyncio.sleep(0.1)
     assert caller.all() == [old]
+
+
+@in_world
+async def test_only_the_same_process_takes_the_place_of_a_silent_one(world: World) -> None:
+    worker, caller = await world.listening("worker"), await world.listening("caller")
+    silent = await caller.get("worker:7000", 1.0)
+    world.network.cut("caller", "worker", silent=True)
+    await asyncio.sleep(4.5)
+    assert silent.silent
+    other = Connections(world.network.host("worker"), ConnectionOptions(), "other", lambda stream: None)
+    world.made.append(other)
+    await other.listen("worker:7001", advertise="worker:7000")
+    await other.reach("caller:7000", 1.0)
+    await asyncio.sleep(0.1)
+    assert caller.num_open == 2
+    assert caller.ready_to("worker:7000") is None
+    await worker.reach("caller:7000", 1.0)
+    await asyncio.sleep(0.1)
+    back = caller.ready_to("worker:7000")
+    assert back is not None
+    assert back.session.peer is not None
+    assert (back.dialer, back.session.peer.process) == (False, "worker")
 
 
 @in_world

@@ -10,6 +10,7 @@ from kvolt.runtime.network import (
     is_wildcard,
     join_address,
     peer_group,
+    same_host,
     split_address,
     split_host,
 )
@@ -68,3 +69,25 @@ def test_hosts_of_this_machine_only() -> None:
 )
 def test_an_ipv6_host_counts_with_its_whole_network(host: str, group: str) -> None:
     assert peer_group(host) == group
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.5", "10.0.0.5", True),
+        ("10.0.0.5", "10.0.0.6", False),
+        ("10.0.0.5", "::ffff:10.0.0.5", True),
+        ("10.0.0.5", "::ffff:10.0.0.6", False),
+        ("fe80::1", "FE80:0::1", True),
+        ("worker", "Worker", True),
+        ("worker", "10.0.0.5", False),
+        ("localhost", "::1", True),
+        ("127.0.0.1", "::ffff:127.0.0.1", True),
+        ("0.0.0.0", "127.0.0.1", True),
+        ("127.0.0.1", "10.0.0.5", False),
+        ("0.0.0.0", "10.0.0.5", False),
+    ],
+)
+def test_hosts_written_in_two_ways(one: str, other: str, same: bool) -> None:
+    assert same_host(one, other) is same
+    assert same_host(other, one) is same
