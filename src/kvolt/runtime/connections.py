@@ -109,6 +109,7 @@ class Connections:
             num_bulk=sum(session.num_bulk for session in sessions),
             send_buffer_bytes=sum(connection.send_buffer_bytes for connection in connections),
             num_opens_waiting=self._gate.num_waiting,
+            num_refused_streams=self._gate.num_refused,
             unfinished_bytes=self.unfinished.used_bytes,
             unfinished_limit_bytes=self.unfinished.limit_bytes,
             num_shed=self.unfinished.num_shed,

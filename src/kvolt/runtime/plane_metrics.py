@@ -70,6 +70,12 @@ class PlaneCollector(Collector):
             None,
             {"": stats.refused_connections},
         )
+        yield _counter(
+            "refused_streams",
+            "Streams refused over the limit of the process or of one address",
+            None,
+            {"": now.num_refused_streams},
+        )
         yield _counter("connects", "Attempts to connect", "outcome", stats.connects)
         yield _counter("connection_losses", "Connections that were lost", "reason", stats.losses)
         yield _counter("bytes", "Bytes moved", "direction", {"in": stats.bytes_in, "out": stats.bytes_out})

@@ -67,6 +67,8 @@ class PlaneGauges:
     send_buffer_bytes: int = 0
     num_opens_waiting: int = 0
     """Streams that peers opened and that a later turn of the loop starts."""
+    num_refused_streams: int = 0
+    """Streams of peers over the limit of the process or of an address, so far."""
     unfinished_bytes: int = 0
     """Kept for messages that peers have not finished."""
     unfinished_limit_bytes: int = 0

@@ -43,6 +43,9 @@ UNFINISHED_S = 60.0
 """For a frame or a message to arrive whole: longer than any stall that is forgiven."""
 
 
+_STREAM_BYTES = 512
+
+
 class Host(Protocol):
     """What a session needs of its driver."""
 
@@ -88,6 +91,7 @@ class Session:
         self._served: dict[int, ServedStream] = {}
         self._opening: dict[int, wire.Open] = {}
         """Opened by the peer, request still on its way in pieces."""
+        self._opening_bytes = 0
         self._arriving = BulkReceiver(limits.max_message_bytes)
         self._bulk = BulkSender()
         self._greeting: bytes | None = wire.frame(FrameKind.HELLO, 0, wire.encode(hello))
@@ -274,6 +278,7 @@ class Session:
         calls, self._calls = self._calls, {}
         served, self._served = self._served, {}
         self._opening.clear()
+        self._opening_bytes = 0
         self._decoder.clear()
         self._arriving.clear()
         self._bulk.clear()
@@ -359,10 +364,15 @@ class Session:
         """A stream is over: nothing of it waits, arrives or leaves any more."""
         self._credits.pop(stream_id, None)
         self._held.pop(stream_id, None)
-        self._opening.pop(stream_id, None)
+        self._take_opening(stream_id)
         self._arriving.drop(stream_id)
         if self._bulk:
             self._bulk.drop(stream_id)
+
+    def _take_opening(self, stream_id: int) -> None:
+        opening = self._opening.pop(stream_id, None)
+        if opening is not None:
+            self._opening_bytes -= _opening_bytes(opening)
 
     # --- receiving
 
@@ -385,11 +395,11 @@ class Session:
     @property
     def unfinished_bytes(self) -> int:
         """Kept for frames and messages that have not arrived whole."""
-        return self._decoder.buffered_bytes + self._arriving.buffered_bytes
+        return self._decoder.buffered_bytes + self._arriving.buffered_bytes + self._opening_bytes
 
     def drop_messages(self) -> bool:
         """Refuse every message that is not whole, to free its memory. False: there is none."""
-        streams = self._arriving.streams
+        streams = dict.fromkeys((*self._arriving.streams, *self._opening))
         for stream_id in streams:
             self._drop_message(
                 stream_id,
@@ -546,6 +556,7 @@ class Session:
             )
         elif opening.chunked:
             self._opening[stream_id] = opening
+            self._opening_bytes += _opening_bytes(opening)
         else:
             self._serve(stream_id, opening, opening.body)
 
@@ -569,7 +580,7 @@ class Session:
         if message is None:
             return
         if opening is not None:
-            del self._opening[stream_id]
+            self._take_opening(stream_id)
             self._serve(stream_id, opening, message.data)
         elif call is not None:
             self.stats.items_in += 1
@@ -601,6 +612,12 @@ class Session:
             stream = self._served.get(stream_id)
             if stream is not None:
                 stream.add_credit(num_items)
+
+
+def _opening_bytes(opening: wire.Open) -> int:
+    """About what a stream takes whose request has not come."""
+    texts = [opening.target, *opening.context, *opening.context.values()]
+    return _STREAM_BYTES + sum(map(len, texts))
 
 
 def _refused(payload: bytes) -> ProtocolError:

@@ -252,6 +252,7 @@ class ServedStream:
         "id",
         "on_cancel",
         "on_closed",
+        "on_released",
         "on_silent",
         "on_writable",
         "session",
@@ -280,6 +281,8 @@ class ServedStream:
         """Called when `send` would go through again after items were kept back."""
         self.on_closed: Callable[[], None] | None = None
         """Called once when the stream is over, however it ended."""
+        self.on_released: Callable[[], None] | None = None
+        """Called once then, too, and first: for the plane, which counts open streams."""
         self.on_silent: Callable[[bool], None] | None = None
         """Called when the peer falls silent, and when it answers again."""
 
@@ -368,12 +371,17 @@ class ServedStream:
         self._backlog = None
         self.body = b""
         told, self.on_cancel = self.on_cancel, None
-        if told is not None and not self.ending:
-            told(error)
-        self.mark_closed()
+        try:
+            if told is not None and not self.ending:
+                told(error)
+        finally:
+            self.mark_closed()
 
     def mark_closed(self) -> None:
         self.closed = True
+        release, self.on_released = self.on_released, None
+        if release is not None:
+            release()
         if self.on_closed is not None:
             self.on_closed()
             self.on_closed = None

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 from typing import cast
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from kvolt.core.errors import KvoltError, Overloaded
+from kvolt.runtime import open_gate
 from kvolt.runtime.byte_budget import ByteBudget
 from kvolt.runtime.open_gate import OPENS_PER_TURN, OpenGate
 from kvolt.runtime.streams import ServedStream
@@ -17,10 +24,17 @@ class Stream:
         self.body = body
         self.closed = False
         self.error: KvoltError | None = None
+        self.on_released: Callable[[], None] | None = None
 
     def end(self, error: KvoltError) -> None:
         self.error = error
+        self.close()
+
+    def close(self) -> None:
         self.closed = True
+        release, self.on_released = self.on_released, None
+        if release is not None:
+            release()
 
 
 class Lab:
@@ -29,9 +43,9 @@ class Lab:
         self.budget = ByteBudget(limit_bytes, limit_bytes)
         self.gate = OpenGate(lambda stream: self.started.append(cast(Stream, stream)), self.budget)
 
-    def open(self, source: str, body: bytes = b"") -> Stream:
+    def open(self, source: str, body: bytes = b"", peer_host: str | None = None) -> Stream:
         stream = Stream(source, body)
-        self.gate.start(source, source, cast(ServedStream, stream))
+        self.gate.start(source, peer_host or source, cast(ServedStream, stream))
         return stream
 
 
@@ -85,3 +99,42 @@ async def test_waiting_requests_are_refused_over_the_budget() -> None:
     assert len(lab.started) + len(refused) == len(streams)
     lab.open("a")  # and goes on
     assert len(lab.started) + len(refused) == len(streams) + 1
+
+
+async def test_a_real_host_is_far_below_the_limits() -> None:
+    lab = Lab()
+    streams = [lab.open(f"frontend{number % 4}", peer_host="10.0.0.1") for number in range(4 * 12_000)]
+    assert lab.gate.num_refused == 0
+    assert lab.gate.num_open == len(streams)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=80))
+def test_open_streams_are_limited_in_all_and_per_address(steps: list[tuple[int, bool]]) -> None:
+    """Admitted and not closed is what counts, however the streams end."""
+
+    async def main() -> None:
+        lab = Lab()
+        kept: list[Stream] = []
+        for number, closes in steps:
+            if closes and kept:
+                kept.pop(number % len(kept)).close()
+                continue
+            source = f"2001:db8:0:{number // 2}::{number}"  # two networks with two addresses each
+            by_group = Counter(stream.source[:12] for stream in kept)
+            stream = lab.open(source)
+            if len(kept) < 8 and by_group[source[:12]] < 5:
+                assert stream.error is None
+                kept.append(stream)
+            else:
+                assert isinstance(stream.error, Overloaded)
+                assert stream.error.retryable
+            assert lab.gate.num_open == len(kept)
+        for stream in kept:
+            stream.close()
+        assert lab.gate.num_open == 0
+        assert not lab.gate._peers
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(open_gate, "MAX_STREAMS", 8)
+        patch.setattr(open_gate, "MAX_STREAMS_PER_PEER", 5)
+        asyncio.run(main())

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kvolt.core.errors import ErrorInfo, KvoltError
-from kvolt.runtime import connections, wire
+from kvolt.runtime import connections, open_gate, wire
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.client import open_stream
 from kvolt.runtime.connection import ConnectionOptions
@@ -246,6 +246,67 @@ def test_connections_of_one_address_are_limited(
     with caplog.at_level(logging.WARNING):
         scenario()
     assert "connection refused" in caplog.text
+
+
+def test_open_streams_of_one_address_are_limited_over_all_its_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(open_gate, "MAX_STREAMS_PER_PEER", 50)
+
+    @in_world
+    async def scenario(world: World) -> None:
+        held: list[IncomingStream] = []
+        server = world.process("server", held.append)
+        await world.server.stop_listening()
+        await server.listen("server:7000")
+        strangers = [await world.greeted() for _ in range(4)]
+        for stranger in strangers:
+            stranger.say(*[open_frame(2 * number + 1, False) for number in range(20)])
+            await asyncio.sleep(0.1)
+        assert [len(stranger.refusals) for stranger in strangers] == [0, 0, 10, 20]
+        assert {"overloaded"} == {code for stranger in strangers for code in stranger.refusals}
+        assert server.gauges().num_refused_streams == 30
+        other = await world.greeted("other")
+        other.say(open_frame(1, False))
+        await asyncio.sleep(0.1)
+        assert len(held) == server._gate.num_open == 51
+        held[0].end()
+        held[1].on_cancel = lambda error: 1 // 0  # type: ignore[assignment,return-value]
+        strangers[0].say(wire.frame(FrameKind.CANCEL, 5))
+        await asyncio.sleep(0.1)
+        assert server._gate.num_open == 49
+        for stranger in (*strangers, other):
+            stranger.transport.close()
+        await asyncio.sleep(0.1)
+        assert server._gate.num_open == 0
+        assert (await world.greeted()).is_open
+        await server.close()
+
+    scenario()
+
+
+@in_world
+async def test_opens_whose_request_never_comes_count_as_unfinished(world: World) -> None:
+    stranger = await world.greeted()
+    budget = world.server.unfinished
+    opening = wire.Open("echo", 8, None, {"k": "v" * 60_000}, True, msgspec.Raw(wire.NIL))
+    payload = wire.encode(opening)
+    stranger.say(*[wire.frame(FrameKind.OPEN, 2 * number + 1, payload) for number in range(100)])
+    await asyncio.sleep(0.5)
+    assert 100 * 60_000 < budget.used_bytes < 100 * 61_000
+    stranger.say(wire.frame(FrameKind.CANCEL, 1))
+    stranger.say(wire.frame(FrameKind.CHUNK, 3, b"\1" + msgspec.msgpack.encode(b"whole")))
+    await asyncio.sleep(0.1)
+    assert world.received == [5]
+    assert budget.used_bytes < 98 * 61_000
+    stranger.say(*[wire.frame(FrameKind.OPEN, 2 * number + 1, payload) for number in range(100, 400)])
+    await asyncio.sleep(0.5)
+    assert budget.num_shed == 1
+    assert set(stranger.refusals) == {"overloaded"}
+    assert stranger.is_open
+    stranger.transport.close()
+    await asyncio.sleep(0.1)
+    assert budget.used_bytes == 0
 
 
 @in_world
