@@ -142,7 +142,7 @@ class Cluster:
         self._folder: Path | None = None
         self.trouble_ends_at = 0.0
         """Every fault has undone itself by then."""
-        self.must_succeed = shape.only_stalls
+        self.must_succeed = False
         """From now on every request is answered: no fault is left and the cluster had time to recover, or its
         processes only stall."""
         self.is_healthy = False
