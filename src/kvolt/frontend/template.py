@@ -100,6 +100,10 @@ class ChatTemplate:
             continue_final_message,
             kwargs,
         )
+        return self.render_input(given)
+
+    def render_input(self, given: TemplateInput) -> str:
+        """`render` with the client's variables in a dict, whatever their names are."""
         return self._render(given, self._compiled.wide, inline=False)
 
     def render_inline(self, given: TemplateInput) -> str:

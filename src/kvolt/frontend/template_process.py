@@ -75,6 +75,7 @@ class RenderProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._is_closed = False
 
     def render(self, job: RenderJob) -> str:
         """InvalidRequest when the template refuses its input, or needs more memory or time than it may have."""
@@ -91,8 +92,16 @@ class RenderProcess:
         return rendered.text
 
     def close(self) -> None:
-        with self._lock:
-            self._lose()
+        """Kill the process. Does not wait for a rendering in another thread: that one ends at once, as Unavailable."""
+        self._is_closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._lose()
+            finally:
+                self._lock.release()
 
     @property
     def pid(self) -> int | None:
@@ -100,6 +109,8 @@ class RenderProcess:
 
     def _exchange(self, message: bytes) -> bytes | None:
         """The reply; None when the process was lost for no fault of the template."""
+        if self._is_closed:
+            raise Unavailable("this process is stopping", reason="stopping")
         try:
             connection = self._socket or self._start()
             connection.settimeout(WALL_S)
@@ -112,7 +123,8 @@ class RenderProcess:
             status = self._lose()
         if status == -signal.SIGXCPU:
             raise _refused(f"it took more than {self._cpu_s} s of CPU time")
-        log.warning("render process lost: status=%s", status)
+        if not self._is_closed:
+            log.warning("render process lost: status=%s", status)
         return None
 
     def _start(self) -> socket.socket:
@@ -121,6 +133,8 @@ class RenderProcess:
         command += [str(self._memory_bytes), str(self._cpu_s)]
         with theirs:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+        if self._is_closed:  # `close` did not see this process
+            self._process.kill()
         return self._socket
 
     def _lose(self) -> int | None:
@@ -200,15 +214,20 @@ def _serve(connection: socket.socket, cpu_s: int) -> None:
         except (EOFError, OSError):
             return  # the frontend is gone
         used = sum(os.times()[:2])
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used) + cpu_s + 1, resource.RLIM_INFINITY))
+        _set_limit(resource.RLIMIT_CPU, int(used) + cpu_s + 1)
         try:
             reply = msgspec.msgpack.encode(_rendered(decoders[message[:1]](memoryview(message)[1:])))
         except MemoryError:
-            reply = msgspec.msgpack.encode(
-                Rendered(refusal="the chat template was stopped: it took too much memory", param="messages")
-            )
+            reply = _refusal("the chat template was stopped: it took too much memory")
+        except Exception as error:  # such as a lone surrogate in the text, which cannot be encoded
+            reply = _refusal(f"the chat template failed: {type(error).__name__}: {str(error)[:500]}")
         del message
         send_message(connection, reply)
+
+
+def _refusal(reason: str) -> bytes:
+    printable = reason.encode("utf-8", "backslashreplace").decode()
+    return msgspec.msgpack.encode(Rendered(refusal=printable, param="messages"))
 
 
 def _rendered(job: RenderJob) -> Rendered:
@@ -218,18 +237,30 @@ def _rendered(job: RenderJob) -> Rendered:
     wall = None if now is None else lambda: now
     template = ChatTemplate(job.source, job.bos_token, job.eos_token, wall=wall)
     try:
-        text = template.render(
-            job.messages, job.tools, job.add_generation_prompt, job.continue_final_message, **job.kwargs
+        text = template.render_input(
+            TemplateInput(
+                job.messages, job.tools, job.add_generation_prompt, job.continue_final_message, job.kwargs
+            )
         )
     except InvalidRequest as error:
         return Rendered(refusal=error.message, param=str(error.fields.get("param", "messages")))
     return Rendered(text=text)
 
 
+def _set_limit(kind: int, limit: int) -> None:
+    """Set a soft limit of this process: at most its hard limit, which only root may raise."""
+    hard = resource.getrlimit(kind)[1]
+    soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    try:
+        resource.setrlimit(kind, (soft, hard))
+    except (OSError, ValueError) as error:
+        log.warning("render process limit not set: kind=%d limit=%d reason=%s", kind, soft, error)
+
+
 def main(arguments: list[str]) -> None:
     descriptor, memory_bytes, cpu_s = map(int, arguments)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _set_limit(resource.RLIMIT_AS, memory_bytes)
+    _set_limit(resource.RLIMIT_CORE, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the frontend, which closes the connection
     _serve(socket.socket(fileno=descriptor), cpu_s)
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ from tests.unit.engines.lab import ARGUMENTS, Frontend, Lab, RunningWorker, sim
 from tests.unit.frontend.serving import served
 
 from kvolt.core.errors import InvalidRequest, Unavailable
+from kvolt.frontend import template_process
 from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.template import ChatTemplate
 from kvolt.frontend.template_process import Renderer, RenderJob, RenderProcess
@@ -98,6 +104,77 @@ def test_a_process_that_cannot_live_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(Unavailable, match="lost twice"):
         dead.render(job("fine"))
     assert dead.pid is None
+
+
+def test_text_that_cannot_be_sent_is_refused_and_costs_no_process(process: RenderProcess) -> None:
+    assert process.render(job("fine")) == "fine"
+    first = process.pid
+    for source in (r"{{ '\ud800' }}", r"{{ raise_exception('\ud800') }}"):
+        with pytest.raises(InvalidRequest, match="UnicodeEncodeError") as caught:
+            process.render(job(source))
+        assert caught.value.fields["param"] == "messages"
+    assert process.pid == first
+
+
+@pytest.mark.parametrize("name", ["continue_final_message", "given"])
+def test_a_variable_may_have_any_name_that_is_not_reserved(process: RenderProcess, name: str) -> None:
+    assert process.render(job(f"{{{{ {name} }}}}", **{name: "x"})) == "x"
+
+
+def test_a_reserved_variable_is_refused(process: RenderProcess) -> None:
+    with pytest.raises(InvalidRequest, match="tools is not the client's to set"):
+        process.render(job("fine", tools=[]))
+
+
+def test_closing_ends_a_rendering_instead_of_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvolt.frontend.template_process.WALL_S", 5.0)
+    process = RenderProcess()
+    process.render(job("fine"))
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        rendering = pool.submit(process.render, job("fine"))
+        while not process._lock.locked():
+            time.sleep(0.001)
+        process.close()
+        assert isinstance(rendering.exception(), Unavailable), "not its own timeout"
+    assert process.pid is None
+    with pytest.raises(Unavailable, match="stopping"):
+        process.render(job("fine"))
+
+
+LOW = """
+import resource, sys
+from kvolt.frontend import template_process
+
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+process = template_process.RenderProcess(memory_bytes=4 << 30)
+job = template_process.RenderJob(
+    source="fine", bos_token="", eos_token="", now=None, messages=[{"role": "user", "content": "x"}], tools=None,
+    add_generation_prompt=True, continue_final_message=False, kwargs={},
+)
+print(process.render(job))
+process.close()
+"""
+
+
+def test_lower_hard_limits_of_the_machine_are_kept() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOW], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.stderr) == ("fine\n", "")
+
+
+def test_a_limit_that_cannot_be_set_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(kind: int, limits: tuple[int, int]) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    template_process._set_limit(resource.RLIMIT_AS, 1 << 30)
+    assert "render process limit not set" in caplog.text
 
 
 def test_the_loop_runs_while_a_template_renders() -> None:
