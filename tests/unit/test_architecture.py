@@ -134,6 +134,7 @@ PURE += [
         "streams",
         "session",
         "outbox",
+        "stalls",
         "steps",
         "plane",
         "plane_stats",

@@ -117,10 +117,10 @@ class Call:
         stream = self._stream
         arrival = stream.seen_at() if stream is not None else None
         stage, length = ("first", limits.first_s) if arrival is None else ("between", limits.between_s)
-        forgiven_until = stream.forgiven_until if stream is not None else 0.0
-        due = max(self._waiting_since, arrival or 0.0, forgiven_until) + length
-        if stream is not None and stream.peer_silent:
-            due += limits.stall_s
+        since = max(self._waiting_since, arrival or 0.0)
+        due = since + length
+        if stream is not None:
+            due += stream.stalled_s(since) + (limits.stall_s if stream.peer_silent else 0.0)
         total = self._started + limits.total_s
         return (due, stage, length) if due < total else (total, "total", limits.total_s)
 

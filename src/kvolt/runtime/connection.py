@@ -82,6 +82,7 @@ class Connection(asyncio.Protocol):
         self._busy = False
         self._made_at = 0.0
         self._last_received = 0.0
+        self._silent_since = 0.0
         self._replaced_at: float | None = None
         """When a silent peer answered on another connection."""
         self._sent_since_beat = False
@@ -306,9 +307,10 @@ class Connection(asyncio.Protocol):
         self.silent = silent
         self._replaced_at = None
         if silent:
+            self._silent_since = self._last_received
             self._stats.heartbeat_timeouts += 1
         else:
-            self.session.forgiven_until = self._last_received
+            self.session.stalls.add(self._silent_since, self._last_received)
         self._report_silence(self)
         self.session.set_peer_silent(silent)
 
@@ -328,7 +330,7 @@ class Connection(asyncio.Protocol):
             self._replaced_at += late_s
         stalled = late_s > self._options.heartbeat_s / 2
         if stalled:
-            self.session.forgiven_until = now
+            self.session.stalls.add(self._beat_due, now)
             if self._stats.add_stall(now, late_s):
                 log.warning("process stalled: seconds=%.1f; no peer is blamed for its silence in it", late_s)
         silent_s = now - self._last_received

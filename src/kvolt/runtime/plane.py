@@ -50,9 +50,8 @@ class OutgoingStream(Protocol):
         """The peer may be stalled: nothing comes from it, and it is not known to be lost."""
         ...
 
-    @property
-    def forgiven_until(self) -> float:
-        """Silence before this time, by the loop's clock, counts for no deadline: one of both processes was stalled."""
+    def stalled_s(self, since: float) -> float:
+        """Seconds after `since`, by the loop's clock, in which this process or the peer was stalled."""
         ...
 
     def cancel(self) -> None:

@@ -35,6 +35,7 @@ from kvolt.runtime import wire
 from kvolt.runtime.bulk import BulkReceiver, BulkSender, MessageKind
 from kvolt.runtime.outbox import Outbox, step_deltas
 from kvolt.runtime.plane_stats import PlaneStats, outcome
+from kvolt.runtime.stalls import Stalls
 from kvolt.runtime.steps import StepBatch, StepReader, resolve_step
 from kvolt.runtime.streams import CallerStream, Decode, ServedStream, Sink
 from kvolt.runtime.wire import FrameKind
@@ -114,8 +115,8 @@ class Session:
         """The transport is full: streams keep their items back."""
         self.peer_silent = False
         """The peer may be stalled."""
-        self.forgiven_until = 0.0
-        """Silence before this time is no stream's fault: we were stalled, or the peer was."""
+        self.stalls = Stalls()
+        """When this process, or the peer, was stalled."""
         self.stats = stats
 
     @property

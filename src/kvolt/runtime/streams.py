@@ -15,6 +15,7 @@ import msgspec
 from kvolt.core.delta import Delta
 from kvolt.core.errors import ErrorInfo, InvalidRequest, KvoltError, Overloaded, ProtocolError, to_info
 from kvolt.runtime.backlog import Backlog
+from kvolt.runtime.stalls import Stalls
 from kvolt.runtime.wire import MALFORMED, Open
 
 BACKLOG_ITEMS = 1024
@@ -58,7 +59,7 @@ class CallerHost(Protocol):
     """What a caller's stream needs of its session."""
 
     peer_silent: bool
-    forgiven_until: float
+    stalls: Stalls
 
     def grant(self, stream_id: int, num_items: int) -> None: ...
 
@@ -223,9 +224,8 @@ class CallerStream:
     def peer_silent(self) -> bool:
         return self._session.peer_silent
 
-    @property
-    def forgiven_until(self) -> float:
-        return self._session.forgiven_until
+    def stalled_s(self, since: float) -> float:
+        return self._session.stalls.seconds_since(since)
 
     def finish(self, error: KvoltError | None) -> None:
         self.ended = True

@@ -10,6 +10,7 @@ import pytest
 
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, WorkerLost
 from kvolt.runtime.call import Call, Deadlines, ResponseStream
+from kvolt.runtime.stalls import Stalls
 from kvolt.runtime.tasks import Crew
 from kvolt.testing.loop import run_virtual
 
@@ -26,7 +27,7 @@ class FakeStream:
         self.ended = False
         self.held = False
         self.peer_silent = False
-        self.forgiven_until = 0.0
+        self.stalls = Stalls()
 
     @property
     def last_arrival(self) -> float | None:
@@ -34,6 +35,9 @@ class FakeStream:
 
     def seen_at(self) -> float | None:
         return self.arrival
+
+    def stalled_s(self, since: float) -> float:
+        return self.stalls.seconds_since(since)
 
     def item(self, item: Any) -> None:
         self.arrival = asyncio.get_running_loop().time()
@@ -123,16 +127,32 @@ async def test_a_silent_peer_gets_the_time_of_a_stall_besides() -> None:
 async def test_the_time_of_a_stall_counts_for_no_deadline_but_the_total() -> None:
     _, stream, sink = start(Deadlines(first_s=10.0, between_s=5.0, total_s=21.0))
     await asyncio.sleep(9.0)
-    stream.forgiven_until = 9.0
+    stream.stalls.add(2.0, 9.0)
     await asyncio.sleep(6.0)
     assert sink.ends == []
     stream.item("first")
     await asyncio.sleep(4.0)
-    stream.forgiven_until = 19.0
+    stream.stalls.add(17.0, 19.0)
     await asyncio.sleep(1.9)
     assert sink.ends == []
     await asyncio.sleep(0.2)
     assert expired(sink) == ("total", 21.0)
+
+
+@virtual
+async def test_a_stall_adds_its_length_to_the_wait_it_falls_into() -> None:
+    loop = asyncio.get_running_loop()
+    for has_item, expires_at in ((False, 9.0 + 1.0 + 1.0), (True, 0.5 + 5.0 + 1.0)):
+        began = loop.time()
+        _, stream, sink = start(Deadlines(first_s=9.0, between_s=5.0, total_s=1000.0))
+        await asyncio.sleep(0.5)
+        if has_item:
+            stream.stalls.add(began, began + 0.5)
+            stream.item("first")
+        for number in range(1, 6):
+            await asyncio.sleep(began + 4.0 * number - loop.time())
+            stream.stalls.add(loop.time() - 1.0, loop.time())
+        assert sink.ended_at == began + expires_at
 
 
 @virtual

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvolt.core.errors import ConnectFailed, KvoltError, NetworkFault, WorkerLost
+from kvolt.core.errors import ConnectFailed, DeadlineExceeded, KvoltError, NetworkFault, WorkerLost
+from kvolt.runtime.call import Deadlines
+from kvolt.runtime.client import open_stream
 from kvolt.runtime.connection import ConnectionOptions
 from kvolt.runtime.connections import Connections
 from kvolt.runtime.logs import bind, current_context
@@ -445,6 +447,25 @@ async def test_only_the_same_process_takes_the_place_of_a_silent_one(world: Worl
     assert back is not None
     assert back.session.peer is not None
     assert (back.dialer, back.session.peer.process) == (False, "worker")
+
+
+@in_world
+async def test_stalls_put_a_deadline_off_by_their_length_only(world: World) -> None:
+    """However often they come: a peer that is alive and does not answer is given up."""
+    server = Connections(world.network.host("b"), ConnectionOptions(), "b", lambda stream: None)
+    world.made.append(server)
+    await server.listen("b:7000")
+    loop = asyncio.get_running_loop()
+    limits = Deadlines(first_s=30.0, between_s=30.0, total_s=600.0)
+    answers = await open_stream(world.process("a"), Destination("b:7000", "ns.c.e"), None, limits)
+    began = loop.time()
+    for _ in range(4):
+        await asyncio.sleep(20.0)
+        loop._now += 2.0  # type: ignore[attr-defined]  # the whole loop stands still
+    with pytest.raises(DeadlineExceeded):
+        await anext(answers)
+    assert loop.time() - began < 90.0
+    assert world.made[0].num_open == 1
 
 
 @in_world
