@@ -326,7 +326,9 @@ def make_ports(settings: Settings, metrics: Metrics, blocking: ThreadBlocking) -
             case _:
                 path = settings.discovery.path
                 assert path is not None, "the config loader sets it"
-                return FileDiscovery(path, clock, blocking, rng, settings.discovery.poll_s, on_state=on_state)
+                # Lease renewals must not wait behind the work of requests.
+                thread = blocking.dedicated("discovery")
+                return FileDiscovery(path, clock, thread, rng, settings.discovery.poll_s, on_state=on_state)
 
     def events(found: Discovery) -> EventPlane:
         counters = EventCounters(

@@ -1,9 +1,9 @@
 """CPU work of large requests, kept off the event loop.
 
 Parsing, checking and hashing take time in proportion to a request. Small requests stay on the loop, where they cost
-least. Large ones go to a thread, one at a time: the thread shares the interpreter lock with the loop, which gets it
-back every few milliseconds; with several such threads the loop would wait for each of them. A single call into C keeps
-the lock until it returns, so what one call may have to read is bounded (`openai_api.structure`).
+least. Large ones go to a dedicated thread, one at a time: the thread shares the interpreter lock with the loop, which
+gets it back every few milliseconds; with several such threads the loop would wait for each of them. A single call into
+C keeps the lock until it returns, so what one call may have to read is bounded (`openai_api.structure`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ _TIMEOUT_S = 60.0
 
 
 class OffLoop:
-    """Runs the work of large requests in one thread of the Blocking port, in order of arrival."""
+    """Runs the work of large requests in a dedicated thread, in order of arrival.
 
-    def __init__(self, blocking: Blocking) -> None:
-        self._blocking = blocking
+    The next call starts when the one before has ended, even if its caller has gone.
+    """
+
+    def __init__(self, blocking: Blocking, name: str = "large-requests") -> None:
+        self._blocking = blocking.dedicated(name)
         self._turn = asyncio.Semaphore(1)
         self._num_waiting = 0
 

@@ -155,7 +155,7 @@ class Renderer:
 
     def __init__(self, blocking: Blocking) -> None:
         self._process = RenderProcess()
-        self._lane = OffLoop(blocking)
+        self._lane = OffLoop(blocking, "templates")
 
     async def render(self, job: RenderJob) -> str:
         return await self._lane.run(lambda: self._process.render(job))

@@ -49,6 +49,13 @@ class Blocking(Protocol):
 
     async def run(self, call: Callable[[], T], timeout_s: float) -> T: ...
 
+    def dedicated(self, name: str) -> Blocking:
+        """A port whose calls run one at a time, in order, apart from this one's: neither can hold up the other.
+
+        An abandoned call keeps its place until it ends. The new port closes with this one.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -89,6 +96,7 @@ class ThreadBlocking:
         self._num_threads = 0
         self._num_idle = 0
         self._closed = False
+        self._dedicated: list[ThreadBlocking] = []
 
     @property
     def num_idle(self) -> int:
@@ -112,12 +120,21 @@ class ThreadBlocking:
         finally:
             del outcome, call  # an error that goes on from here holds this frame
 
+    def dedicated(self, name: str) -> ThreadBlocking:
+        made = ThreadBlocking(1, self._queue_limit, f"{self._name}-{name}")
+        self._dedicated.append(made)
+        if self._closed:
+            made.close()
+        return made
+
     def close(self) -> None:
         """Refuse what waits and what comes; running calls end by themselves, or with the process."""
         with self._changed:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
             self._changed.notify_all()
+        for port in self._dedicated:
+            port.close()
         for job in waiting:
             job.refuse(self._stopping())
 

@@ -357,6 +357,10 @@ class InlineBlocking:
             raise DeadlineExceeded("blocking call took too long", stage="blocking", after_s=timeout_s)
         return call()
 
+    def dedicated(self, name: str) -> InlineBlocking:
+        """Itself: calls on the loop never overlap."""
+        return self
+
 
 def _position(task: asyncio.Task[Any]) -> str:
     """The innermost suspended frame, which says what the task waits for."""

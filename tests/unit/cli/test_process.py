@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from kvolt.cli.process import check_directory, plane_host
+from kvolt.cli.process import check_directory, make_ports, plane_host
 from kvolt.core.errors import ConfigError
+from kvolt.runtime.clock import ThreadBlocking
 from kvolt.runtime.config import Override, load
+from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.settings import Settings
+from kvolt.runtime.tasks import Crew
 
 
 def settings(*given: str) -> Settings:
@@ -84,3 +90,20 @@ async def test_a_link_in_place_of_the_default_directory_is_refused(state: Path, 
     state.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="is not a directory"):
         await check_directory(settings())
+
+
+async def test_leases_are_renewed_while_requests_occupy_all_shared_threads(tmp_path: Path) -> None:
+    blocking, gate, crew = ThreadBlocking(1), threading.Event(), Crew("test")
+    given = settings(f"discovery.path={tmp_path}")
+    discovery = make_ports(given, Metrics(CollectorRegistry()), blocking).discovery(cast(Any, None))
+    try:
+        occupied = crew.start(blocking.run(lambda: gate.wait(20.0), 30.0), "occupy")
+        lease = await discovery.lease(5.0)
+        await discovery.put("instances/a", b"1", lease)
+        assert await discovery.get_prefix("instances/") == {"instances/a": b"1"}
+        assert not occupied.done()
+    finally:
+        gate.set()
+        await discovery.close()
+        await crew.close()
+        blocking.close()

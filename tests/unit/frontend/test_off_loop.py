@@ -70,6 +70,38 @@ def test_large_requests_take_turns() -> None:
     run_virtual(scenario)
 
 
+def test_calls_whose_clients_hang_up_run_one_at_a_time_and_leave_the_shared_threads_free() -> None:
+    gate = threading.Event()
+    started: list[int] = []
+
+    def slow(number: int) -> None:
+        started.append(number)
+        gate.wait(20)
+
+    async def scenario() -> None:
+        blocking = ThreadBlocking(2)
+        lane = OffLoop(blocking)
+        try:
+            for number in range(4):
+                calling = asyncio.ensure_future(lane.run(lambda number=number: slow(number)))
+                async with asyncio.timeout(20):
+                    while not started:
+                        await asyncio.sleep(0.001)
+                await asyncio.sleep(0.02)
+                calling.cancel()
+                await asyncio.wait({calling})
+            assert started == [0], "the others gave up before their turn"
+            assert await blocking.run(lambda: "free", 20.0) == "free"
+            gate.set()
+            assert await lane.run(lambda: "next") == "next"
+            assert started == [0]
+        finally:
+            gate.set()
+            blocking.close()
+
+    asyncio.run(scenario())
+
+
 def test_too_many_waiting_are_refused_and_leave_room_when_they_are_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

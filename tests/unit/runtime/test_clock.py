@@ -182,6 +182,32 @@ async def test_closing_ends_what_waits_and_refuses_what_comes(
         await blocking.run(lambda: None, LONG_S)
 
 
+async def test_a_dedicated_thread_is_held_up_by_its_own_calls_alone(
+    blocking: ThreadBlocking, crew: Crew, hang: Hang
+) -> None:
+    dedicated = blocking.dedicated("own")
+    abandoned = crew.start(dedicated.run(hang, LONG_S), "call")
+    await until(lambda: hang.num_started == 1)
+    abandoned.cancel()
+    order: list[str] = []
+    following = crew.start(dedicated.run(lambda: order.append("following"), LONG_S), "call")
+    for _ in range(4):
+        assert await blocking.run(lambda: "free", LONG_S) == "free"
+    assert await blocking.dedicated("another").run(lambda: "free", LONG_S) == "free"
+    order.append("release")
+    hang.let_go()
+    await following
+    assert order == ["release", "following"]
+
+
+async def test_dedicated_threads_close_with_their_port(blocking: ThreadBlocking) -> None:
+    before = blocking.dedicated("before")
+    blocking.close()
+    for port in (before, blocking.dedicated("after")):
+        with pytest.raises(Unavailable):
+            await port.run(lambda: None, LONG_S)
+
+
 HANGS = """
 import asyncio, time
 from kvolt.core.errors import DeadlineExceeded
