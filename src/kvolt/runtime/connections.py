@@ -315,6 +315,7 @@ class Connections:
             dial.exception()  # whoever waits gets it; nobody waiting is no fault
 
     def _on_open(self, connection: Connection, stream: ServedStream) -> None:
+        stream.peer_host = connection.peer_host
         self._gate.start(connection, connection.peer_host, stream)
 
     def _on_ready(self, connection: Connection) -> None:

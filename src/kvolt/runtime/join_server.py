@@ -5,6 +5,8 @@ serve`), so both see the same cluster; the store refuses a put over another leas
 lives as long as its `hold` stream; when the stream breaks or its client falls silent, the lease gets its ttl
 to be held again. A client whose stall outlasts the lease sees its `hold` end, and puts everything back.
 
+A full server gives up leases of the address that has the most (see `join_shares`).
+
 A lease id is a secret of its client: 128 random bits that are never shown or logged here. A connection
 that does not know it can neither hold, use nor revoke the lease; a client that reconnects proves by it
 that the lease is its own.
@@ -34,6 +36,7 @@ from kvolt.core.errors import DiscoveryLost, KeyConflict, NotFound, Overloaded, 
 from kvolt.core.ids import InstanceId
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.discovery import Delete, Discovery, LeaseId, Put
+from kvolt.runtime.join_shares import LeaseShares
 from kvolt.runtime.plane import IncomingStream
 from kvolt.runtime.server import EndpointServer, decoder
 from kvolt.runtime.tasks import Crew
@@ -48,6 +51,8 @@ HOLD, PUT, DELETE, REVOKE, GET, WATCH = (
 MAX_LEASES = 16_384
 MAX_BYTES = 256 << 20
 """Of keys and values that clients put."""
+MAX_TTL_S = 60.0
+"""How long a lease lasts that no connection holds, whatever its client asks for."""
 
 LeaseSecret = Annotated[str, Meta(min_length=1, max_length=64)]
 
@@ -125,8 +130,13 @@ class _Hold:
 
 @dataclass(slots=True, eq=False)
 class _Lease:
+    name: str
+    """The secret of its client."""
     stored: LeaseId
     ttl_s: float
+    peer_host: str
+    num_bytes: int = 0
+    """Of its keys, and of puts that are not done."""
     keys: dict[str, int] = field(default_factory=dict)
     """With the bytes of each."""
     hold: _Hold | None = None
@@ -149,7 +159,8 @@ class JoinServer:
         self._clock = clock
         self._settled_at = clock.monotonic() + settle_s
         self._leases: dict[str, _Lease] = {}
-        self._num_bytes = 0
+        self._shares: LeaseShares[_Lease] = LeaseShares()
+        self._num_shed = 0
         self._crew = Crew("join-server")
 
     def add_to(self, server: EndpointServer) -> None:
@@ -179,10 +190,10 @@ class JoinServer:
     async def _hold(self, request: HoldRequest, stream: IncomingStream) -> AsyncIterator[HoldItem]:
         lease = self._leases.get(request.lease)
         if lease is None:
-            lease = await self._new_lease(request)
-        if lease.expiry is not None:
-            lease.stop_expiry()
-            self._spare_others()
+            lease = await self._new_lease(request, stream.peer_host)
+        if lease.peer_host != stream.peer_host:
+            self._shares.move_lease(lease, stream.peer_host)
+        self._stop_expiry(lease)
         lease.spared = False
         if lease.hold is not None:
             lease.hold.end()  # the same client over an older connection, of whose end we have not heard
@@ -190,10 +201,9 @@ class JoinServer:
 
         def on_silent(is_silent: bool) -> None:
             if lease.hold is hold and is_silent:
-                self._start_expiry(request.lease, lease)
-            elif lease.hold is hold and lease.expiry is not None:
-                lease.stop_expiry()
-                self._spare_others()
+                self._start_expiry(lease)
+            elif lease.hold is hold:
+                self._stop_expiry(lease)
 
         stream.on_silent = on_silent
         try:
@@ -209,48 +219,82 @@ class JoinServer:
             if lease.hold is hold:
                 lease.hold = None
                 if self._leases.get(request.lease) is lease:
-                    self._start_expiry(request.lease, lease)
+                    self._start_expiry(lease)
 
-    async def _new_lease(self, request: HoldRequest) -> _Lease:
+    async def _new_lease(self, request: HoldRequest, peer_host: str) -> _Lease:
         if self._crew.closed:
             raise Unavailable("the join server is going away", reason="draining")
-        if len(self._leases) >= MAX_LEASES:
-            raise Overloaded("the join server has too many leases", queue="leases", limit=MAX_LEASES)
+        while self._shares.num_leases >= MAX_LEASES:
+            victim = self._shares.lease_to_replace(peer_host)
+            if victim is None:
+                raise Overloaded("the join server has too many leases", queue="leases", limit=MAX_LEASES)
+            self._shed(victim)
         # Named after the secret: after a restart of this server the lease goes on, and its keys with it.
         name = LeaseId(hashlib.blake2b(request.lease.encode(), digest_size=16).hexdigest())
-        stored = await self._store.lease(request.ttl_s, name)
+        ttl_s = min(request.ttl_s, MAX_TTL_S)
+        self._shares.count_leases(peer_host, 1)  # before the wait: many may be made at once
+        try:
+            stored = await self._store.lease(ttl_s, name)
+        finally:
+            self._shares.count_leases(peer_host, -1)
         other = self._leases.get(request.lease)
         if other is not None:  # its client came twice while the store was slow
             return other
-        lease = self._leases[request.lease] = _Lease(stored, request.ttl_s)
+        lease = self._leases[request.lease] = _Lease(request.lease, stored, ttl_s, peer_host)
+        self._shares.add_lease(lease)
         return lease
 
-    def _start_expiry(self, name: str, lease: _Lease) -> None:
+    def _stop_expiry(self, lease: _Lease) -> None:
+        """A live connection holds the lease."""
+        self._shares.set_held(lease, True)
+        if lease.expiry is not None:
+            lease.stop_expiry()
+            self._spare_others()
+
+    def _start_expiry(self, lease: _Lease) -> None:
         lease.stop_expiry()
+        self._shares.set_held(lease, False)
         if not self._crew.closed:
             loop = asyncio.get_running_loop()
-            lease.expiry = loop.call_later(lease.ttl_s, self._expire, name, lease)
+            lease.expiry = loop.call_later(lease.ttl_s, self._expire, lease)
 
     def _spare_others(self) -> None:
         """One who was lost is back: the others may be on their way, so their time starts anew, once."""
-        for name, lease in self._leases.items():
+        for lease in self._leases.values():
             if lease.expiry is not None and not lease.spared:
                 lease.spared = True
-                self._start_expiry(name, lease)
+                self._start_expiry(lease)
 
-    def _expire(self, name: str, lease: _Lease) -> None:
+    def _expire(self, lease: _Lease) -> None:
         log.warning("lease of a joined process expired: keys=%s", list(lease.keys))
-        self._forget(name, lease)
+        self._forget(lease)
         self._crew.start(self._end_stored(lease.stored), "expire")
 
-    def _forget(self, name: str, lease: _Lease) -> None:
+    def _shed(self, lease: _Lease) -> None:
+        self._num_shed += 1
+        if self._num_shed & (self._num_shed - 1) == 0:  # an attack must not fill the log
+            log.warning(
+                "join server full, lease given up: peer=%s keys=%d bytes=%d held=%s so far=%d",
+                lease.peer_host,
+                len(lease.keys),
+                lease.num_bytes,
+                lease.hold is not None,
+                self._num_shed,
+            )
+        self._forget(lease)
+        if not self._crew.closed:  # else the store ends it when it is closed
+            self._crew.start(self._end_stored(lease.stored), "shed")
+
+    def _forget(self, lease: _Lease) -> None:
         """At once and whole, so that whoever comes back under this name starts with a new lease."""
         lease.stop_expiry()
-        del self._leases[name]
-        self._num_bytes -= sum(lease.keys.values())
+        del self._leases[lease.name]
+        self._shares.remove_lease(lease)
+        self._shares.add_bytes(lease, -sum(lease.keys.values()))
         lease.keys.clear()
         if lease.hold is not None:
             lease.hold.end()
+            lease.hold = None  # its stream may still be open, and fall silent
 
     async def _end_stored(self, stored: LeaseId) -> None:
         with suppress(DiscoveryLost):  # the store lets it expire
@@ -259,7 +303,7 @@ class JoinServer:
     async def _revoke(self, name: str) -> AsyncIterator[bool]:
         lease = self._leases.get(name)
         if lease is not None:
-            self._forget(name, lease)
+            self._forget(lease)
             await self._end_stored(lease.stored)
         yield True
 
@@ -270,14 +314,17 @@ class JoinServer:
         if lease is None:
             raise NotFound("no such lease: hold it first", kind="lease")
         num_bytes = len(request.key) + len(request.value)
-        if self._num_bytes + num_bytes > MAX_BYTES:
-            raise Overloaded("the join server has too much to keep", queue="values", limit=MAX_BYTES)
+        while self._shares.num_bytes + num_bytes > MAX_BYTES:
+            victim = self._shares.lease_to_empty(lease, num_bytes)
+            if victim is None:
+                raise Overloaded("the join server has too much to keep", queue="values", limit=MAX_BYTES)
+            self._shed(victim)
         on_lost = partial(self._lose, lease, request.key)
-        self._num_bytes += num_bytes  # before the wait: many may be written at once
+        self._shares.add_bytes(lease, num_bytes)  # before the wait: many may be written at once
         try:
             await self._store.put(request.key, request.value, lease.stored, on_lost)
         except BaseException as error:
-            self._num_bytes -= num_bytes
+            self._shares.add_bytes(lease, -num_bytes)
             if isinstance(error, KeyConflict):
                 log.warning("put refused, another live lease owns the key: key=%r", request.key)
             raise
@@ -285,13 +332,13 @@ class JoinServer:
             self._drop_key(lease, request.key)
             lease.keys[request.key] = num_bytes
         else:
-            self._num_bytes -= num_bytes
+            self._shares.add_bytes(lease, -num_bytes)
         yield True
 
     def _drop_key(self, lease: _Lease, key: str) -> bool:
         """Whether the lease had it."""
         num_bytes = lease.keys.pop(key, None)
-        self._num_bytes -= num_bytes or 0
+        self._shares.add_bytes(lease, -(num_bytes or 0))
         return num_bytes is not None
 
     def _lose(self, lease: _Lease, key: str) -> None:

@@ -75,6 +75,11 @@ class IncomingStream(Protocol):
     def target(self) -> str: ...
 
     @property
+    def peer_host(self) -> str:
+        """Address of the peer, without its port."""
+        ...
+
+    @property
     def deadline_s(self) -> float | None:
         """What was left of the call's time when it was opened."""
         ...

@@ -76,7 +76,12 @@ class DiscoverySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     join_listen: Annotated[
         Text | None, Meta(description="Serve discovery to other machines on this address.", extra=_ADDRESS)
     ] = None
-    ttl_s: Annotated[Seconds, Meta(description="A process silent for this long is taken off the list.")] = 5.0
+    ttl_s: Annotated[
+        Seconds,
+        Meta(
+            description="A process silent for this long is taken off the list; by a join server after 60 s at most."
+        ),
+    ] = 5.0
     poll_s: Annotated[Seconds, Meta(description="How often file discovery looks for changes.")] = 0.25
 
 

@@ -255,6 +255,7 @@ class ServedStream:
         "on_released",
         "on_silent",
         "on_writable",
+        "peer_host",
         "session",
         "target",
     )
@@ -268,6 +269,7 @@ class ServedStream:
         self.deadline_s = opening.deadline_s
         self.context = opening.context
         self.body = body
+        self.peer_host = "?"
         self.bulk = False
         """A message of this stream is being sent in pieces; what follows waits for it."""
         self.ending = False
