@@ -34,6 +34,9 @@ CPU_S = 5
 WALL_S = 50.0
 """Of one rendering, when the machine is too busy for the process to use its CPU time."""
 
+_CLOSE_S = 1.0
+"""Longest wait of `close`, on the event loop, for a rendering whose process it has killed."""
+
 _MSGPACK, _JSON = b"m", b"j"
 _LENGTH_BYTES = 8
 _MAX_REPLY_BYTES = 128 * 1024 * 1024
@@ -92,12 +95,12 @@ class RenderProcess:
         return rendered.text
 
     def close(self) -> None:
-        """Kill the process. Does not wait for a rendering in another thread: that one ends at once, as Unavailable."""
+        """Kill the process. A rendering in another thread ends with it at once, as Unavailable."""
         self._is_closed = True
         process = self._process
         if process is not None:
             process.kill()
-        if self._lock.acquire(blocking=False):
+        if self._lock.acquire(timeout=_CLOSE_S):
             try:
                 self._lose()
             finally:
