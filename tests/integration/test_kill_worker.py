@@ -167,7 +167,9 @@ async def test_serve_brings_a_killed_worker_back(bench: Bench) -> None:
     (bench.folder / "kvolt.toml").write_text(
         '[[workers]]\nengine = "sim"\nmodel = "sim-tiny"\ncount = 2\nargs = {speed = 0.5}\n'
     )
-    _, url = await bench.serve("--supervisor-restart-backoff-s", "0.2", "--discovery-ttl-s", "1.5")
+    _, url = await bench.serve(
+        *("--supervisor-restart-backoff-s", "0.2", "--discovery-ttl-s", "1.5", "--router", "least-loaded")
+    )
     before = await bench.until_seen("frontend", "worker-0", "worker-1")
     body = {"model": MODEL, "prompt": "Hi", "max_tokens": 150, "ignore_eos": True, "stream": True}
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:

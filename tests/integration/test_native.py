@@ -251,7 +251,13 @@ async def test_what_dies_comes_back_and_nothing_is_left(bench: Bench, checkpoint
     """An engine is killed under its worker, then a worker above its engine, then all of it is stopped by Ctrl-C while
     one part loads and the other computes."""
     configure(bench, checkpoint, count=2)
-    serve = bench.start("serve", str(checkpoint), "--port", "0", "--discovery-ttl-s", "1.5", name="serve")
+    routed = (
+        "--router",
+        "least-loaded",
+    )  # `latency` may prefer the one whose steps were measured on a quieter machine
+    serve = bench.start(
+        "serve", str(checkpoint), "--port", "0", "--discovery-ttl-s", "1.5", *routed, name="serve"
+    )
     url = (await serve.says(r"ready at (http://[\d.:]+) with tiny \(2 workers\)", START_S))[1]
     engines = [engine_of(bench.child_pid(f"worker-{number}")) for number in range(2)]
     async with asking(url, 8, 1500) as (client, running):
@@ -288,7 +294,10 @@ async def test_what_dies_comes_back_and_nothing_is_left(bench: Bench, checkpoint
         assert all(answer.endswith("data: [DONE]\n\n") for answer in await asyncio.gather(*running))
     assert await serve.ended() == 0
     await bench.nothing_left()
-    assert list((bench.folder / "tmp").iterdir()) == []
+    left = [path.name for path in (bench.folder / "tmp").rglob("*") if path.is_file()]
+    assert {name for name in left if not name.endswith(".lock")} == set(), (
+        "but the locks of measuring in turn"
+    )
     assert "kvolt: stopped" in serve.out
 
 

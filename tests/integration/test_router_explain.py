@@ -33,7 +33,7 @@ async def metric(url: str, name: str) -> float:
 async def test_a_frontend_explains_what_it_then_does(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench:
         for name in ("w0", "w1"):
-            bench.worker(name, speed=50)
+            bench.worker(name, speed=1)
         _, url = await bench.frontend("--router", "latency")
         await until_ready(url)
         await until(lambda: len(explained(bench, "x")["candidates"]) == 2, what="both workers")
@@ -56,7 +56,7 @@ async def test_a_frontend_explains_what_it_then_does(tmp_path: Path) -> None:
 async def test_a_router_process_explains_for_its_frontends(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench:
         (tmp_path / "kvolt.toml").write_text(
-            f'[[workers]]\nmodel = "{MODEL}"\ncount = 2\nargs = {{speed = 50}}\n'
+            f'[[workers]]\nmodel = "{MODEL}"\ncount = 2\nargs = {{speed = 1}}\n'
         )
         _, url = await bench.serve("--processes", "2", "--router", "latency")
         told: dict[str, Any] = {}

@@ -149,7 +149,7 @@ def peak_rss_bytes(pid: int) -> int:
 async def test_ten_thousand_streams_on_one_connection(bench: Bench) -> None:
     worker = bench.worker(
         "worker",
-        speed=3,  # slow enough that the last has come before the first has ended
+        speed=1,  # slow enough that the last has come before the first has ended
         max_num_seqs=NUM_STREAMS,
         max_waiting=NUM_STREAMS,
         max_batch_tokens=8 * NUM_STREAMS,
