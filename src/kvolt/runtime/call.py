@@ -14,6 +14,9 @@ from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError
 from kvolt.runtime.plane import OutgoingStream
 from kvolt.runtime.streams import Sink, StepSink
 
+_LATE_S = 0.5
+"""A timer that fires so much later than it should: the process stood still."""
+
 
 class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """How long each wait of a call may take. Between responses only the sender's silence counts."""
@@ -33,6 +36,7 @@ class Call:
     """
 
     __slots__ = (
+        "_armed_for",
         "_loop",
         "_started",
         "_stream",
@@ -57,6 +61,7 @@ class Call:
         self.on_item = sink.on_item
         self.steps: StepSink | None = getattr(sink, "steps", None)
         self._timer: asyncio.TimerHandle | None = None
+        self._armed_for = 0.0
 
     @property
     def remaining_s(self) -> float:
@@ -109,7 +114,8 @@ class Call:
 
     def _arm(self, due: float, now: float) -> None:
         # Not later than `between` from now: the first item may come at once and be the last for long.
-        self._timer = self._loop.call_at(min(due, now + self.deadlines.between_s), self._on_timer)
+        self._armed_for = min(due, now + self.deadlines.between_s)
+        self._timer = self._loop.call_at(self._armed_for, self._on_timer)
 
     def _due(self) -> tuple[float, str, float]:
         """When the next deadline is, which one, and its length."""
@@ -128,6 +134,11 @@ class Call:
         # One timer per call, re-armed when it fires early: an item only notes its arrival.
         due, stage, length = self._due()
         now = self._loop.time()
+        late_s = now - self._armed_for
+        if due <= now and stage != "total" and late_s > _LATE_S:
+            due = (
+                now + _LATE_S
+            )  # this process stood still: bytes that have arrived, and the connection, go first
         if due <= now and stage == "between" and self._reader_is_behind():
             self._waiting_since = now  # our own reader is behind: the sender may lack credit
             due = self._due()[0]

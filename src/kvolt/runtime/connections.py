@@ -290,12 +290,12 @@ class Connections:
             self._fail(dial, address, made, ConnectFailed(reason, address=address))
         else:
             self.stats.connects["ok"] += 1
-            self._dialing.pop(address, None)
+            self._forget_dial(address, dial)
             self._use(connection, address)
             if not dial.done():
                 dial.set_result(connection)
         finally:
-            self._dials.pop(address, None)
+            self._forget_dial(address, dial)
             for each in made:
                 self._hello_waiters.pop(each, None)
 
@@ -303,7 +303,7 @@ class Connections:
         self, dial: asyncio.Future[Connection], address: str, made: list[Connection], error: KvoltError
     ) -> None:
         self.stats.connects[error.code] += 1
-        self._dialing.pop(address, None)
+        self._forget_dial(address, dial)
         for connection in made:
             if connection.closed is None:
                 connection.abort(error)
@@ -361,11 +361,26 @@ class Connections:
                 self._options.stall_grace_s,
             )
         for address in addresses:
-            if not connection.silent and address in self._dials:
-                self._dialing[address].set_result(connection)
-                self._dials[address].cancel()
+            if not connection.silent:
+                self._end_dial(address, connection)
             for listener in list(self._silence_listeners):
                 listener(address, connection.silent)
+
+    def _end_dial(self, address: str, connection: Connection) -> None:
+        """A connection to the address answers again: no other one is needed."""
+        dial, task = self._dialing.get(address), self._dials.get(address)
+        if dial is None or task is None:
+            return
+        self._forget_dial(address, dial)  # here: a task that is cancelled before its first step does nothing
+        if not dial.done():
+            dial.set_result(connection)
+        task.cancel()
+
+    def _forget_dial(self, address: str, dial: asyncio.Future[Connection]) -> None:
+        """Unless another dial has taken its place."""
+        if self._dialing.get(address) is dial:
+            del self._dialing[address]
+            self._dials.pop(address, None)
 
     def _addresses_of(self, connection: Connection) -> list[str]:
         return [address for address, known in self._by_address.items() if known is connection]

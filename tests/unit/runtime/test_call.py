@@ -12,7 +12,7 @@ from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, WorkerLos
 from kvolt.runtime.call import Call, Deadlines, ResponseStream
 from kvolt.runtime.stalls import Stalls
 from kvolt.runtime.tasks import Crew
-from kvolt.testing.loop import run_virtual
+from kvolt.testing.loop import VirtualLoop, in_process, run_virtual
 
 LIMITS = Deadlines(connect_s=1.0, first_s=10.0, between_s=2.0, total_s=100.0)
 
@@ -121,6 +121,25 @@ async def test_a_silent_peer_gets_the_time_of_a_stall_besides() -> None:
         await asyncio.sleep(20.0)
         assert expired(sink) == ("first", 10.0)
         assert sink.ended_at == began + expires_at
+
+
+@virtual
+async def test_a_deadline_that_passed_in_a_stall_is_decided_after_what_has_arrived() -> None:
+    """The call's timer may be the first to fire after a stall of its process."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    _, stream, sink = in_process("caller", start)
+    await asyncio.sleep(9.0)
+    loop.stall("caller")
+    await asyncio.sleep(5.0)
+    loop.resume("caller")
+    await asyncio.sleep(0.1)
+    assert sink.ends == []
+    stream.item("first")
+    await asyncio.sleep(1.8)
+    assert sink.ends == []
+    await asyncio.sleep(1.0)
+    assert expired(sink) == ("between", 2.0)
 
 
 @virtual

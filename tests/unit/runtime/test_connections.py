@@ -428,6 +428,27 @@ async def test_a_peer_that_answers_again_ends_the_dials_to_it(world: World) -> N
 
 
 @in_world
+async def test_a_peer_that_answers_before_a_dial_begins_can_be_dialed_later(world: World) -> None:
+    await world.listening("b")
+    caller = world.process("a")
+    old = await caller.get("b:7000", 1.0)
+    world.network.pause("b")
+    await asyncio.sleep(4.5)
+    assert old.silent
+    async with Scope("dials") as scope:
+        dial = scope.start(caller.get("b:7000", 5.0), "dial")
+        await asyncio.sleep(0)
+        old.silent = False
+        caller._on_silent(old)
+        world.network.resume("b")
+    assert dial.result() is old
+    old.abort(WorkerLost("gone", address="b:7000"))
+    new = await caller.get("b:7000", 5.0)
+    assert new is not old
+    assert new.closed is None
+
+
+@in_world
 async def test_only_the_same_process_takes_the_place_of_a_silent_one(world: World) -> None:
     worker, caller = await world.listening("worker"), await world.listening("caller")
     silent = await caller.get("worker:7000", 1.0)
