@@ -214,7 +214,7 @@ async def serve_http(process: Process, settings: Settings, member: Member | None
     explainer.add_to(runtime.server)
     runtime.commands["explain_route"] = explainer.explain
     models.start()
-    # Whoever finds the port open gets an answer from what discovery knows.
+    # An open port answers from what discovery knows.
     await (models.settle(SETTLE_S) if part is None else part.settle(models))
     address = await server.start(join_address(wanted.host, wanted.port))
     await runtime.serve_streams(

@@ -185,7 +185,7 @@ class Models:
 
     async def settle(self, timeout_s: float) -> None:
         """Wait until what is registered already can be served, or give up quietly: the rest will come. From then on a
-        name that nobody serves is unknown, and not one that may be starting."""
+        name that no worker serves is unknown, and not one that may be starting."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._settled.wait()
@@ -197,7 +197,7 @@ class Models:
         return [model for model in newest if model.ready]
 
     def get(self, name: str) -> Model:
-        """NotFound for a name nobody serves; Unavailable when no worker of it can be reached or is being redialed, or
+        """NotFound for an unserved name; Unavailable when no worker of it can be reached or is being redialed, or
         where it may be a model that is still starting."""
         model = self.find(name)
         if not model.ready and not model.client.awaited():

@@ -168,7 +168,7 @@ class LoadBook:
         return ticket
 
     def prefill_share(self, rows: Rows | slice, now: float) -> Floats:
-        """Share of each worker's time that prompts took lately: those that decode wait meanwhile."""
+        """Share of each worker's time that prompts took lately: those that decode wait for them."""
         share = self._prefill_share[rows] * np.exp((self._prefilled_at[rows] - now) / _RATE_S)
         return np.minimum(share, _MOST_PREFILL_SHARE)
 

@@ -2,7 +2,7 @@
 
 Owns the order. The highest priority goes first, and within a priority the tenant whose turn it is (`queue_level`).
 Within a tenant the oldest goes first, or the one whose tokens less what it has waited for are fewest: since all that
-wait get older alike, that order never changes while they do, and nobody can be overtaken for ever.
+wait get older alike, that order never changes while they do, and no request can be overtaken for ever.
 
 Priorities age. Once a request has waited for `promote_s`, one of every `PROMOTED_ONE_IN` that leave the queue comes
 from a priority below the highest: from the one whose oldest request is the oldest. So the oldest of those below waits
@@ -179,7 +179,7 @@ class WaitingQueue:
         entry.is_here = False
         level = self._levels[entry.priority]
         level.drop(entry)
-        if not level.num_waiting:  # nobody is kept waiting by what others owe
+        if not level.num_waiting:  # no request waits for what others owe
             del self._levels[entry.priority]
             del self._priorities[bisect_left(self._priorities, -entry.priority)]
         _count(self._kinds, entry.kind, -1)

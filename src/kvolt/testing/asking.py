@@ -1,7 +1,7 @@
 """Requests of a virtual cluster's clients, and the check of their answers.
 
 Clients differ by chance: some read slowly, hang up, have little time, or ask for what no engine can do. Prompts share
-prefixes, so that KV is reused, moved and brought back from tiers; tenants do not share theirs. The right answer is
+prefixes, so that KV is reused, moved and onboarded from tiers; tenants do not share theirs. The right answer is
 known without any engine (`engines.sim_answer`).
 """
 

@@ -100,7 +100,7 @@ class KvBoard:
         return message
 
     def drop_message(self, owner: str, number: int) -> None:
-        """It was read, or nobody may read it any more."""
+        """It was read, or must not be read any more."""
         self._messages.pop((owner, number), None)
         posted = self._posted.pop((owner, number), None)
         if posted is not None:

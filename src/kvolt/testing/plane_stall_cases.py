@@ -30,7 +30,7 @@ def _now() -> float:
 
 
 async def a_silent_peer_is_lost_after_the_grace(harness: Harness) -> None:
-    """Cut off for good, and nobody is told: the streams end on both sides."""
+    """Cut off for good and without notice: the streams end on both sides."""
     probe = Probe()
     async with served(harness, probe.forever) as (_, _, client):
         stream = await client.stream(1, deadlines=_PATIENT)
