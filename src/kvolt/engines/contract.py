@@ -224,7 +224,8 @@ class KvPlaced(Protocol):
         ...
 
     async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
-        """So many of the room's blocks hold what they should, and are found from now on; the rest is let go.
+        """So many of the room's blocks hold what they should, and what is submitted from now on finds them; the rest is
+        let go.
 
         `keep_for`: they, and those that were here already, stay for this request until it is admitted, so that it need
         not compute its prompt. They do so until it is aborted, or is not submitted: `release_prefill` of its id, or

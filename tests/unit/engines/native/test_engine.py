@@ -505,6 +505,22 @@ async def test_blocks_that_came_for_a_request_go_when_it_is_refused(process: str
 
 
 @MODES
+async def test_who_goes_on_with_blocks_that_came_waits_for_no_answer_of_the_engine(
+    process: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which answers between two steps: the request would miss the one after its blocks."""
+    async with running(process=process) as (engine, reader):
+        given = request("r", prompt=20, tokens=4)
+        keys = engine.kv_keys(given)
+        room = await engine.make_room(keys, [SequenceHash(each) for each in range(len(keys))])
+        monkeypatch.setattr(engine._link, "_take_reply", lambda answer: None)
+        await asyncio.wait_for(engine.settle_kv(room, 0, given.request_id), 30)
+        engine.submit(given)
+        monkeypatch.undo()
+        await reader.finish("r")
+
+
+@MODES
 async def test_room_that_comes_as_its_caller_goes_is_given_back(
     process: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -426,7 +426,8 @@ class NativeEngine:
             raise
 
     async def settle_kv(self, room: KvRoom, num_filled: int, keep_for: RequestId | None = None) -> None:
-        await self._link.call(messages.SETTLE_KV, room, num_filled, keep_for)
+        # Commands act in order: a request that is submitted next finds the blocks, and waiting would cost it a step.
+        self._link.post(messages.SETTLE_KV, room, num_filled, keep_for)
 
     # --- KvTierable
 
