@@ -73,6 +73,14 @@ class MediaSpan(MediaExtent, frozen=True, omit_defaults=True):
     uri: str | None = None
 
 
+class LinkCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that the KV of one token takes between each candidate and the other end of a handoff."""
+
+    token_s: Annotated[float, msgspec.Meta(ge=0)]
+    """Where nothing else is known."""
+    by_peer: dict[InstanceId, Annotated[float, msgspec.Meta(ge=0)]] = {}
+
+
 class RoutingHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the caller lets a router know or demands of it."""
 
@@ -96,6 +104,8 @@ class RoutingHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Of the choice between workers, in place of the router's own."""
     query_only: bool = False
     """Where would it go? It is not sent, and nothing is booked."""
+    links: LinkCosts | None = None
+    """Of the journey, for a router alone: what moving the prompt's KV takes, where the other worker is known."""
 
 
 class KvSource(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -18,6 +18,7 @@ from kvolt.core.request import Handoff, Request
 from kvolt.frontend.answer import Plan, prefill_told, workers_told
 from kvolt.frontend.openai_api.wording import DONE, Envelope
 from kvolt.journey.journey import Road
+from kvolt.journey.links import with_links
 from kvolt.journey.ways import Way
 from kvolt.router.port import Decision, Router
 
@@ -63,6 +64,7 @@ async def _workers(road: Road, request: Request) -> tuple[dict[str, Any], Decisi
         told = prefill_told(prompt)
         handoff = Handoff(ticket=b"", prefill_instance=prompt.instance.id)
         request = msgspec.structs.replace(request, handoff=handoff)
+        request = with_links(request, road.ways.links_from(prompt.instance.id))
     decision = await _route(road.router, request)
     return told | workers_told(decision), decision
 

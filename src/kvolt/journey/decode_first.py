@@ -13,7 +13,7 @@ import msgspec
 
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError
 from kvolt.core.ids import RequestId
-from kvolt.core.request import Rendezvous, Request
+from kvolt.core.request import LinkCosts, Rendezvous, Request
 from kvolt.journey.meeting import new_meeting
 from kvolt.journey.prefill import PrefillCall
 from kvolt.journey.prompt import Prompt
@@ -27,11 +27,13 @@ async def meet(
     prompt: Prompt,
     request: Request,
     attempt: int,
+    links: LinkCosts | None,
     time_left: Callable[[], Deadlines],
     is_over: Callable[[], bool],
 ) -> Request:
     """The request as its decode worker gets it: with where it meets who computes the prompt, who has it at the same
-    time. Where nobody does, it computes the prompt itself. `is_over`: whether nobody wants it any more."""
+    time. Where nobody does, it computes the prompt itself. `links`: to where it is answered. `is_over`: whether nobody
+    wants it any more."""
     alone = msgspec.structs.replace(request, rendezvous=None)
     prompt.stop()  # for a decode worker that has failed
     if request.is_resumed or not prompt.leg.candidates():
@@ -42,7 +44,7 @@ async def meet(
     wait_s = min(_PLACE_S, time_left().total_s)
     try:
         async with asyncio.timeout(wait_s):
-            decision = await call.place(frozenset())
+            decision = await call.place(frozenset(), links)
     except TimeoutError:
         late = f"no prefill worker has room within {wait_s:g} s"
         prompt.fail(DeadlineExceeded(late, stage="route", after_s=wait_s))

@@ -21,6 +21,7 @@ from kvolt.journey.asked import Asked
 from kvolt.journey.booked import Booked
 from kvolt.journey.decided import as_decided, deadlines_for
 from kvolt.journey.decode_first import meet
+from kvolt.journey.links import with_links
 from kvolt.journey.machine import (
     Action,
     Delivered,
@@ -181,7 +182,7 @@ class Journey:
         if delta.stages is not None:
             self._stages = delta.stages
             if prompt is not None and prompt.add(delta.stages):
-                self._road.ways.learn(self.request, delta.stages)
+                self._learn_link(prompt, delta.stages)
         if delta.usage is not None:
             self._count(delta.usage)
         self.sink.on_item(delta)
@@ -328,6 +329,8 @@ class Journey:
         at, request = self._at, self._asked.request
         if at is not self._road:
             return await at.router.route(request, action.excluded)
+        if request.handoff is not None and self.prefilled is not None:
+            request = with_links(request, self._road.ways.links_from(self.prefilled.instance.id))
         return await route_when_reachable(at.router, at.client, request, action.excluded, action.out_of_reach)
 
     async def _open(self, action: Open) -> Event:
@@ -336,7 +339,8 @@ class Journey:
         try:
             if request.rendezvous is not None and self._prompt is not None:
                 attempt = self._machine.num_attempts + self._machine.num_moves
-                request = await meet(self._prompt, request, attempt, self._time_left, self._is_over)
+                links = self._road.ways.links_to(decision.instance.id)
+                request = await meet(self._prompt, request, attempt, links, self._time_left, self._is_over)
                 if self._is_over():  # cancelled meanwhile
                     return Opened()
             beside = self._prompt.under_way if request.rendezvous is not None and self._prompt else None
@@ -373,6 +377,11 @@ class Journey:
             return None
         self._asked.found(Outcome.FAILURE)
         return with_fields(error, gpu_work=self._machine.gpu_work)
+
+    def _learn_link(self, prompt: Prompt, stages: StageTimes) -> None:
+        source = prompt.under_way or prompt.decision
+        if source is not None and self.decision is not None:
+            self._road.ways.learn(self.request, stages, source.instance.id, self.decision.instance.id)
 
     def _count(self, usage: Usage) -> None:
         """Each choice has its own, at its end; the prompt is the same."""

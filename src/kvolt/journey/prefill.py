@@ -16,8 +16,9 @@ import msgspec
 from kvolt.core.delta import Delta
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, ProtocolError
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Handoff, Rendezvous, Request
+from kvolt.core.request import Handoff, LinkCosts, Rendezvous, Request
 from kvolt.journey.decided import as_decided, deadlines_for
+from kvolt.journey.links import with_links
 from kvolt.journey.take_back import let_go
 from kvolt.router.breaker import Outcome, outcome_of
 from kvolt.router.port import Decision, Router
@@ -76,11 +77,12 @@ class PrefillCall:
         await self.place(excluded)
         return await self.compute(deadlines)
 
-    async def place(self, excluded: frozenset[InstanceId]) -> Decision:
-        """Who is to compute it. Booked there until `compute` has ended, or `give_up` says that it will not be."""
+    async def place(self, excluded: frozenset[InstanceId], links: LinkCosts | None = None) -> Decision:
+        """Who is to compute it. Booked there until `compute` has ended, or `give_up` says that it will not be. `links`:
+        to where it is answered, if that is known."""
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
-        decision = self.decision = await self._leg.place(self._request, excluded)
+        decision = self.decision = await self._leg.place(with_links(self._request, links), excluded)
         self.wait_s = loop.time() - asked_at
         return decision
 

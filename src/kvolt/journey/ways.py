@@ -17,7 +17,8 @@ import msgspec
 from kvolt.core.delta import StageTimes
 from kvolt.core.errors import KvoltError, Unavailable
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Handoff, Request, Role, RoutingHints
+from kvolt.core.request import Handoff, LinkCosts, Request, Role, RoutingHints
+from kvolt.journey.links import LinkSpeeds, with_links
 from kvolt.journey.prefill import Leg, as_prompt
 from kvolt.journey.promise import Promise, Recent
 from kvolt.router.forecast import Forecast, Forecasting
@@ -37,13 +38,19 @@ class Plan(NamedTuple):
 
 
 class Ways(Protocol):
-    """Who chooses. `learn` is told how long KV was on its way."""
+    """Who chooses, and what is known of the links that KV takes."""
 
     def plan(self, request: Request) -> Plan:
         """Unavailable where its caller says who is to compute its prompt, and that one is not there."""
         ...
 
-    def learn(self, request: Request, stages: StageTimes) -> None: ...
+    def learn(self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId) -> None:
+        """How long the KV of its prompt took between these two."""
+        ...
+
+    def links_from(self, source: InstanceId) -> LinkCosts | None: ...
+
+    def links_to(self, target: InstanceId) -> LinkCosts | None: ...
 
 
 class OneWay:
@@ -54,8 +61,14 @@ class OneWay:
             raise _not_there(pinned, "nobody computes prompts for the workers of this model")
         return _HERE
 
-    def learn(self, request: Request, stages: StageTimes) -> None:
+    def learn(self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId) -> None:
         """Nothing moves."""
+
+    def links_from(self, source: InstanceId) -> None:
+        """There are none."""
+
+    def links_to(self, target: InstanceId) -> None:
+        """There are none."""
 
 
 class WayRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,67 +86,28 @@ class WayRule(msgspec.Struct, frozen=True, kw_only=True):
     """Between two tokens of an answer, on average, at most, where that was promised."""
 
 
-class WayWeights(msgspec.Struct, frozen=True, kw_only=True):
-    others: float = 1.0
-    """What a second of somebody else's answer counts beside a second of this one's."""
-    waiting: float = 0.3
-    """What a second of the prompt counts for each that waits there; see `LatencyWeights.waiting`."""
-    margin: float = 0.2
-    """How much of the time to the first token another way must save before it is taken in place of SPLIT: workers have
-    their roles for reasons that no forecast of one request knows."""
-
-
-def costs(
-    here: Forecast, handed: Forecast, there: Forecast, transfer_s: float, weights: WayWeights
-) -> dict[Way, float]:
-    """`here`: at a decode worker, prompt and all; `handed`: the same with the prompt's KV; `there`: at a prefill
-    worker, answered there as well."""
+def costs(here: Forecast, handed: Forecast, there: Forecast) -> dict[Way, float]:
+    """`here`: at a decode worker, prompt and all; `handed`: the same with the prompt's KV, which must be moved there;
+    `there`: at a prefill worker, answered there as well."""
     return {
-        Way.SPLIT: _prompt(there, weights) + transfer_s + _answer(handed, weights),
-        Way.HERE: _prompt(here, weights) + _answer(here, weights),
-        Way.THERE: _prompt(there, weights) + _answer(there, weights),
+        Way.SPLIT: _prompt(there) + handed.transfer_s + _answer(handed),
+        Way.HERE: _prompt(here) + _answer(here),
+        Way.THERE: _prompt(there) + _answer(there),
     }
 
 
-def _prompt(at: Forecast, weights: WayWeights) -> float:
-    """All that are being answered there wait for its chunks; as many as wait now will wait behind it."""
-    disturbed = weights.others * at.decoding + weights.waiting * at.waiting
-    return at.queue_s + at.prefill_s * (1.0 + disturbed)
+def _prompt(at: Forecast) -> float:
+    """All that are being answered there wait for its chunks, and those that come before it is computed wait for it."""
+    return at.queue_s + at.prefill_s * (1.0 + at.decoding + at.arriving)
 
 
-def _answer(at: Forecast, weights: WayWeights) -> float:
-    return at.output_tokens * at.step_s + weights.others * at.decoding * at.slowdown_s
+def _answer(at: Forecast) -> float:
+    return at.output_tokens * at.step_s + at.decoding * at.slowdown_s
 
 
-class TransferPace:
-    """How long KV is on its way, learned from the handoffs that went well."""
-
-    def __init__(self) -> None:
-        self._num_bytes = 0.0
-        self._seconds = 0.0
-        self._bytes_per_token = _GUESSED_BYTES_PER_TOKEN
-        self._is_guess = True
-
-    def learn(self, request: Request, stages: StageTimes) -> None:
-        num_bytes, took_ms = stages.transfer_bytes, stages.transfer_ms
-        if not num_bytes or not took_ms or not request.num_prompt_tokens:
-            return
-        self._num_bytes = _FADING * self._num_bytes + num_bytes
-        self._seconds = _FADING * self._seconds + took_ms / 1e3
-        # Of a prompt that was there in part less was moved: the most is the size of a token.
-        per_token = num_bytes / request.num_prompt_tokens
-        self._bytes_per_token = per_token if self._is_guess else max(per_token, self._bytes_per_token)
-        self._is_guess = False
-
-    def time_s(self, num_tokens: int) -> float:
-        bytes_per_s = self._num_bytes / self._seconds if self._seconds else _GUESSED_BYTES_PER_S
-        return num_tokens * self._bytes_per_token / bytes_per_s
-
-
-_GUESSED_BYTES_PER_TOKEN = 131_072.0
-"""An 8B model's in bfloat16; until the first handoff tells."""
-_GUESSED_BYTES_PER_S = 5e9
-_FADING = 0.9
+_MARGIN = 0.2
+"""How much of the time to the first token another way must save before it is taken in place of the one that is meant:
+workers have their roles for reasons that no forecast of one request knows."""
 DEMAND_S = 15.0
 """After which a prompt counts half."""
 _MOST_BUSY = 0.95
@@ -155,7 +129,6 @@ class Chooser:
         leg: Callable[[], Leg | None],
         block_size: int,
         rule: WayRule | None = None,
-        weights: WayWeights | None = None,
         *,
         now: Callable[[], float],
     ) -> None:
@@ -163,15 +136,20 @@ class Chooser:
         self._leg = leg
         self._block_size = block_size
         self._rule = rule or WayRule()
-        self._weights = weights or WayWeights()
-        self._pace = TransferPace()
+        self._links = LinkSpeeds(now)
         self._prompts = Recent(now, DEMAND_S)
         self._promise = Promise(self._rule.ttft_s, self._rule.itl_s, now)
         self.counts = dict.fromkeys(Way, 0)
         """For metrics: how often each was taken while there was a choice."""
 
-    def learn(self, request: Request, stages: StageTimes) -> None:
-        self._pace.learn(request, stages)
+    def learn(self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId) -> None:
+        self._links.learn(request, stages, source, target)
+
+    def links_from(self, source: InstanceId) -> LinkCosts:
+        return self._links.out_of(source)
+
+    def links_to(self, target: InstanceId) -> LinkCosts:
+        return self._links.into(target)
 
     def plan(self, request: Request) -> Plan:
         leg = self._leg()
@@ -211,7 +189,8 @@ class Chooser:
         self._prompts.add(there.prefill_s)
         if not is_moved:
             return self._cheapest(request, here, here, there, Way.HERE)
-        handed = answering.forecast(msgspec.structs.replace(request, handoff=_COMPUTED))
+        moved = with_links(request, self._links.out_of(there.instance))
+        handed = answering.forecast(msgspec.structs.replace(moved, handoff=_COMPUTED))
         if not self._promise.is_given:
             return self._cheapest(request, here, handed, there, Way.SPLIT)
         if self._promise.is_kept(handed, there):
@@ -223,23 +202,22 @@ class Chooser:
     ) -> Way:
         """The way it is meant to go, unless another one is much better."""
         busy = self._prompts.per_second / (here.num_places + there.num_places)
-        transfer_s = self._pace.time_s(handed.lacking_tokens)
-        priced = costs(here, handed, _among(busy, there), transfer_s, self._weights)
+        priced = costs(here, handed, _among(busy, there))
         if meant is Way.HERE:  # there is nothing to move
             del priced[Way.SPLIT]
         if _says_who(request.routing):
             del priced[Way.THERE]
         best = min(priced, key=priced.__getitem__)
         saved_s = priced[meant] - priced[best]
-        return best if saved_s > self._weights.margin * there.first_token_s else meant
+        return best if saved_s > _MARGIN * there.first_token_s else meant
 
     def _among_alike(self, request: Request, here: Forecast, handed: Forecast, there: Forecast) -> Way:
         """Where all workers do whatever there is: the cheapest of them, unless to share it among two is much better."""
-        priced = costs(here, handed, there, self._pace.time_s(handed.lacking_tokens), self._weights)
+        priced = costs(here, handed, there)
         whole = (Way.HERE,) if _says_who(request.routing) else (Way.HERE, Way.THERE)
         best = min(whole, key=priced.__getitem__)
         saved_s = priced[best] - priced[Way.SPLIT]
-        return Way.SPLIT if saved_s > self._weights.margin * there.first_token_s else best
+        return Way.SPLIT if saved_s > _MARGIN * there.first_token_s else best
 
 
 def _says_who(routing: RoutingHints) -> bool:

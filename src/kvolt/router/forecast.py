@@ -6,17 +6,21 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """What a request would come to where a router would send it now. Times in seconds."""
 
+    instance: InstanceId
     queue_s: float
     """Until its prompt's turn."""
     prefill_s: float
-    waiting: float
-    """Requests there whose prompts are not computed."""
+    transfer_s: float = 0.0
+    """Until the KV of a prompt that was computed elsewhere is there."""
+    arriving: float
+    """Requests that are expected to come there until its prompt is computed: they wait for it."""
     decoding: float
     """Requests there that are being answered."""
     step_s: float

@@ -71,6 +71,8 @@ class WorkersView(msgspec.Struct, frozen=True):
     """Time per token of its answer there, beside those."""
     copy_s: Floats
     """What a copy of the prompt's hot prefix at this worker saves those that come with the same."""
+    transfer_s: Floats
+    """Until the KV of its prompt has moved between this worker and the other end of its handoff."""
     room_s: Floats
     """Until enough blocks are free there for this prompt, where there are not now."""
     total_blocks: Floats
@@ -118,8 +120,8 @@ class LatencyWeights:
 def latency(weights: LatencyWeights | None = None) -> Policy:
     """Seconds that the request takes, and that it adds to others, as predicted:
 
-    - until its first token: queue and prompt; and until its last: expected tokens x the time of a step there, less what
-      the answer takes wherever it goes;
+    - until its first token: queue, prompt and the transfer of its KV; and until its last: expected tokens x the time
+      of a step there, less what the answer takes wherever it goes;
     - of others: each beside it waits for the prompt's steps, each that comes while the worker is behind with prompts
       waits for it too, and each that shares steps with the answer takes longer;
     - less what a copy of a hot prefix saves those that come.
@@ -147,6 +149,7 @@ def latency(weights: LatencyWeights | None = None) -> Policy:
                 workers.copy_s,
                 found,
             )
+            found += workers.transfer_s
             return found
         answer_s = request.output_tokens * workers.step_s + workers.beside * workers.slowdown_s
         delayed = 1.0 + workers.beside + request.arrivals_per_s * (queue_s + prefill_s)
@@ -154,6 +157,7 @@ def latency(weights: LatencyWeights | None = None) -> Policy:
         costs: Floats = (
             prefill_s * delayed + np.maximum(queue_s, room * workers.room_s) + (answer_s - answer_s.min())
         )
+        costs += workers.transfer_s
         costs -= workers.copy_s
         costs -= affinity * workers.affinity
         return costs

@@ -70,13 +70,15 @@ class Choice(msgspec.Struct, frozen=True):
     """What the worker's own model says that the prompt takes."""
     room_s: float = 0.0
     """Until there is room for it, where there is none now."""
+    transfer_s: float = 0.0
+    """Until the KV of a prompt that was computed elsewhere is there."""
     shadowed: Shadowed | None = None
     """What a second policy says of it."""
 
     @property
     def predicted_s(self) -> float:
         """Until its first token."""
-        return max(self.queue_s, self.room_s) + self.prefill_s
+        return max(self.queue_s, self.room_s) + self.prefill_s + self.transfer_s
 
     @property
     def usable_hashes(self) -> tuple[SequenceHash, ...]:
@@ -102,6 +104,7 @@ class Explained(msgspec.Struct, frozen=True, kw_only=True):
     beside: float
     step_s: float
     copy_s: float
+    transfer_s: float
     room_s: float
     total_blocks: float
     affinity: float
@@ -238,6 +241,7 @@ class Selector:
             place.instance_id in self._tiered,
             prefill_s / float(scored.pace[index]),
             float(workers.room_s[index]),
+            0.0 if request.prefill_only else float(workers.transfer_s[index]),
             None if self.shadow is None else _shadowed(self.shadow, scored, index),
         )
         self.stats.took(scored.find_s, self._now() - started_at)
@@ -253,10 +257,14 @@ class Selector:
         prices, pace = scored.field.prices, float(scored.pace[index])
         step_s = scored.pace * prices.decode_s(decoding + 1.0, context + asked.prompt_tokens)
         base_s, more_s = prices.parts(asked.prompt_tokens, asked.output_tokens, index)
+        queue_s = max(float(workers.queue_s[index]), float(workers.room_s[index]))
+        prefill_s = float(workers.prefill_s[index])
         return Forecast(
-            queue_s=max(float(workers.queue_s[index]), float(workers.room_s[index])),
-            prefill_s=float(workers.prefill_s[index]),
-            waiting=max(float(workers.requests[index] - decoding[index]), 0.0),
+            instance=scored.field.places[index].instance_id,
+            queue_s=queue_s,
+            prefill_s=prefill_s,
+            transfer_s=float(workers.transfer_s[index]),
+            arriving=asked.arrivals_per_s * (queue_s + prefill_s),
             decoding=float(decoding[index]),
             step_s=float(step_s[index]),
             slowdown_s=float(workers.slowdown_s[index]),
@@ -400,7 +408,8 @@ class Selector:
         find_s = self._now() - now
         pace = self._learning.pace(field.at, now)
         affinity = self._affinities(hints, field, now)
-        workers = self._look(asked, overlap, sharing, pace, field, affinity, now)
+        transfer_s = _transfer_s(request, overlap, field)
+        workers = self._look(asked, overlap, sharing, pace, field, affinity, transfer_s, now)
         costs = self._policy(asked, workers)
         failure_rates = self._failure_rates(field)
         if failure_rates is not field.nothing:
@@ -474,6 +483,7 @@ class Selector:
         pace: Floats,
         field: Field,
         affinity: Floats,
+        transfer_s: Floats,
         now: float,
     ) -> WorkersView:
         book, rows, prices = self._book, field.at, field.prices
@@ -509,6 +519,7 @@ class Selector:
             beside=beside,
             step_s=step_s,
             copy_s=self._copy_s(asked, overlap, sharing, step_s, slowdown_s, field, now),
+            transfer_s=transfer_s,
             room_s=field.nothing
             if _most(lacking) <= 0.0
             else _room_s(lacking, field.total_blocks, asked, pace * prices.decode_s(decoding, context)),
@@ -580,6 +591,17 @@ def _room_s(lacking: Floats, total: Floats, asked: RequestView, decode_s: Floats
     """A cache that is full is given back, all of it, in about the time of an answer."""
     share = np.maximum(lacking, 0.0) / np.maximum(total, 1.0)
     return np.where(total > 0, share * asked.output_tokens * decode_s, 0.0)
+
+
+def _transfer_s(request: Request, overlap: Overlap, field: Field) -> Floats:
+    """Who answers fetches what it lacks; what is fetched from who computes the prompt is taken for all of it."""
+    links = request.routing.links
+    if links is None:
+        return field.nothing
+    token_s = np.array([links.by_peer.get(place.instance_id, links.token_s) for place in field.places])
+    if request.prefill_only:
+        return token_s * request.num_given_tokens
+    return token_s * np.maximum(request.num_given_tokens - overlap.held * (request.block_size or 1), 0.0)
 
 
 def _preference(field: Field, wanted: Mapping[str, float]) -> Floats:

@@ -36,6 +36,8 @@ _OF_CLUSTER = {
     "target_ttft_s": "target_ttft_s",
     "target_itl_s": "target_itl_s",
     "kv_link_bytes_per_s": "kv_link_bytes_per_s",
+    "num_racks": "num_racks",
+    "rack_link_bytes_per_s": "rack_link_bytes_per_s",
     "gpus": "gpus_per_worker",
     "router": "router",
     "link_s": "link_s",

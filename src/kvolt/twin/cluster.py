@@ -25,7 +25,7 @@ from kvolt.engines.sim_transfers import SimTransfers
 from kvolt.engines.worker import Worker
 from kvolt.journey.journey import Road
 from kvolt.journey.prefill import Leg
-from kvolt.journey.ways import Chooser, WayRule, WayWeights
+from kvolt.journey.ways import Chooser, WayRule
 from kvolt.router.custom_policy import is_custom
 from kvolt.router.policies import ROUTERS, find_router, reads_kv_events
 from kvolt.router.port import Router, RouterContext
@@ -68,6 +68,10 @@ class TwinSettings(msgspec.Struct, frozen=True, kw_only=True):
     """That KV moves at between two workers, out of one and into the other, all of it together."""
     kv_link_s: Annotated[float, Meta(ge=0)] = 0.00005
     """Of each such move, besides."""
+    num_racks: Annotated[int, Meta(ge=1)] = 1
+    """Workers are dealt out among so many."""
+    rack_link_bytes_per_s: Annotated[float, Meta(gt=0)] = 25e9
+    """That KV leaves a rack and enters one at, all of it together."""
     prefill_choice: PrefillChoice = "predicted"
     """Whether a prompt goes to a prefill worker: by what each way would cost, or whenever it is long enough."""
     prefill_min_tokens: Annotated[int, Meta(ge=0)] = 0
@@ -75,8 +79,6 @@ class TwinSettings(msgspec.Struct, frozen=True, kw_only=True):
     target_ttft_s: Annotated[float, Meta(gt=0)] | None = None
     target_itl_s: Annotated[float, Meta(gt=0)] | None = None
     """What was promised, for that choice."""
-    ways: WayWeights = WayWeights()
-    """Of that choice."""
     gpus_per_worker: Annotated[int, Meta(ge=1)] = 1
     """For GPU-seconds; how fast so many are is in the engine's preset."""
     router: str = next(iter(ROUTERS))
@@ -114,12 +116,18 @@ class _Member:
 
 def _links(settings: TwinSettings) -> list[Link]:
     """Of the workers that are there from the beginning; KV of those that come later takes no time."""
-    names = [f"w{number}" for number in range(settings.num_workers + settings.num_prefill)]
+    racks = {rack for _, rack in _racks(settings)}
+    ends = [(name, settings.kv_link_bytes_per_s, settings.kv_link_s / 2) for name, _ in _racks(settings)]
+    ends += [(rack, settings.rack_link_bytes_per_s, 0.0) for rack in sorted(racks)]
     return [
-        Link(link(name), settings.kv_link_bytes_per_s, settings.kv_link_s / 2)
-        for name in names
-        for link in (link_out, link_in)
+        Link(link(name), speed, latency_s) for name, speed, latency_s in ends for link in (link_out, link_in)
     ]
+
+
+def _racks(settings: TwinSettings) -> list[tuple[str, str]]:
+    """Workers that are there from the beginning, and the rack of each."""
+    names = [f"w{number}" for number in range(settings.num_workers + settings.num_prefill)]
+    return [(name, f"rack{number % settings.num_racks}") for number, name in enumerate(names)]
 
 
 class TwinCluster:
@@ -140,7 +148,8 @@ class TwinCluster:
         """That there ever were."""
         self._rng = random.Random(f"{settings.seed}/trouble")
         self._crew = Crew("twin")
-        self._board = PaperBoard(SimTransfers(_links(settings), asyncio.get_running_loop().time))
+        transfers = SimTransfers(_links(settings), asyncio.get_running_loop().time)
+        self._board = PaperBoard(transfers, dict(_racks(settings)))
         self._frontend: Runtime | None = None
         self._prefill: EndpointClient | None = None
         self._routers: list[Router] = []
@@ -205,7 +214,7 @@ class TwinCluster:
             itl_s=settings.target_itl_s,
         )
         now = asyncio.get_running_loop().time
-        ways = Chooser(router, lambda: leg, settings.engine.block_size, rule, settings.ways, now=now)
+        ways = Chooser(router, lambda: leg, settings.engine.block_size, rule, now=now)
         return Road(router, client, self._crew, ways=ways)
 
     def _new_router(self, client: EndpointClient, role: Role) -> Router:

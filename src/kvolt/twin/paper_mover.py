@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from itertools import count
 
 from kvolt.core.errors import DeadlineExceeded, NotFound, TransferFailed
@@ -42,8 +42,10 @@ class PaperOffer:
 class PaperBoard:
     """What the workers of one twin offer each other."""
 
-    def __init__(self, transfers: SimTransfers) -> None:
+    def __init__(self, transfers: SimTransfers, racks: Mapping[str, str]) -> None:
+        """`racks`: of each worker, the name of its rack."""
         self.transfers = transfers
+        self._racks = racks
         self._offers: dict[int, PaperOffer] = {}
         self._rooms: dict[int, asyncio.Future[bytes]] = {}
         self._numbers = count(1)
@@ -60,6 +62,16 @@ class PaperBoard:
         if offer is None:
             raise NotFound("these blocks are not offered any more", kind="ticket", name=ticket.decode())
         return offer
+
+    def path(self, source: str, target: str) -> list[str]:
+        """The links between two workers."""
+        racks = self._racks.get(source), self._racks.get(target)
+        between = (
+            []
+            if racks[0] == racks[1]
+            else [link(rack) for rack, link in zip(racks, _ENDS, strict=True) if rack]
+        )
+        return [link_out(source), *between, link_in(target)]
 
     def forget(self, number: int) -> None:
         self._offers.pop(number, None)
@@ -122,9 +134,8 @@ class PaperMover:
         num_bytes = len(into) * self._block_bytes
         try:
             async with asyncio.timeout(timeout_s):
-                has_come = await self._board.transfers.move(
-                    num_bytes, link_out(offer.worker), link_in(self._worker)
-                )
+                path = self._board.path(offer.worker, self._worker)
+                has_come = await self._board.transfers.move(num_bytes, *path)
         except TimeoutError:
             raise DeadlineExceeded("KV did not come in time", stage="total", after_s=timeout_s) from None
         if not has_come:
@@ -162,3 +173,6 @@ def link_out(worker: str) -> str:
 
 def link_in(worker: str) -> str:
     return f"{worker} in"
+
+
+_ENDS = (link_out, link_in)

@@ -9,15 +9,13 @@ from tests.unit.engines.lab import make_request
 from kvolt.core.delta import StageTimes, Usage
 from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
-from kvolt.core.request import Request, Role, RoutingHints, Sampling
+from kvolt.core.request import LinkCosts, Request, Role, RoutingHints, Sampling
 from kvolt.journey.prefill import Leg
 from kvolt.journey.ways import (
     Chooser,
     OneWay,
-    TransferPace,
     Way,
     WayRule,
-    WayWeights,
     costs,
 )
 from kvolt.router.forecast import Forecast
@@ -25,11 +23,13 @@ from kvolt.router.port import Decision
 from kvolt.runtime.address import EndpointAddress, Instance
 
 BLOCK = 16
+P0, D0 = InstanceId("p0"), InstanceId("d0")
 REQUEST = make_request(prompt=400, tokens=100)
 CALM = Forecast(
+    instance=InstanceId("w0"),
     queue_s=0.0,
     prefill_s=0.1,
-    waiting=0.0,
+    arriving=0.0,
     decoding=4.0,
     step_s=0.01,
     slowdown_s=0.01,
@@ -41,7 +41,7 @@ CALM = Forecast(
     more_s=0.0001,
 )
 IDLE = replace(CALM, decoding=0.0, all_decoding=0.0)
-HANDED = replace(CALM, prefill_s=0.0)
+HANDED = replace(CALM, prefill_s=0.0, transfer_s=0.001)
 """At a decode worker, with the prompt's KV."""
 SHARED = replace(IDLE, decoding=2.0, slowdown_s=0.5)
 """At a prefill worker that answers some."""
@@ -51,10 +51,8 @@ BUSY = replace(CALM, decoding=64.0, all_decoding=64.0, step_s=0.04)
 # --- what each way costs
 
 
-def cheapest(
-    here: Forecast = CALM, handed: Forecast = HANDED, there: Forecast = IDLE, transfer_s: float = 0.001
-) -> Way:
-    priced = costs(here, handed, there, transfer_s, WayWeights())
+def cheapest(here: Forecast = CALM, handed: Forecast = HANDED, there: Forecast = IDLE) -> Way:
+    priced = costs(here, handed, there)
     assert set(priced) == set(Way)
     return min(priced, key=priced.__getitem__)
 
@@ -68,9 +66,9 @@ def test_a_prompt_that_would_hold_up_answers_is_computed_apart() -> None:
     [
         {"there": replace(IDLE, queue_s=2.0)},
         {"there": replace(IDLE, prefill_s=2.0)},
-        {"there": replace(IDLE, waiting=40.0)},
+        {"there": replace(IDLE, arriving=12.0)},
         {"there": replace(IDLE, decoding=9.0, slowdown_s=1.0)},
-        {"transfer_s": 2.0, "there": replace(IDLE, step_s=0.05)},
+        {"handed": replace(HANDED, transfer_s=2.0), "there": replace(IDLE, step_s=0.05)},
     ],
     ids=["a queue there", "a slow place", "who would wait", "who is being answered there", "a slow way"],
 )
@@ -86,14 +84,6 @@ def test_what_makes_the_prompt_dear_elsewhere_keeps_it_here(change: dict[str, ob
 def test_who_computes_prompts_answers_while_those_who_answer_have_too_much(handed: Forecast) -> None:
     here = replace(handed, prefill_s=0.1)
     assert cheapest(here=here, handed=handed) is Way.THERE
-
-
-def test_others_count_as_much_as_is_set() -> None:
-    here = replace(CALM, decoding=2.0)
-    there = replace(IDLE, queue_s=0.15, step_s=0.011)
-    for others, way in ((1.0, Way.SPLIT), (0.0, Way.HERE)):
-        priced = costs(here, replace(HANDED, decoding=2.0), there, 0.0, WayWeights(others=others))
-        assert (priced[Way.HERE] < priced[Way.SPLIT]) is (way is Way.HERE)
 
 
 # --- routers by hand
@@ -118,13 +108,19 @@ class Seer(Blind):
     def __init__(self, forecast: Forecast, handed: Forecast | None = None) -> None:
         self.told = forecast
         self.handed = handed
+        self.links: LinkCosts | None = None
+        """Of what was asked last."""
         self.error: Unavailable | None = None
 
     def forecast(self, request: Request) -> Forecast:
         if self.error is not None:
             raise self.error
+        self.links = links = request.routing.links
         if request.handoff is not None and self.handed is not None:
-            return self.handed
+            if links is None:
+                return self.handed
+            moved_s = links.by_peer.get(self.handed.instance, links.token_s) * self.handed.lacking_tokens
+            return replace(self.handed, transfer_s=moved_s)
         return self.told
 
 
@@ -161,7 +157,9 @@ class Scene:
 
 def test_where_every_worker_computes_its_own_there_is_one_way() -> None:
     ways = OneWay()
-    ways.learn(REQUEST, StageTimes(transfer_bytes=1, transfer_ms=1.0))
+    ways.learn(REQUEST, StageTimes(transfer_bytes=1, transfer_ms=1.0), P0, D0)
+    assert ways.links_from(P0) is None
+    assert ways.links_to(D0) is None
     assert ways.plan(REQUEST) == (Way.HERE, None)
 
 
@@ -344,7 +342,7 @@ def test_another_way_must_save_more_than_the_margin(step_s: float, way: Way) -> 
     """A hundred steps at a tenth of a millisecond save 10 ms, of a first token in 100 ms: not a fifth of it."""
     handed = replace(HANDED, decoding=0.0, step_s=step_s)
     scene = Scene(Seer(replace(handed, prefill_s=0.5), handed), Seer(IDLE))
-    scene.chooser.learn(REQUEST, StageTimes(transfer_bytes=400_000, transfer_ms=0.001))
+    scene.chooser.learn(REQUEST, StageTimes(transfer_bytes=400_000, transfer_ms=0.001), P0, D0)
     assert scene.way() is way
 
 
@@ -353,7 +351,7 @@ def test_kv_that_takes_long_to_come_is_learned() -> None:
     scene = Scene(Seer(here, replace(here, prefill_s=0.0)), Seer(there))
     assert scene.way() is Way.SPLIT
     for _ in range(5):
-        scene.chooser.learn(REQUEST, StageTimes(transfer_bytes=400_000, transfer_ms=3000.0))
+        scene.chooser.learn(REQUEST, StageTimes(transfer_bytes=400_000, transfer_ms=3000.0), P0, D0)
     assert scene.way() is Way.HERE
 
 
@@ -368,39 +366,6 @@ def test_who_has_prompts_to_compute_all_the_time_answers_slowly(every_s: float, 
     assert last is way
     scene.time_s += 100.0
     assert scene.way() is Way.THERE, "they were long ago"
-
-
-# --- how long KV is on its way
-
-
-def test_the_pace_is_that_of_the_handoffs() -> None:
-    pace = TransferPace()
-    guess_s = pace.time_s(400)
-    assert guess_s > 0
-    for nothing in (
-        StageTimes(),
-        StageTimes(transfer_bytes=0, transfer_ms=9.0),
-        StageTimes(transfer_bytes=9, transfer_ms=0.0),
-    ):
-        pace.learn(REQUEST, nothing)
-    assert pace.time_s(400) == guess_s, "what did not move says nothing"
-    pace.learn(REQUEST, StageTimes(transfer_bytes=4_000_000, transfer_ms=40.0))
-    assert pace.time_s(400) == pytest.approx(0.04)
-    assert pace.time_s(100) == pytest.approx(0.01)
-
-
-def test_a_prompt_that_was_there_in_part_does_not_make_tokens_smaller() -> None:
-    pace = TransferPace()
-    pace.learn(REQUEST, StageTimes(transfer_bytes=4_000_000, transfer_ms=40.0))
-    pace.learn(REQUEST, StageTimes(transfer_bytes=1_000_000, transfer_ms=10.0))
-    assert pace.time_s(400) == pytest.approx(0.04)
-
-
-def test_a_way_that_has_become_slower_is_soon_known() -> None:
-    pace = TransferPace()
-    for took_ms in (*[10.0] * 50, *[100.0] * 20):
-        pace.learn(REQUEST, StageTimes(transfer_bytes=4_000_000, transfer_ms=took_ms))
-    assert 0.06 < pace.time_s(400) < 0.1
 
 
 # --- what was promised

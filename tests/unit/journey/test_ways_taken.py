@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from tests.unit.journey.stage import Booking, Fixed, Inbox
 
 from kvolt.core.delta import StageTimes
 from kvolt.core.errors import EngineDied, EngineFailed, Unavailable, Unsupported
-from kvolt.core.request import Request, Role
+from kvolt.core.ids import InstanceId
+from kvolt.core.request import LinkCosts, Request, Role
 from kvolt.journey.journey import Journey, Road
 from kvolt.journey.prefill import Leg
 from kvolt.journey.ways import Plan, Way
@@ -31,13 +33,19 @@ class Always:
 
     def __init__(self, way: Way, leg: Leg | None) -> None:
         self._plan = Plan(way, leg)
-        self.learned: list[StageTimes] = []
+        self.learned: list[tuple[StageTimes, InstanceId, InstanceId]] = []
 
     def plan(self, request: Request) -> Plan:
         return self._plan
 
-    def learn(self, request: Request, stages: StageTimes) -> None:
-        self.learned.append(stages)
+    def learn(self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId) -> None:
+        self.learned.append((stages, source, target))
+
+    def links_from(self, source: InstanceId) -> LinkCosts:
+        return LinkCosts(token_s=1.0, by_peer={source: 0.0})
+
+    def links_to(self, target: InstanceId) -> LinkCosts:
+        return LinkCosts(token_s=2.0, by_peer={target: 0.0})
 
 
 @dataclass
@@ -127,7 +135,33 @@ def test_how_long_kv_was_on_its_way_is_learned() -> None:
             await Journey(road, asked(way), inbox, Deadlines()).begin()
             await until(lambda inbox=inbox: bool(inbox.ends))  # type: ignore[misc]
             assert len(ways.learned) == num_learned
-            assert all(stages.transfer_bytes and stages.transfer_ms for stages in ways.learned)
+            for stages, source, target in ways.learned:
+                assert stages.transfer_bytes
+                assert stages.transfer_ms
+                assert (source, target) == _ids(stage)
+
+
+def _ids(stage: Stage) -> tuple[InstanceId, InstanceId]:
+    (prefill,), (decode,) = stage.leg.client.candidates(), stage.client.candidates()
+    return prefill.id, decode.id
+
+
+@pytest.mark.parametrize("is_decode_first", [False, True])
+def test_who_is_chosen_last_is_chosen_by_its_link_to_the_other(is_decode_first: bool) -> None:
+    async def body(stage: Stage) -> None:
+        road, _ = stage.road(Way.SPLIT)
+        inbox = Inbox()
+        road = dataclasses.replace(road, is_decode_first=is_decode_first)
+        await Journey(road, asked(), inbox, Deadlines()).begin()
+        await until(lambda: bool(inbox.ends))
+        links = [each.routing.links for each in (*stage.there.asked, *stage.here.asked)]
+        prefill, decode = _ids(stage)
+        if is_decode_first:
+            assert links == [LinkCosts(token_s=2.0, by_peer={decode: 0.0}), None]
+        else:
+            assert links == [None, LinkCosts(token_s=1.0, by_peer={prefill: 0.0})]
+
+    staged(body)
 
     staged(body)
 

@@ -31,7 +31,7 @@ def forecast(scene: Scene, request: Request = LONG) -> Forecast:
 
 def test_an_idle_place_has_no_queue_and_nobody_to_disturb() -> None:
     told = forecast(Scene({A: worker()}))
-    assert (told.queue_s, told.waiting, told.decoding, told.all_decoding) == (0.0, 0.0, 0.0, 0.0)
+    assert (told.queue_s, told.arriving, told.decoding, told.all_decoding) == (0.0, 0.0, 0.0, 0.0)
     assert told.lacking_tokens == LONG.num_prompt_tokens
     assert told.prefill_s >= PRICE.prefill_token_s * LONG.num_prompt_tokens
     assert told.first_token_s == told.prefill_s
@@ -53,11 +53,12 @@ def test_prompts_ahead_are_a_queue_and_answers_are_others() -> None:
     ticket = scene.book(prompt(*range(100, 140)))
     behind = forecast(scene)
     assert behind.queue_s > idle.queue_s
-    assert (behind.waiting, behind.decoding) == (1.0, 0.0)
+    assert behind.decoding == 0.0
+    assert behind.arriving > idle.arriving, "others come while this one waits"
     scene.time_s = 10.0
     scene.selector.begun(ticket, None)
     beside = forecast(scene)
-    assert (beside.queue_s, beside.waiting, beside.decoding, beside.all_decoding) == (0.0, 0.0, 1.0, 1.0)
+    assert (beside.queue_s, beside.decoding, beside.all_decoding) == (0.0, 1.0, 1.0)
 
 
 def test_all_answers_count_wherever_they_are_given() -> None:

@@ -122,13 +122,13 @@ SECONDS = st.floats(0, 1e4)
 
 
 @pytest.mark.skipif(policy_module.native_latency is None, reason="it is not built here")
-@given(st.lists(st.tuples(*[SECONDS] * 8), min_size=1, max_size=8), st.tuples(*[st.floats(0, 10)] * 3))
+@given(st.lists(st.tuples(*[SECONDS] * 9), min_size=1, max_size=8), st.tuples(*[st.floats(0, 10)] * 3))
 def test_the_native_latency_says_what_numpy_says(
     workers: list[tuple[float, ...]], given: tuple[float, float, float]
 ) -> None:
     names = (
         *("beside", "prefill_s", "step_s", "slowdown_s", "queue_s", "room_s", "affinity"),
-        "copy_s",
+        *("copy_s", "transfer_s"),
     )
     columns = dict(zip(names, np.array(workers).T.copy(), strict=True))
     others = {name: np.zeros(len(workers)) for name in WorkersView.__struct_fields__ if name not in names}

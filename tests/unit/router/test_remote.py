@@ -572,7 +572,10 @@ def test_who_asks_can_foresee_what_it_could_decide_alone() -> None:
         assert isinstance(alone, Forecasting)
         assert isinstance(asking, Forecasting)
         request = prompt("r", tuple(range(1, 200)))
-        assert asking.forecast(request) == alone.forecast(request)
+        foreseen, alike = asking.forecast(request), alone.forecast(request)
+        assert msgspec.structs.replace(foreseen, instance=alike.instance) == alike, (
+            "two are as good, and chance decides"
+        )
         assert not isinstance(edge.router, Forecasting), "those who take turns foresee nothing"
 
     scene(body)

@@ -18,7 +18,7 @@ from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId, SequenceHash
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import LoadReport, WorkerLoad
-from kvolt.core.request import Request, RoutingHints
+from kvolt.core.request import Handoff, LinkCosts, Request, RoutingHints
 from kvolt.router.overlap import NoHolders
 from kvolt.router.place import Place
 from kvolt.router.policy import Policy, classic, latency
@@ -434,3 +434,37 @@ def test_every_term_of_each_candidate_is_told() -> None:
     assert first.cost < second.cost
     assert first.prefill_s == pytest.approx(0.01 + 17 * 0.0001)
     assert here.selector.num_under_way == 1
+
+
+# --- handoffs
+
+LINKS = LinkCosts(token_s=0.001, by_peer={B: 0.0, C: 0.1})
+
+
+def test_the_kv_of_a_handoff_goes_over_a_fast_link() -> None:
+    selector = Scene({each: worker() for each in (A, B, C)}, Held(a=(), b=(), c=())).selector
+    handoff = Handoff(ticket=b"", prefill_instance=InstanceId("p"))
+    asked = replace(prompt(1, 2, links=LINKS), handoff=handoff)
+    told = {each.instance: each for each in selector.explain(asked, (A, B, C))}
+    assert [told[each].transfer_s for each in (A, B, C)] == pytest.approx([0.033, 0.0, 3.3])
+    choice = selector.choose(asked, (A, B, C))
+    assert choice.place.instance_id == B
+    assert selector.choose(asked, (A, C)).predicted_s == pytest.approx(0.033 + choice.predicted_s)
+    forecast = selector.forecast(asked, (A, C))
+    assert (forecast.instance, forecast.transfer_s) == (A, pytest.approx(0.033))
+
+
+def test_what_a_worker_holds_is_not_moved_to_it() -> None:
+    selector = Scene({each: worker() for each in (A, B, C)}, Held(a=(1, 2), b=(), c=())).selector
+    handoff = Handoff(ticket=b"", prefill_instance=InstanceId("p"))
+    asked = replace(prompt(1, 2, links=LinkCosts(token_s=0.001)), handoff=handoff)
+    told = {each.instance: each.transfer_s for each in selector.explain(asked, (A, B))}
+    assert told == pytest.approx({A: 0.001, B: 0.033})
+
+
+def test_where_a_prompt_is_computed_all_of_it_leaves() -> None:
+    selector = Scene({each: worker() for each in (A, B, C)}, Held(a=(1, 2), b=(), c=())).selector
+    asked = replace(prompt(1, 2, links=LINKS), prefill_only=True)
+    told = {each.instance: each.transfer_s for each in selector.explain(asked, (A, B, C))}
+    assert told == pytest.approx({A: 0.033, B: 0.0, C: 3.3})
+    assert selector.choose(asked, (C,)).predicted_s < 1.0, "its own part is over before"

@@ -65,7 +65,7 @@ def test_answers_are_not_held_up_by_prompts() -> None:
     (_, mixed), (_, separate) = (replay(each, list(small_trace())) for each in (together, apart))
     assert not [sample.error for sample in (*mixed, *separate) if sample.error]
     assert [sample.output_tokens for sample in mixed] == [sample.output_tokens for sample in separate]
-    assert max(sample.max_gap_s for sample in separate) < 0.5 * max(sample.max_gap_s for sample in mixed)
+    assert max(sample.max_gap_s for sample in separate) < 0.6 * max(sample.max_gap_s for sample in mixed)
 
 
 def test_a_run_is_a_function_of_its_arguments() -> None:

@@ -92,3 +92,36 @@ def test_the_threshold_knows_one_way(records: list[TraceRecord]) -> None:
     assert ways_taken(replace(SETTINGS, prefill_choice="threshold"), records) == {Way.SPLIT: 60}
     short = replace(SETTINGS, prefill_choice="threshold", prefill_min_tokens=10_000)
     assert ways_taken(short, records) == {Way.HERE: 60}
+
+
+# --- links between racks
+
+RACKS = replace(
+    SETTINGS,
+    num_workers=4,
+    num_prefill=2,
+    num_racks=2,
+    prefill_choice="threshold",
+    rack_link_bytes_per_s=2e8,
+)
+APART = arrivals(1.0, 4096, 20)
+
+
+def second_tokens_s(settings: TwinSettings) -> list[float]:
+    """From the first token, which the prefill worker gives, to the second: the time of the KV on its way."""
+    waits: list[float] = []
+    run = TwinRun(settings, new_tally(settings))
+    run.run(APART, lambda sample: waits.append(sample.ttst_s or 0.0))
+    return waits
+
+
+def test_kv_between_racks_takes_longer() -> None:
+    far = second_tokens_s(replace(RACKS, router="round-robin"))
+    near = second_tokens_s(replace(RACKS, router="round-robin", num_racks=1))
+    assert sum(far) > 10 * sum(near)
+
+
+def test_answers_come_from_the_rack_of_their_prompt_once_links_are_measured() -> None:
+    waits = second_tokens_s(RACKS)
+    assert max(waits[:20]) > 1.0, "a slow link was tried"
+    assert sum(wait > 1.0 for wait in waits[20:]) <= 4, "and hardly any more"

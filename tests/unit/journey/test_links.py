@@ -1,0 +1,120 @@
+"""How long KV takes between two workers: learned for each pair, forgotten with time, given to who chooses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from tests.unit.engines.lab import make_request
+
+from kvolt.core.delta import StageTimes
+from kvolt.core.ids import InstanceId
+from kvolt.journey import links
+from kvolt.journey.links import LinkSpeeds, with_links
+
+REQUEST = make_request(prompt=400)
+P0, P1 = InstanceId("p0"), InstanceId("p1")
+D0, D1 = InstanceId("d0"), InstanceId("d1")
+FAST, SLOW = 10.0, 1000.0
+"""Milliseconds for the 4 MB of a prompt."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def __call__(self) -> float:
+        return self.time_s
+
+
+def took(took_ms: float, num_bytes: int = 4_000_000) -> StageTimes:
+    return StageTimes(transfer_bytes=num_bytes, transfer_ms=took_ms)
+
+
+def learned(*handoffs: tuple[InstanceId, InstanceId, float], times: int = 20) -> tuple[LinkSpeeds, Clock]:
+    clock = Clock()
+    speeds = LinkSpeeds(clock)
+    for source, target, took_ms in handoffs * times:
+        speeds.learn(REQUEST, took(took_ms), source, target)
+    return speeds, clock
+
+
+def test_a_guess_stands_until_something_has_moved() -> None:
+    speeds = LinkSpeeds(Clock())
+    guess = speeds.out_of(P0)
+    assert guess.token_s > 0
+    for nothing in (
+        StageTimes(),
+        took(9.0, 0),
+        took(0.0, 9),
+        took(-1.0),
+        took(1.0, -1),
+        took(math.inf),
+        took(math.nan),
+    ):
+        speeds.learn(REQUEST, nothing, P0, D0)
+    assert speeds.out_of(P0) == speeds.into(D0) == guess
+    speeds.learn(REQUEST, took(40.0), P0, D0)
+    assert speeds.out_of(P1).token_s == pytest.approx(0.04 / 400)
+
+
+def test_each_link_is_as_fast_as_its_own_handoffs() -> None:
+    speeds, _ = learned((P0, D0, FAST), (P0, D1, SLOW), (P1, D1, FAST))
+    out = speeds.out_of(P0)
+    assert out.by_peer[D1] > 20 * out.by_peer[D0]
+    assert out.by_peer[D0] < out.token_s < out.by_peer[D1]
+    into = speeds.into(D1)
+    assert into.by_peer == {P0: out.by_peer[D1], P1: into.by_peer[P1]}
+    assert into.by_peer[P1] == pytest.approx(out.by_peer[D0])
+    assert not speeds.out_of(D0).by_peer, "nothing has come from there"
+
+
+def test_one_slow_handoff_is_not_taken_for_the_link() -> None:
+    speeds, _ = learned((P0, D0, FAST), (P0, D1, FAST), times=100)
+    before = speeds.out_of(P0)
+    speeds.learn(REQUEST, took(SLOW), P0, D1)
+    after = speeds.out_of(P0)
+    assert before.by_peer[D1] < after.by_peer[D1] < 0.2 * SLOW / 1e3 / 400
+
+
+def test_a_link_that_was_slow_is_tried_again() -> None:
+    speeds, clock = learned((P0, D0, FAST), (P0, D1, SLOW))
+    for _ in range(100):
+        speeds.learn(REQUEST, took(FAST), P0, D0)
+    slow = speeds.out_of(P0)
+    assert slow.by_peer[D1] > 20 * slow.token_s
+    clock.time_s = 600.0
+    assert speeds.out_of(P0).by_peer[D1] == pytest.approx(slow.token_s, rel=0.01)
+
+
+def test_a_link_that_has_become_slower_is_soon_known() -> None:
+    speeds, _ = learned((P0, D0, FAST), times=50)
+    for _ in range(20):
+        speeds.learn(REQUEST, took(10 * FAST), P0, D0)
+    assert 6 * FAST < 400e3 * speeds.out_of(P0).by_peer[D0] < 10 * FAST
+
+
+def test_a_prompt_that_was_there_in_part_does_not_make_tokens_smaller() -> None:
+    speeds, _ = learned((P0, D0, 40.0), times=1)
+    speeds.learn(REQUEST, took(10.0, 1_000_000), P0, D0)
+    assert speeds.out_of(P0).token_s == pytest.approx(0.04 / 400)
+
+
+def test_links_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_MAX_LINKS", 2)
+    speeds, _ = learned((P0, D0, FAST), (P0, D1, FAST), times=1)
+    speeds.learn(REQUEST, took(FAST), P0, D0)  # used again
+    speeds.learn(REQUEST, took(FAST), P1, D1)
+    assert set(speeds.out_of(P0).by_peer) == {D0}
+    assert set(speeds.into(D1).by_peer) == {P1}
+    speeds.learn(REQUEST, took(FAST), P1, D0)
+    assert not speeds.out_of(P0).by_peer
+
+
+def test_a_router_gets_them_with_the_request() -> None:
+    speeds, _ = learned((P0, D0, FAST))
+    assert with_links(REQUEST, None) is REQUEST
+    costs = speeds.out_of(P0)
+    asked = with_links(REQUEST, costs)
+    assert asked.routing.links == costs
+    assert asked.token_ids is REQUEST.token_ids
