@@ -96,6 +96,17 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+async def emptied(host: HostTier) -> None:
+    """Remove every block. A writer to a tier below holds its batch until that tier has answered, which may be after
+    the blocks can be found there."""
+
+    def remove_blocks() -> bool:
+        host.books.forget(host.books)
+        return len(host.books) == 0
+
+    await until(remove_blocks)
+
+
 def hashes(blocks: Sequence[TierBlock]) -> set[int]:
     return {block.sequence_hash for block in blocks}
 
@@ -142,8 +153,8 @@ async def test_what_a_pool_brings_from_its_disk_is_told(tmp_path: Path) -> None:
             await until(lambda: told.blocks(Tier.DISK) == hashes(blocks))
             host = told.server.host
             assert host is not None
-            host.books.forget(host.books)
-            cache.host.books.forget(cache.host.books)
+            await emptied(host)
+            await emptied(cache.host)
             told.server.on_change()
             assert told.blocks(Tier.HOST) == set()
             assert (await cache.fetch(blocks, range(20, 26))).num_blocks == 6
