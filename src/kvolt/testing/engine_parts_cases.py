@@ -39,7 +39,10 @@ async def parts_come_as_they_are_computed(harness: Harness) -> None:
 
 
 async def cached_blocks_are_told_first(harness: Harness) -> None:
-    """Of a prompt that begins with what is here: nobody waits for a step to hear of that."""
+    """Of a prompt that begins with what is here: nobody waits for a step to hear of that.
+
+    Another request is decoded beside it: an idle engine would start the prompt before the question has come.
+    """
     async with engine_run(harness) as source:
         if not isinstance(source.engine, KvEvents):
             raise NotRun("nobody knows what it finds in its cache")
@@ -48,7 +51,10 @@ async def cached_blocks_are_told_first(harness: Harness) -> None:
             num_cached = len(request.token_ids) // source.info.block_size // 2
             start = request.token_ids[: num_cached * source.info.block_size + 1]
             await source.answer(replace(request, request_id=RequestId(f"start{number}"), token_ids=start))
-            (first, _), *_ = await _computed_in_parts(source, request)
+            other = source.submit(source.request(f"other{number}", prompt=9, tokens=60, variant=1))
+            await source.advance(1)
+            (first, _), *_ = await _computed_in_parts(source, request, is_alone=False)
+            source.abort(other)
             if len(first.blocks) == num_cached:
                 return
         raise AssertionError("what was cached was not told by itself")
