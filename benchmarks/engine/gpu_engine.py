@@ -88,11 +88,13 @@ def decode_rate(bench: Bench, core: EngineCore, batch: int, context: int, steps:
     return decode_rate_of(bench, core, random_prompts(bench, batch, context, "decode"), steps)
 
 
-def decode_rate_of(bench: Bench, core: EngineCore, prompts: list[list[int]], steps: int) -> dict[str, float]:
-    """The same for given prompts."""
+def decode_rate_of(
+    bench: Bench, core: EngineCore, prompts: list[list[int]], steps: int, spare_steps: int = 256
+) -> dict[str, float]:
+    """The same for given prompts, which are computed in at most `spare_steps`."""
     batch = len(prompts)
     # The first ones decode while the last ones prefill: none may end before all were measured.
-    requests = [request_of(prompt, steps + 256) for prompt in prompts]
+    requests = [request_of(prompt, steps + spare_steps) for prompt in prompts]
     seen: list[StepStats] = []
     before, core.on_step = core.on_step, seen.append
     for request in requests:
