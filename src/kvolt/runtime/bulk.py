@@ -133,6 +133,7 @@ class BulkReceiver:
         """One buffer each, not a list of pieces: many tiny pieces must not cost more than their bytes.
         What it grows becomes the message without a copy."""
         self._begun_at: dict[int, float] = {}
+        """When its first piece came; until then, since when it has been expected."""
         self._unacknowledged_bytes = 0
 
     def credit(self, payload: bytes) -> int:
@@ -157,8 +158,12 @@ class BulkReceiver:
         for stream_id in self._begun_at:
             self._begun_at[stream_id] += seconds
 
+    def expect(self, stream_id: int, now: float) -> None:
+        """A message was announced; its first piece has to come in time, too."""
+        self._begun_at[stream_id] = now
+
     def begun_before(self, when: float) -> tuple[int, ...]:
-        """Streams whose message began to arrive before this time and is not whole."""
+        """Streams whose message was announced or began to arrive before this time and is not whole."""
         return tuple(stream_id for stream_id, begun_at in self._begun_at.items() if begun_at < when)
 
     def add(self, stream_id: int, payload: bytes, now: float = 0.0) -> Message | None:

@@ -41,7 +41,8 @@ from kvolt.runtime.streams import CallerStream, Decode, ServedStream, Sink
 from kvolt.runtime.wire import FrameKind
 
 UNFINISHED_S = 60.0
-"""For a frame or a message to arrive whole: longer than any stall that is forgiven."""
+"""For a frame or a message to arrive whole, and before that for the first piece of a message that was announced:
+longer than any stall that is forgiven."""
 
 
 _STREAM_BYTES = 512
@@ -558,6 +559,7 @@ class Session:
         elif opening.chunked:
             self._opening[stream_id] = opening
             self._opening_bytes += _opening_bytes(opening)
+            self._arriving.expect(stream_id, self._now)
         else:
             self._serve(stream_id, opening, opening.body)
 

@@ -186,6 +186,25 @@ async def test_a_message_that_never_ends_is_refused_in_time(world: World) -> Non
 
 
 @in_world
+async def test_an_open_whose_request_never_comes_is_refused_in_time(world: World) -> None:
+    stranger = await world.greeted()
+    stranger.say(*[open_frame(2 * number + 1, True) for number in range(50)])
+    for second in range(int(UNFINISHED_S) + 5):
+        if second == int(UNFINISHED_S) - 10:
+            stranger.say(wire.frame(FrameKind.CHUNK, 3, b"\0" + msgspec.msgpack.encode(b"whole")[:3]))
+            assert stranger.refusals == []
+        stranger.say(wire.frame(FrameKind.PING, 0))
+        await asyncio.sleep(1.0)
+    assert stranger.refusals == ["deadline_exceeded"] * 49
+    stranger.say(wire.frame(FrameKind.CHUNK, 3, b"\1" + msgspec.msgpack.encode(b"whole")[3:]))
+    stranger.say(wire.frame(FrameKind.CHUNK, 1, b"\1" + msgspec.msgpack.encode(b"late")))
+    await asyncio.sleep(0.1)
+    assert world.received == [5], "a request that began to come in time is served"
+    assert stranger.is_open
+    assert world.server.unfinished.used_bytes == 0
+
+
+@in_world
 async def test_a_frame_that_never_ends_closes_its_connection(world: World) -> None:
     stranger = await world.greeted()
     stranger.say(wire.HEADER.pack(900_000, FrameKind.ITEMS, 0))
