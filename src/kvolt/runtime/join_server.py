@@ -52,7 +52,7 @@ MAX_LEASES = 16_384
 MAX_BYTES = 256 << 20
 """Of keys and values that clients put."""
 MAX_TTL_S = 60.0
-"""How long a lease lasts that no connection holds, whatever its client asks for."""
+"""How long a lease lasts from the loss of its connection, whatever its client asks for and whichever others return."""
 
 LeaseSecret = Annotated[str, Meta(min_length=1, max_length=64)]
 
@@ -142,6 +142,8 @@ class _Lease:
     hold: _Hold | None = None
     expiry: asyncio.TimerHandle | None = None
     """Running while nobody holds it."""
+    lost_at: float = 0.0
+    """When `expiry` was first started."""
     spared: bool = False
     """Its time was started anew once, since the loss seems to be our own."""
 
@@ -194,7 +196,6 @@ class JoinServer:
         if lease.peer_host != stream.peer_host:
             self._shares.move_lease(lease, stream.peer_host)
         self._stop_expiry(lease)
-        lease.spared = False
         if lease.hold is not None:
             lease.hold.end()  # the same client over an older connection, of whose end we have not heard
         hold = lease.hold = _Hold()
@@ -247,23 +248,31 @@ class JoinServer:
     def _stop_expiry(self, lease: _Lease) -> None:
         """A live connection holds the lease."""
         self._shares.set_held(lease, True)
+        lease.spared = False
         if lease.expiry is not None:
             lease.stop_expiry()
             self._spare_others()
 
     def _start_expiry(self, lease: _Lease) -> None:
+        """The connection is silent or gone. One that is first silent and then gone was lost once."""
+        if lease.expiry is None:
+            self._shares.set_held(lease, False)
+            lease.lost_at = asyncio.get_running_loop().time()
+            self._set_expiry(lease)
+
+    def _set_expiry(self, lease: _Lease) -> None:
         lease.stop_expiry()
-        self._shares.set_held(lease, False)
         if not self._crew.closed:
             loop = asyncio.get_running_loop()
-            lease.expiry = loop.call_later(lease.ttl_s, self._expire, lease)
+            expires_at = min(loop.time() + lease.ttl_s, lease.lost_at + MAX_TTL_S)
+            lease.expiry = loop.call_at(expires_at, self._expire, lease)
 
     def _spare_others(self) -> None:
         """One who was lost is back: the others may be on their way, so their time starts anew, once."""
         for lease in self._leases.values():
             if lease.expiry is not None and not lease.spared:
                 lease.spared = True
-                self._start_expiry(lease)
+                self._set_expiry(lease)
 
     def _expire(self, lease: _Lease) -> None:
         log.warning("lease of a joined process expired: keys=%s", list(lease.keys))

@@ -656,6 +656,29 @@ def test_one_who_comes_back_wins_time_for_the_others() -> None:
     run_virtual(main, until_s=900)
 
 
+def test_a_lost_lease_ends_within_a_minute_whichever_others_return() -> None:
+    """First silent, then without its connection, and spared because another one comes back."""
+
+    async def main() -> None:
+        harness = VirtualHarness()
+        lost, other, reader = [await harness.client() for _ in range(3)]
+        await lost.put("lost", b"", await lost.lease(60.0))
+        await other.put("other", b"", await other.lease(60.0))
+        harness.virtual.cut("server", "client0", silent=True)
+        harness.virtual.partition("server", "client0")
+        lost_at = harness.clock.monotonic()
+        await asyncio.sleep(50)
+        harness.virtual.cut("server", "client1", silent=False)
+        await asyncio.sleep(5)
+        assert set(await reader.get_prefix("")) == {"lost", "other"}
+        silence_s = 5.0  # until it is noticed
+        await asyncio.sleep(lost_at + silence_s + 60.0 - harness.clock.monotonic())
+        assert set(await reader.get_prefix("")) == {"other"}
+        await harness.close()
+
+    run_virtual(main, until_s=900)
+
+
 def test_nobody_watches_what_nobody_reads() -> None:
     async def main() -> None:
         harness = VirtualHarness()
