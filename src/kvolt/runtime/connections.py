@@ -22,6 +22,7 @@ from kvolt.runtime.network import (
     Listener,
     Network,
     join_address,
+    peer_group,
     same_host,
     split_address,
     split_host,
@@ -47,7 +48,7 @@ _DIAL_S = 5.0
 MAX_CONNECTIONS = 8192
 """Of one process; more are refused as they come."""
 MAX_CONNECTIONS_PER_PEER = 1024
-"""From one address."""
+"""From one address (of IPv6: from one /64)."""
 
 
 class Connections:
@@ -69,7 +70,7 @@ class Connections:
         self.unfinished = ByteBudget(4 * largest, 2 * largest)
         self._gate = OpenGate(on_open, self.unfinished)
         self._accepted: Counter[str] = Counter()
-        """Connections that peers made, by their address."""
+        """Connections that peers made, by `peer_group`."""
         self._listeners_open: list[Listener] = []
         self._advertised: str | None = None
         self._by_address: dict[str, Connection] = {}
@@ -216,12 +217,12 @@ class Connections:
     def _on_made(self, connection: Connection) -> ProtocolError | None:
         if connection.dialer:
             return None
-        host = connection.peer_host
-        self._accepted[host] += 1
+        group = peer_group(connection.peer_host)
+        self._accepted[group] += 1
         if self.num_open > MAX_CONNECTIONS:
             limit, whose = MAX_CONNECTIONS, "this process"
-        elif self._accepted[host] > MAX_CONNECTIONS_PER_PEER:
-            limit, whose = MAX_CONNECTIONS_PER_PEER, f"address {host}"
+        elif self._accepted[group] > MAX_CONNECTIONS_PER_PEER:
+            limit, whose = MAX_CONNECTIONS_PER_PEER, f"address {group}"
         else:
             return None
         self.stats.refused_connections += 1
@@ -390,9 +391,10 @@ class Connections:
         self._silent.pop(connection, None)
         self._gate.forget(connection)
         if connection.is_admitted and not connection.dialer:
-            self._accepted[connection.peer_host] -= 1
-            if not self._accepted[connection.peer_host]:
-                del self._accepted[connection.peer_host]
+            group = peer_group(connection.peer_host)
+            self._accepted[group] -= 1
+            if not self._accepted[group]:
+                del self._accepted[group]
         waiter = self._hello_waiters.pop(connection, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

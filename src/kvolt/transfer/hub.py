@@ -31,6 +31,7 @@ from kvolt.core.errors import (
 )
 from kvolt.runtime.byte_budget import ByteBudget
 from kvolt.runtime.clock import Clock
+from kvolt.runtime.network import peer_group
 from kvolt.transfer import file_path, nixl_library, self_test
 from kvolt.transfer.capabilities import Capabilities
 from kvolt.transfer.fetched import numbers_of
@@ -56,7 +57,7 @@ MAX_WRITABLES = 65_536
 _RETIRE_S = 1.0
 _MAX_SERVED = 4096
 _MAX_SERVED_PER_PEER = 1024
-"""Connections from one address, and over the Unix socket."""
+"""Connections from one address (of IPv6: from one /64), and over the Unix socket."""
 _MAX_LINKS = 4096
 
 _NO_PATHS = PathOptions(can=Capabilities(paths=frozenset()))
@@ -124,7 +125,7 @@ class Hub:
         self.num_refused = 0
         """Connections over the limits."""
         self._served: dict[Served, str] = {}
-        """By which address each comes from."""
+        """With the `peer_group` of each."""
         self._num_from: Counter[str] = Counter()
         self._by_key: dict[str, Served] = {}
         """Those whose blocks nobody takes yet."""
@@ -176,16 +177,16 @@ class Hub:
         return self.progress.now() + timeout_s
 
     def _let_in(self, link: socket.socket) -> None:
-        host = host_of(link)
+        group = peer_group(host_of(link))
         for num_open, limit in (
             (len(self._served), _MAX_SERVED),
-            (self._num_from[host], _MAX_SERVED_PER_PEER),
+            (self._num_from[group], _MAX_SERVED_PER_PEER),
         ):
             if num_open >= limit:
                 self.num_refused += 1
-                raise Overloaded(f"{host} has the most connections it may have", queue="peers", limit=limit)
-        self._served[Served(self, link)] = host
-        self._num_from[host] += 1
+                raise Overloaded(f"{group} has the most connections it may have", queue="peers", limit=limit)
+        self._served[Served(self, link)] = group
+        self._num_from[group] += 1
 
     def give_key(self, served: Served) -> None:
         """Who presents it may take the blocks that this one reads."""
@@ -199,11 +200,11 @@ class Hub:
         return served
 
     def gone(self, served: Served) -> None:
-        host = self._served.pop(served, None)
-        if host is not None:
-            self._num_from[host] -= 1
-            if not self._num_from[host]:
-                del self._num_from[host]
+        group = self._served.pop(served, None)
+        if group is not None:
+            self._num_from[group] -= 1
+            if not self._num_from[group]:
+                del self._num_from[group]
         self._by_key.pop(served.key, None)
 
     def unlink(self, address: Address, link: Link) -> None:

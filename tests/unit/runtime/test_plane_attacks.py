@@ -267,6 +267,21 @@ def test_connections_of_one_address_are_limited(
     assert "connection refused" in caplog.text
 
 
+def test_connections_of_one_ipv6_network_share_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS_PER_PEER", 5)
+
+    @in_world
+    async def scenario(world: World) -> None:
+        strangers = [await world.greeted(f"2001:db8::{number}") for number in range(1, 13)]
+        assert sum(stranger.is_open for stranger in strangers) == 5
+        assert (await world.greeted("2001:db8:0:1::1")).is_open  # another network
+        strangers[0].transport.close()
+        await asyncio.sleep(0.1)
+        assert (await world.greeted("2001:db8::abcd")).is_open
+
+    scenario()
+
+
 def test_open_streams_of_one_address_are_limited_over_all_its_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

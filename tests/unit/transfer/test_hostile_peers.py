@@ -358,6 +358,20 @@ def test_connections_of_one_address_are_limited(source: Side, monkeypatch: pytes
         stack.enter_context(reading_from(source.agent.address))
 
 
+def test_connections_of_one_ipv6_network_share_a_limit(source: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_MAX_SERVED_PER_PEER", 2)
+    hosts = iter(["2001:db8::1", "2001:db8::2", "2001:db8::3", "2001:db8:0:1::1"])
+    monkeypatch.setattr(hub, "host_of", lambda link: next(hosts))
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(reading_from(source.agent.address))
+        assert stack.enter_context(calling(source.agent.address)).is_let_go()
+        assert source.agent.num_refused == 1
+        stack.enter_context(reading_from(source.agent.address))
+    until(lambda: not source.agent._hub._served)
+    assert not source.agent._hub._num_from
+
+
 def test_descriptors_that_nobody_wants_are_closed(source: Side) -> None:
     before = num_descriptors()
     with reading_from(source.agent.address, use_unix=True) as (talk, _):
