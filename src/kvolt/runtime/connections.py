@@ -329,7 +329,8 @@ class Connections:
         if peer is None:
             return
         for other in self._silent:
-            if other.session.peer is not None and other.session.peer.process == peer.process:
+            is_same = other.session.peer is not None and other.session.peer.process == peer.process
+            if is_same and same_host(other.peer_host, connection.peer_host):  # a hello may claim any process
                 other.expect_soon()
         if peer.address is None or connection.dialer:
             return

@@ -471,6 +471,26 @@ async def test_only_the_same_process_takes_the_place_of_a_silent_one(world: Worl
 
 
 @in_world
+async def test_only_the_same_host_takes_the_place_of_a_silent_peer(world: World) -> None:
+    worker, caller = world.process("worker"), await world.listening("caller")
+    await worker.reach("caller:7000", 1.0)
+    [silent] = caller.all()
+    world.network.cut("caller", "worker", silent=True)
+    await asyncio.sleep(4.5)
+    assert silent.silent
+    intruder = Connections(
+        world.network.host("elsewhere"), ConnectionOptions(), "worker", lambda stream: None
+    )
+    world.made.append(intruder)
+    await intruder.reach("caller:7000", 1.0)
+    await asyncio.sleep(10.0)
+    assert silent.closed is None, "a process elsewhere that claims its name ends no stream of it"
+    await worker.reach("caller:7000", 1.0)
+    await asyncio.sleep(4.5)
+    assert isinstance(silent.closed, WorkerLost)
+
+
+@in_world
 async def test_stalls_put_a_deadline_off_by_their_length_only(world: World) -> None:
     """However often they come: a peer that is alive and does not answer is given up."""
     server = Connections(world.network.host("b"), ConnectionOptions(), "b", lambda stream: None)
