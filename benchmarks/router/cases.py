@@ -1,7 +1,4 @@
-"""Routers in the twin where requests or workers are uneven: TTFT, time per token and E2E, beside each other.
-
-    python -m benchmarks.router.cases            5 seeds; results/cases.{json,txt}
-    python -m benchmarks.router.cases --quick    one seed, short traces, not kept
+"""Routers in the twin where requests or workers are uneven: the part `cases` of `benchmarks.router.gains`.
 
 Cluster: 8 workers, blocks of 64 tokens, 16,384 each. Requests come at random (Poisson) for 20 s, the first 6 of which
 are not measured; every prompt is a prefix and 64 to 512 tokens of its own, every answer 64 to 192 tokens.
@@ -19,12 +16,7 @@ Times are virtual. Failed requests are counted and not in the times.
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
-from itertools import product
-from pathlib import Path
 
 import msgspec
 from benchmarks.frontend.report import goal, table
@@ -39,8 +31,6 @@ from benchmarks.router.gains_runs import (
     figures_of,
 )
 from benchmarks.router.statistics95 import interval
-from benchmarks.router.study_options import study_parser
-from benchmarks.runtime.report import keep_results, machine
 
 from kvolt.bench.load.sample import Sample
 from kvolt.core.trace import TraceRecord
@@ -49,12 +39,11 @@ from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.replay import TwinRun, new_tally
 from kvolt.twin.trouble import Trouble
 
-_RESULTS = Path(__file__).parent / "results" / "cases"
 ROUTERS = (LATENCY, CLASSIC, ROUND_ROBIN)
 FIGURES = {
     "TTFT mean": "ttft_mean_ms",
     "TTFT p99": "ttft_p99_ms",
-    "per token": "itl_mean_ms",
+    "ITL mean": "itl_mean_ms",
     "E2E mean": "e2e_mean_ms",
     "E2E p99": "e2e_p99_ms",
 }
@@ -83,10 +72,23 @@ CASES = (
 )
 
 
-class Row(msgspec.Struct, frozen=True):
-    case: str
+class CasePoint(msgspec.Struct, frozen=True):
+    """Everything that determines one run."""
+
+    case: Case
     router: str
     seed: int
+    seconds: float
+    warm_s: float
+    """Requests that arrive before this time are not measured."""
+
+    @property
+    def key(self) -> str:
+        return " ".join(map(str, msgspec.structs.astuple(self)))
+
+
+class CaseRow(msgspec.Struct, frozen=True):
+    point: CasePoint
     figures: Figures
 
 
@@ -114,63 +116,40 @@ def records_of(case: Case, seed: int, seconds: float) -> list[TraceRecord]:
     return records
 
 
-def solve(case: Case, router: str, seed: int, seconds: float, warm_s: float) -> Row:
+def solve_case(point: CasePoint) -> CaseRow:
+    case = point.case
     settings = TwinSettings(
         num_workers=NUM_WORKERS,
-        router=router,
+        router=point.router,
         engine=SimArguments(
             preset=case.preset, block_size=BLOCK_SIZE, kv_blocks=NUM_BLOCKS, context_length=65_536
         ),
-        seed=seed,
+        seed=point.seed,
         trouble=case.trouble,
     )
     samples: list[Sample] = []
-    TwinRun(settings, new_tally(settings)).run(records_of(case, seed, seconds), samples.append)
-    return Row(case.name, router, seed, figures_of([each for each in samples if each.due_s >= warm_s]))
+    TwinRun(settings, new_tally(settings)).run(records_of(case, point.seed, point.seconds), samples.append)
+    return CaseRow(point, figures_of([each for each in samples if each.due_s >= point.warm_s]))
 
 
-def text(rows: Sequence[Row]) -> str:
+def text(rows: Sequence[CaseRow]) -> str:
     body, goals = [], []
-    for case in dict.fromkeys(row.case for row in rows):
+    for case in dict.fromkeys(row.point.case.name for row in rows):
         means: dict[str, dict[str, float]] = {}
         for router in ROUTERS:
-            found = [row.figures for row in rows if (row.case, row.router) == (case, router)]
+            found = [row.figures for row in rows if (row.point.case.name, row.point.router) == (case, router)]
             times = {name: interval([getattr(each, of) for each in found]) for name, of in FIGURES.items()}
             means[router] = {name: each.mean for name, each in times.items()}
             hits = interval([100 * each.hit_rate for each in found])
             failed = sum(each.num_failed for each in found)
-            shown = [times[name].text(",.2f" if name == "per token" else ",.0f") for name in FIGURES]
+            shown = [times[name].text(",.2f" if name == "ITL mean" else ",.0f") for name in FIGURES]
             body.append((case, router, *shown, hits.text(".1f"), str(failed)))
         ratios = {
             name: means[LATENCY][name] / min(means[other][name] for other in ROUTERS if other != LATENCY)
             for name in FIGURES
         }
         shown_ratios = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-        met = all(ratio <= GOAL for name, ratio in ratios.items() if name != "per token")
+        met = all(ratio <= GOAL for name, ratio in ratios.items() if name != "ITL mean")
         goals.append(goal(f"{case}: {LATENCY} as good as the better of the others", met, shown_ratios))
     head = ("case", "router", *(f"{name} ms" for name in FIGURES), "hit rate %", "failed")
     return "\n".join([table(head, body), *goals])
-
-
-def main() -> None:
-    parser = study_parser("benchmarks.router.cases", __doc__, "one seed, short traces")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each case and router")
-    options = parser.parse_args()
-    num_seeds, seconds, warm_s = (1, 12.0, 4.0) if options.quick else (options.seeds, 20.0, 6.0)
-    found = machine()
-    rows = []
-    for case, router, seed in product(CASES, ROUTERS, range(num_seeds)):
-        rows.append(solve(case, router, seed, seconds, warm_s))
-        print(f"{case.name}, {router}, seed {seed}", file=sys.stderr, flush=True)
-    told = text(rows)
-    print(told)
-    if not options.quick:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        )
-        results = {"date": time.strftime("%Y-%m-%d"), "commit": commit.stdout.strip(), "rows": rows}
-        keep_results(_RESULTS, "benchmarks.router.cases", found, told, results)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,20 @@
-"""What a router gains, in the twin: TTFT, throughput and hit rate, by router and load, over 20 seeds; beside Dynamo's.
+"""What a router gains, in the twin: TTFT, ITL, E2E, throughput and hit rate by router, over seeds; beside Dynamo's.
 
-    KVOLT_TRACES=FOLDER python -m benchmarks.router.gains     under an hour on two cores; results/gains.{json,txt}
+    KVOLT_TRACES=FOLDER python -m benchmarks.router.gains     over an hour on two cores; results/gains.{json,txt}
+    python -m benchmarks.router.gains --only peer --only cases --seeds 4
     python -m benchmarks.router.gains --quick                 three seeds, short stretches, not kept
+
+Three parts: `peer` (the whole trace beside Dynamo), `cases` (shared prefix, hot tenant, slow and failing worker:
+`benchmarks.router.cases`) and `loads` (two workloads by load). A run with --only replaces these parts of the results
+and keeps the others; every part has its own command, commit and date.
 
 Goes on where it was stopped, unless kvolt's sources have changed (rows lie in --folder, KVOLT_BENCH). Times are
 virtual: the machine may be busy with other things, which only makes it slower.
 
-Cluster: 8 workers, blocks of 64 tokens, 16,384 each, the timing of Dynamo's mocker. Workloads: Mooncake's conversation
-trace from the folder that KVOLT_TRACES names (`kvolt trace sources`; else as many chats of the project's own recipe,
-and the table says so), and `agents`, long chats whose quick turns bring files along (`gains_runs`), where most of a
-prompt was there before.
+Cluster: 8 workers, blocks of 64 tokens, 16,384 each, the timing of Dynamo's mocker (some cases have another).
+Workloads: Mooncake's conversation trace from the folder that KVOLT_TRACES names (`kvolt trace sources`; else as many
+chats of the project's own recipe, and the table says so), and `agents`, long chats whose quick turns bring files along
+(`gains_runs`), where most of a prompt was there before.
 
 Load: saturation is the highest rate at which round-robin still follows, found by bisection to 3 % on 6,000 requests
 (agents: 4,000): first tokens come at 95 % or more of the rate at which requests do. Loads are shares of that rate, the
@@ -23,23 +28,28 @@ intervals of the mean over seeds (Student's t); comparisons are made seed by see
 `classic, best` is the best weight of a small grid, chosen anew for each load and each figure, with hindsight.
 
 Beside Dynamo: the whole trace at its own rate and four times as fast, through kvolt's twin and through Dynamo 1.4.2's
-offline replay with its KV router and with round-robin. Its first token has one decode pass more in it (5.75 ms or more;
-see `benchmarks.twin.speed`), which at these figures is one or two per cent of the mean.
+offline replay with round-robin and with its KV router at `prefill_load_scale` 1 (the default), 4 and 16. Its first
+token has one decode pass more in it (5.75 ms or more; see `benchmarks.twin.speed`), which at these figures is one or
+two per cent of the mean.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from benchmarks.frontend.peer import default_folder as peer_folder
-from benchmarks.router import gains_report
+from benchmarks.router import cases, gains_report
+from benchmarks.router.cases import CASES, CasePoint, CaseRow
 from benchmarks.router.gains_report import PeerFigures, PeerRow
 from benchmarks.router.gains_runs import (
     AGENTS,
@@ -69,6 +79,7 @@ from benchmarks.twin.replays import peer_python, replay_dynamo
 
 from kvolt.bench.traces import write_trace
 
+_Kept = TypeVar("_Kept", bound=msgspec.Struct)
 _RESULTS = Path(__file__).parent / "results" / "gains"
 LOADS = (0.3, 0.6, 0.9)
 _PEER_SPEEDS = (1.0, 4.0)
@@ -91,6 +102,8 @@ class Plan(msgspec.Struct, frozen=True):
     """Of `classic`; on agents only the first."""
     peer_requests: int
     """0: the whole trace."""
+    case_s: tuple[float, float]
+    """Seconds of a case, and how many of them are not measured."""
 
 
 _FULL = Plan(
@@ -100,6 +113,7 @@ _FULL = Plan(
     (1000, 400),
     (1.0, 0.5, 2.0, 4.0),
     0,
+    (20.0, 6.0),
 )
 _QUICK = Plan(
     3,
@@ -108,46 +122,106 @@ _QUICK = Plan(
     (300, 100),
     (1.0, 2.0),
     400,
+    (12.0, 4.0),
 )
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One part of the study: how it was made, its tables, its rows."""
+
+    command: str
+    commit: str
+    machine: dict[str, object]
+    seeds: int
+    text: str
+    rows: Mapping[str, object]
+
+    @property
+    def title(self) -> str:
+        return f"{self.command}\n{self.machine['date']}, commit {self.commit}, seeds {self.seeds}"
 
 
 def main() -> None:
     options = _options()
     plan = _QUICK if options.quick else _FULL
-    found = machine()
-    name = "gains-quick" if options.quick else "gains"
-    searched = KeptRows(options.folder / f"{name}-saturation.jsonl", Found)
-    kept = KeptRows(options.folder / f"{name}.jsonl", Row)
+    if options.seeds:
+        plan = msgspec.structs.replace(plan, num_seeds=options.seeds)
+    parts = _kept_parts() if not options.quick else {}
+    for name in options.only or PARTS:
+        try:
+            text, rows = PARTS[name](plan, options)
+        except KeyboardInterrupt:
+            print("stopped: the same command goes on from here", file=sys.stderr)
+            sys.exit(130)
+        num_seeds = 1 if name == "peer" else plan.num_seeds
+        parts[name] = Part(_command(), _commit(), machine(), num_seeds, text, rows)
+        print(text, end="\n\n")
+        if not options.quick:
+            in_order = {each: parts[each] for each in PARTS if each in parts}
+            whole = "\n\n".join(f"{name}: {part.title}\n\n{part.text}" for name, part in in_order.items())
+            keep_results(_RESULTS, "benchmarks.router.gains", machine(), whole, {"parts": in_order})
+
+
+def _kept_parts() -> dict[str, Part]:
+    """Parts of the last results, of which this run replaces some."""
     try:
-        peers = _beside_dynamo(plan, kept, options)
-        saturations = _saturations(plan, searched, options.processes)
-        points = _points(plan, saturations)
-        rows = _solved(points, kept, options.processes)
-    except KeyboardInterrupt:
-        print("stopped: the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
+        kept = msgspec.json.decode(_RESULTS.with_suffix(".json").read_bytes())
+        return msgspec.convert(kept.get("parts", {}), dict[str, Part])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+def _command() -> str:
+    return shlex.join(["python", "-m", "benchmarks.router.gains", *sys.argv[1:]])
+
+
+def _commit() -> str:
+    asked = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def _rows_file(part: str, kind: type[_Kept], options: argparse.Namespace) -> KeptRows[_Kept]:
+    return KeptRows(options.folder / f"gains-{'quick-' if options.quick else ''}{part}.jsonl", kind)
+
+
+# --- cases
+
+
+def _cases(plan: Plan, options: argparse.Namespace) -> tuple[str, dict[str, object]]:
+    kept = _rows_file("cases", CaseRow, options)
+    points = [
+        CasePoint(case, router, seed, *plan.case_s)
+        for case, router, seed in product(CASES, cases.ROUTERS, range(plan.num_seeds))
+    ]
+    left = [point for point in points if kept.get(point.key) is None]
+    for row in in_processes(cases.solve_case, left, options.processes):
+        kept.add(row.point.key, row)
+        _tell(f"{row.point.case.name}, {row.point.router}, seed {row.point.seed}")
+    rows = [row for point in points if (row := kept.get(point.key)) is not None]
+    kept.close(is_over=not options.quick)
+    return cases.text(rows), {"rows": rows}
+
+
+# --- the loads
+
+
+def _loads(plan: Plan, options: argparse.Namespace) -> tuple[str, dict[str, object]]:
+    searched, kept = _rows_file("saturation", Found, options), _rows_file("loads", Row, options)
+    saturations = _saturations(plan, searched, options.processes)
+    points = _points(plan, saturations)
+    rows = _solved(points, kept, options.processes)
     reuse = {
         workload: [seen_before(point) for point in _one_of_each_trace(points, workload)]
         for workload in (MOONCAKE, AGENTS)
     }
-    trace = "Mooncake's conversation trace" if mooncake() else "no public trace: chats of the project's own"
-    text = gains_report.text(trace, saturations, rows, reuse, peers)
-    print(text)
-    if not options.quick:
-        results = {
-            "trace": trace,
-            "plan": plan,
-            "saturation": saturations,
-            "rows": rows,
-            "seen_before": reuse,
-            "beside_dynamo": peers,
-        }
-        keep_results(_RESULTS, "benchmarks.router.gains", found, text, results)
-    for each in (searched, kept):
-        each.close(is_over=not options.quick)
+    searched.close(is_over=not options.quick)
+    kept.close(is_over=not options.quick)
+    text = f"trace: {_trace()}\n\n{gains_report.loads_text(saturations, rows, reuse)}"
+    return text, {"plan": plan, "saturation": saturations, "rows": rows, "seen_before": reuse}
 
 
-# --- the loads
+def _trace() -> str:
+    return "Mooncake's conversation trace" if mooncake() else "no public trace: chats of the project's own"
 
 
 def _saturations(plan: Plan, kept: KeptRows[Found], num_processes: int) -> dict[str, Found]:
@@ -197,8 +271,8 @@ def _solved(points: Sequence[Point], kept: KeptRows[Row], num_processes: int) ->
 # --- beside Dynamo
 
 
-def _beside_dynamo(plan: Plan, kept: KeptRows[Row], options: argparse.Namespace) -> list[PeerRow]:
-    """The peer first: whether it starts shows at once."""
+def _beside_dynamo(plan: Plan, options: argparse.Namespace) -> tuple[str, dict[str, object]]:
+    """The peer first: a peer that does not start fails at once."""
     rows = [
         _replayed(plan, name, mode, scale, speed, options.peer_dir)
         for speed in _PEER_SPEEDS
@@ -209,10 +283,12 @@ def _beside_dynamo(plan: Plan, kept: KeptRows[Row], options: argparse.Namespace)
         for speed in _PEER_SPEEDS
         for router in (LATENCY, CLASSIC, ROUND_ROBIN)
     ]
+    kept = _rows_file("peer", Row, options)
     for row in _solved(points, kept, options.processes):
         speed = round(row.point.rate_per_s / base_rate(), 6)
         rows.append(PeerRow(f"kvolt, {row.point.name}", speed, row.figures))
-    return rows
+    kept.close(is_over=not options.quick)
+    return f"trace: {_trace()}\n\n{gains_report.peer_text(rows)}", {"rows": rows}
 
 
 def _replayed(plan: Plan, name: str, mode: str, scale: float, speed: float, folder: Path) -> PeerRow:
@@ -244,8 +320,20 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+PARTS: dict[str, Callable[[Plan, argparse.Namespace], tuple[str, dict[str, object]]]] = {
+    "peer": _beside_dynamo,
+    "cases": _cases,
+    "loads": _loads,
+}
+"""Text and rows of each part, in the order of the report."""
+
+
 def _options() -> argparse.Namespace:
     parser = study_parser("benchmarks.router.gains", __doc__, "three seeds, short stretches")
+    parser.add_argument("--only", action="append", choices=tuple(PARTS), help="run this part; repeatable")
+    parser.add_argument(
+        "--seeds", type=int, default=0, help="runs of each case and load (default 20, quick 3)"
+    )
     parser.add_argument(
         "--peer-dir", type=Path, default=peer_folder(), help="where Dynamo is or will be installed"
     )

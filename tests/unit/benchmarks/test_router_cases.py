@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("benchmarks.router.cases")
 
-from benchmarks.router.cases import CASES, ROUTERS, Case, Row, records_of, solve, text
+from benchmarks.router.cases import CASES, ROUTERS, Case, CasePoint, CaseRow, records_of, solve_case, text
 from benchmarks.router.gains_runs import Figures
 
 
@@ -25,17 +25,17 @@ def test_a_seed_is_a_trace_and_a_tenant_is_a_prefix() -> None:
 def test_a_case_is_solved_by_each_router() -> None:
     case = Case("small", 640, 20.0)
     for router in ROUTERS:
-        row = solve(case, router, 0, 3.0, 1.0)
+        row = solve_case(CasePoint(case, router, 0, 3.0, 1.0))
         assert row.figures.num_failed == 0
         assert 0.0 < row.figures.ttft_mean_ms < row.figures.e2e_mean_ms <= row.figures.e2e_p99_ms
 
 
 def test_the_default_router_is_held_against_the_better_of_the_others() -> None:
+    times_ms = {"a": (100.0, 99.0, 150.0), "b": (100.0, 150.0, 90.0)}
     rows = [
-        Row("a", router, 0, figures(ms)) for router, ms in zip(ROUTERS, (100.0, 99.0, 150.0), strict=True)
-    ]
-    rows += [
-        Row("b", router, 0, figures(ms)) for router, ms in zip(ROUTERS, (100.0, 150.0, 90.0), strict=True)
+        CaseRow(CasePoint(Case(name, 640, 20.0), router, 0, 3.0, 1.0), figures(ms))
+        for name, of_case in times_ms.items()
+        for router, ms in zip(ROUTERS, of_case, strict=True)
     ]
     told = text(rows)
     assert "goal met     a: latency as good" in told

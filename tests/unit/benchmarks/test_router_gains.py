@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from benchmarks.router import gains_report, gains_runs
+from benchmarks.router import gains, gains_report, gains_runs
 from benchmarks.router.gains_report import PeerFigures, PeerRow
 from benchmarks.router.gains_runs import (
     AGENTS,
@@ -150,7 +151,7 @@ def told(**ttft_ms: float) -> str:
     ]
     rows += [row(LEAST_LOADED, seed, 400.0) for seed in range(3)]
     found = {MOONCAKE: Found(Search(MOONCAKE, 9, 1.0, 2.0), 10.0, ())}
-    return gains_report.text("a trace", found, rows, {MOONCAKE: [0.3, 0.4, 0.5]}, [])
+    return gains_report.loads_text(found, rows, {MOONCAKE: [0.3, 0.4, 0.5]})
 
 
 def missed(text: str) -> list[str]:
@@ -181,7 +182,35 @@ def test_the_peer_is_held_against_on_both_figures_and_missing_rows_are_said() ->
         PeerRow("Dynamo, KV router", 4.0, None, "it did not start"),
         PeerRow("kvolt, latency", 4.0, PeerFigures(250.0, 1600.0, 8.0, 2600.0, 8700.0, 0.25)),
     ]
-    text = gains_report.text("a trace", {}, [], {}, peers)
+    text = gains_report.peer_text(peers)
     (line,) = missed(text)
-    assert line == "at 1 x below the peer's KV router on TTFT mean and p99: 0.88 and 1.01 of it"
+    assert line == "at 1 x below the peer's KV router on TTFT mean and p99: 0.880 and 1.005 of it"
     assert "missing: Dynamo, KV router at 4 x: it did not start" in text
+
+
+def test_a_part_replaces_itself_in_the_results_and_keeps_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def part(name: str) -> Callable[..., tuple[str, dict[str, object]]]:
+        return lambda plan, options: (f"{name} with {plan.num_seeds} seeds", {"rows": []})
+
+    monkeypatch.setattr(gains, "_RESULTS", tmp_path / "gains")
+    monkeypatch.setattr(gains, "PARTS", {name: part(name) for name in ("peer", "cases", "loads")})
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["gains", *arguments])
+        gains.main()
+        return (tmp_path / "gains.txt").read_text()
+
+    assert "cases with 20 seeds" in run()
+    text = run("--only", "cases", "--seeds", "4")
+    assert "cases with 4 seeds" in text
+    assert "loads with 20 seeds" in text
+    assert [line.partition(":")[0] for line in text.splitlines() if ": python -m" in line] == [
+        "peer",
+        "cases",
+        "loads",
+    ]
+    assert "cases --seeds 4" in text
+    run("--quick")
+    assert (tmp_path / "gains.txt").read_text() == text
