@@ -65,6 +65,52 @@ MUTATIONS: tuple[Mutation, ...] = (
         why="a prefill worker has less and less room",
         seed=1,
     ),
+    Mutation(
+        name="handed-over KV that did not arrive is sealed",
+        path="engines/handoffs.py",
+        old="            await self._settling.settle(room, pulled.num_blocks, kept_for)\n",
+        new="            await self._settling.settle(room, len(room.blocks), kept_for)\n",
+        why="a failed transfer leaves blocks with another prompt's KV, and later requests find them",
+        seed=1,
+    ),
+    Mutation(
+        name="checksums of host blocks are not compared",
+        path="kv/tiers/cache.py",
+        old="if found[index] != due[index]), len(keys))\n",
+        new="if found[index] < 0), len(keys))\n",
+        why="a flipped bit in host memory becomes KV of a request",
+        seed=22,
+    ),
+    Mutation(
+        name="blocks read from a tier stay held",
+        path="kv/tiers/host_tier.py",
+        old="        self.books.release(keys)\n\n    def spoiled",
+        new="        pass\n\n    def spoiled",
+        why="the host tier has fewer and fewer blocks that it can evict",
+    ),
+    # --- KV events
+    Mutation(
+        name="gaps in KV events are not noticed",
+        path="router/ingest_state.py",
+        old="            self._keep_for_later(told)\n            return []\n",
+        new="            pass\n",
+        why="a router counts on blocks that are gone, until the next digest",
+        seed=2,
+    ),
+    Mutation(
+        name="snapshots of KV are ignored",
+        path="router/ingest.py",
+        old="                followed.slots.replace(blocks)\n",
+        new="                pass\n",
+        why="a router that restarts does not know what workers hold",
+    ),
+    Mutation(
+        name="KV events of a batch are applied in reverse",
+        path="router/ingest_slots.py",
+        old="        for event in events:\n",
+        new="        for event in reversed(events):\n",
+        why="a block that was removed and stored again counts as gone",
+    ),
     # --- cancelling and ends
     Mutation(
         name="a cancel is ignored",

@@ -26,6 +26,7 @@ from kvolt.runtime.call import Deadlines
 from kvolt.runtime.clock import new_id
 from kvolt.testing.checked_router import CheckedRouter
 from kvolt.testing.deltas import Deltas
+from kvolt.testing.kv_check import KvCheck
 from kvolt.testing.tally import Tally
 
 MODEL = "sim-tiny"
@@ -73,6 +74,7 @@ class Clientele(Protocol):
     limits: Deadlines
     must_succeed: bool
     is_healthy: bool
+    kv: KvCheck
 
     def note(self, event: str) -> None: ...
 
@@ -142,6 +144,7 @@ class Asking:
                 ),
             )
         )
+        cluster.kv.contents.add_request(self._request, answer)
 
     @property
     def request_id(self) -> RequestId:

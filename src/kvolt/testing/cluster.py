@@ -16,6 +16,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import cast
 import msgspec
 
 from kvolt.core.card import EngineInfo, card_hash
-from kvolt.core.endpoints import GENERATE, component_name
+from kvolt.core.endpoints import GENERATE, KV_TOPIC, component_name
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Role
@@ -66,8 +67,9 @@ from kvolt.runtime.tasks import Crew
 from kvolt.testing.asking import BLOCK_SIZE, MODEL, SLACK_S, Asking
 from kvolt.testing.checked_router import CheckedRouter
 from kvolt.testing.cluster_process import TTL_S, ClusterProcess
+from kvolt.testing.kv_check import KvCheck
 from kvolt.testing.kv_mover import KvBoard, VirtualMover
-from kvolt.testing.leftovers import leftovers
+from kvolt.testing.leftovers import lasting_leftovers
 from kvolt.testing.link import LinkProfile
 from kvolt.testing.network import VirtualNetwork
 from kvolt.testing.ports import VirtualProcess
@@ -97,6 +99,22 @@ class Violation(AssertionError):
     """An invariant did not hold; the message says which, where and when."""
 
 
+_KV_CHECK_S = 0.5
+
+
+class _ObservedEvents(MemEvents):
+    """An event plane whose KV events are also replicated, before any is lost."""
+
+    def __init__(self, bus: MemBus, publisher: str, kv: KvCheck) -> None:
+        super().__init__(bus, publisher)
+        self._kv = kv
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        if topic == KV_TOPIC:
+            self._kv.events.add_batch(payload)
+        super().publish(topic, payload)
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """A worker that runs now."""
@@ -120,8 +138,9 @@ class Cluster:
             log=self.note,
         )
         self.board = KvBoard(self._is_linked, random.Random(f"{seed}/kv"))
-        self.num_damaged = 0
-        """Blocks in tiers."""
+        self.kv = KvCheck(self.fail, BLOCK_SIZE)
+        self._routers_of: dict[str, Callable[[], Sequence[Router]]] = {}
+        """Routers of each process that runs."""
         self.seen: Counter[str] = Counter()
         """How often something happened that a cluster by seed should show."""
         self.members: dict[str, Member] = {}
@@ -136,6 +155,7 @@ class Cluster:
         self._failure: str | None = None
         self.has_failed = asyncio.Event()
         self._accepting = True
+        self._is_over = False
         self._quiet = asyncio.Event()
         """Nothing is asked any more, and all that was has ended."""
         self._checks = Crew("checks", on_error=lambda error: self.fail(repr(error)))
@@ -183,6 +203,7 @@ class Cluster:
             self._folder = Path(tempfile.mkdtemp(prefix="kvolt-cluster-", dir=in_memory))
         for process in self.processes:
             process.start()
+        self._checks.start(self._check_kv_on(), "kv")
 
     async def stop(self) -> None:
         """Let what runs end, then stop everything in order. By then every request must have ended, and nothing
@@ -190,14 +211,17 @@ class Cluster:
         self._accepting = False
         ends_at = max(self._loop.time() + self.limits.total_s + SLACK_S, self.trouble_ends_at + _GIVEN_UP_S)
         await asyncio.sleep(ends_at - self._loop.time())
-        await self._checks.drain()
         self.check()
+        self._is_over = True
+        await self._checks.drain()
+        for name, router in self._exact_routers():
+            self.kv.check_index(name, router, [member.worker for member in self.members.values()])
         self._quiet.set()
         await asyncio.sleep(_CANCEL_S)
         if self.tally.ended != self.tally.started:
             self.fail(f"{self.tally.started - self.tally.ended} of {self.tally.started} requests never ended")
         alive = {process.name: process.runtime for process in self.processes if process.runtime is not None}
-        for leftover in await leftovers(alive):
+        for leftover in await lasting_leftovers(alive, _CANCEL_S):
             self.fail(leftover)
         self._check_engines()
         for process in [*self.frontends, *self.routers, *self.workers, self.discovery]:
@@ -237,9 +261,10 @@ class Cluster:
 
     def _check_engines(self) -> None:
         """Pools and tiers at rest: every block is free or found, and is released once."""
-        if self.board.num_offers:
-            self.fail(f"{self.board.num_offers} offers of KV are left")
+        if self.board.num_open:
+            self.fail(f"{self.board.num_open} offers of KV or messages about them are left")
         for name, member in self.members.items():
+            self.kv.check_released(name, member.worker)
             try:
                 member.engine._scheduler.check_integrity()
                 if member.worker.tiering is not None:
@@ -251,7 +276,7 @@ class Cluster:
         host = tiering.cache.host
         host.check_integrity()
         num_corrupt = sum(stats.failures["corrupt"] for stats in host.stats.values())
-        if num_corrupt and not self.num_damaged:
+        if num_corrupt and not self.kv.damaged:
             self.fail(f"{name} found {num_corrupt} blocks in its tiers damaged, which nothing has damaged")
 
     def damage_tier(self, rng: random.Random) -> None:
@@ -262,22 +287,22 @@ class Cluster:
             tiering, key = rng.choice(blocks)
             host = tiering.cache.host
             host.memory.block(host.books.slot(key))[0] ^= 1
-            self.num_damaged += 1
+            self.kv.damaged.add((id(tiering), key))
 
-    def _check_index(self, name: str, router: Router) -> None:
-        """At rest a router that follows events knows exactly the blocks that workers have."""
-        exact = who_decides(router)
-        if not isinstance(exact, ExactRouter):
-            return
-        for worker, member in self.members.items():
-            slot = exact.ingest.slot_of(member.worker._instance)
-            if slot is None:
-                continue  # of another role
-            held = {
-                each for stored in member.engine._scheduler.pool.contents() for each in stored.sequence_hashes
-            }
-            if set(exact.index.contents(slot)) != held:
-                self.fail(f"{name} has another index of {worker} than what it holds")
+    def _exact_routers(self) -> Iterator[tuple[str, ExactRouter]]:
+        """All that follow KV events, with their processes."""
+        for name, routers in self._routers_of.items():
+            for router in map(who_decides, routers()):
+                if isinstance(router, ExactRouter):
+                    yield name, router
+
+    async def _check_kv_on(self) -> None:
+        while not self._is_over:
+            await asyncio.sleep(_KV_CHECK_S)
+            for name, member in self.members.items():
+                self.kv.check_blocks(name, member.engine, member.worker.tiering)
+            for name, router in self._exact_routers():
+                self.kv.check_feeds(name, router)
 
     # --- links that are not the network's
 
@@ -286,6 +311,7 @@ class Cluster:
 
     def on_gone(self, name: str) -> None:
         self.members.pop(name, None)
+        self._routers_of.pop(name, None)
         self.board.crash(name)
 
     def _is_linked(self, first: str, second: str) -> bool:
@@ -314,7 +340,7 @@ class Cluster:
         def events(found: Discovery) -> EventPlane:
             publisher = new_id(rng)
             self._publishers[publisher] = name
-            return MemEvents(self._bus, publisher)
+            return _ObservedEvents(self._bus, publisher, self.kv)
 
         plane = tcp_plane(process.network, _CONNECTION)
         return Ports(process.clock, rng, process.network, process.blocking, plane, discovery, events)
@@ -389,6 +415,7 @@ class Cluster:
             runtime, NAMESPACE, find_router(self.shape.routers[0]), RouterSettings(reload_s=0.0)
         )
         await service.start()
+        self._routers_of[runtime.options.name] = service.routers
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -412,6 +439,7 @@ class Cluster:
             legs.append(prefill)
             now = runtime.ports.clock.monotonic
             ways = Chooser(answering.router, lambda: prefill, BLOCK_SIZE, now=now)
+        self._routers_of[name] = lambda: [cast("CheckedRouter", leg.router).inner for leg in legs]
         road = Road(
             answering.router,
             answering.client,
@@ -434,8 +462,6 @@ class Cluster:
                 if router.num_reserved:
                     self.fail(f"{name} has {router.num_reserved} reservations left")
             await self._quiet.wait()
-            for leg in legs:
-                self._check_index(name, cast("CheckedRouter", leg.router).inner)
         finally:
             await requests.close()
             self.seen["migrated"] += road.stats.migrations.total()

@@ -67,6 +67,11 @@ class KvBoard:
     def num_offers(self) -> int:
         return len(self._offers)
 
+    @property
+    def num_open(self) -> int:
+        """Offers and messages that are not read, declined or expired."""
+        return len(self._offers) + len(self._messages.keys() | self._posted.keys())
+
     def transmit(self, data: bytes) -> bytes:
         if self.damaged_share and self._rng.random() < self.damaged_share:
             at = self._rng.randrange(len(data))

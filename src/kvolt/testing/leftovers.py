@@ -7,6 +7,7 @@ from inside. Must not know how the requests were made, nor what the faults were.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -20,6 +21,18 @@ from kvolt.runtime.session import Session
 
 STANDING = (HOLD, WATCH)
 """Endpoints whose streams last as long as their caller."""
+
+
+async def lasting_leftovers(processes: Mapping[str, Runtime], pause_s: float) -> list[str]:
+    """Leftovers that are found twice, `pause_s` apart.
+
+    A router that follows KV events asks quiet workers at any time; such a call can be under way at the first look.
+    """
+    first = await leftovers(processes)
+    if not first:
+        return []
+    await asyncio.sleep(pause_s)
+    return [each for each in await leftovers(processes) if each in first]
 
 
 async def leftovers(processes: Mapping[str, Runtime]) -> list[str]:

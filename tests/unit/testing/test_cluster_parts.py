@@ -6,19 +6,26 @@ import asyncio
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
+import kvolt.testing.leftovers as leftovers_module
+from kvolt.core.block_key import BlockKeyChain
 from kvolt.core.errors import DeadlineExceeded, NotFound, TransferFailed
 from kvolt.core.ids import BlockKey, InstanceId, RequestId
+from kvolt.core.kv_digest import digest_of
+from kvolt.core.kv_events import Cleared, KvChange, KvEvent, KvEventBatch, Removed, Stored, Tier
 from kvolt.core.request import Request, StopConditions
-from kvolt.engines.sim_kv import BLOCK_BYTES, SimMemory
+from kvolt.engines.sim_kv import BLOCK_BYTES, ExpectedKv, SimMemory, key_context
 from kvolt.kv import BlockId
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision
 from kvolt.runtime.address import EndpointAddress, Instance
 from kvolt.testing.checked_router import CheckedRouter
+from kvolt.testing.kv_check import BlockContents, EventReplicas
 from kvolt.testing.kv_mover import KvBoard, VirtualMover
+from kvolt.testing.leftovers import lasting_leftovers
 from kvolt.testing.loop import run_virtual
 from kvolt.testing.shape import Flow, draw_shape
 from kvolt.testing.tier_executor import without_threads
@@ -175,6 +182,61 @@ def test_what_breaks_the_routers_port_is_noticed(
     run_virtual(lambda: body(router))  # type: ignore[arg-type, return-value]
     assert len(failures) == 1
     assert found in failures[0]
+
+
+# --- the checks at rest
+
+
+def test_a_call_under_way_is_no_leftover(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [
+        ["r0 still has 3 calls open", "w0 still has 1 block"],
+        ["w0 still has 1 block", "w1 still has 2"],
+    ]
+
+    async def look(processes: object) -> list[str]:
+        return looks.pop(0)
+
+    monkeypatch.setattr(leftovers_module, "leftovers", look)
+    assert run_virtual(lambda: lasting_leftovers({}, 0.5)) == ["w0 still has 1 block"]
+
+
+# --- the checks of KV
+
+
+def published(*changes: KvChange, first: int = 0) -> bytes:
+    events = tuple(KvEvent(first + index, 7, change) for index, change in enumerate(changes))
+    return msgspec.msgpack.encode(KvEventBatch(events, W0.id))
+
+
+def test_a_replica_knows_what_was_published_before_each_event() -> None:
+    replicas = EventReplicas()
+    replicas.add_batch(published(Stored.of([1, 2]), Stored.of([3], tier=Tier.HOST)))
+    replicas.add_batch(published(Removed.of([1]), Stored.of([2]), Cleared(Tier.HOST), first=2))
+    assert replicas.digests(W0.id, 7, 0) == {}
+    assert replicas.digests(W0.id, 7, 2) == {
+        Tier.DEVICE: (2, digest_of([1, 2])),
+        Tier.HOST: (1, digest_of([3])),
+    }
+    assert replicas.digests(W0.id, 7, 5) == {Tier.DEVICE: (1, digest_of([2])), Tier.HOST: (0, 0)}
+    assert replicas.digests(W0.id, 7, 1) is None  # within a batch
+    assert replicas.digests(W0.id, 8, 2) is None  # of another life
+
+
+def test_contents_of_blocks_follow_from_requests() -> None:
+    contents = BlockContents(block_size=2)
+    request = msgspec.structs.replace(REQUEST, token_ids=(5, 6, 7))
+    contents.add_request(request, [8, 9])
+    keys = BlockKeyChain(key_context("m", 2, request)).extend([5, 6, 7, 8])
+    expected = ExpectedKv("m", 2, request)
+    expected.reach([5, 6, 7, 8], 2)
+    memory = SimMemory()
+    for number, fingerprint in enumerate(expected.fingerprints):
+        memory.compute(BlockId(number), fingerprint)
+    first, second = (memory.read(BlockId(number)) for number in range(2))
+    assert contents.is_right(keys[0], first)
+    assert contents.is_right(keys[1], second)
+    assert not contents.is_right(keys[0], second)
+    assert not contents.is_right(KEYS[0], first)  # of no request
 
 
 def test_seeds_draw_every_kind_of_cluster() -> None:
