@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from functools import cache
 
@@ -78,9 +79,13 @@ def trained(kind: str, normalizer: str | None = None) -> Tokenizer:
     return tokenizer
 
 
+def word_encoder(tokenizer: Tokenizer) -> WordEncoder | None:
+    return WordEncoder.of(tokenizer, json.loads(tokenizer.to_str()))
+
+
 @cache
 def words_of(kind: str, normalizer: str | None = None) -> WordEncoder:
-    encoder = WordEncoder.of(trained(kind, normalizer))
+    encoder = word_encoder(trained(kind, normalizer))
     assert encoder is not None, "this kind is taken"
     return encoder
 
@@ -158,7 +163,7 @@ def test_normal_forms(normalizer: str, text: str) -> None:
 
 def test_the_simulated_model_is_taken() -> None:
     tokenizer = Tokenizer.from_buffer(tokenizer_json())
-    encoder = WordEncoder.of(tokenizer)
+    encoder = word_encoder(tokenizer)
     assert encoder is not None
     text = "Tell me about the water and\n\nthe  house, 123 times!"
     assert encoder.encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
@@ -180,12 +185,12 @@ def test_what_is_not_taken() -> None:
         tokenizer = Tokenizer.from_str(base.to_str())
         for name, value in change.items():
             setattr(tokenizer, name, value)
-        assert WordEncoder.of(tokenizer) is None, change
+        assert word_encoder(tokenizer) is None, change
 
 
 def test_long_and_rare_words_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvolt.frontend.word_encoder._MAX_WORDS", 10)
-    encoder = WordEncoder.of(trained("gpt2"))
+    encoder = word_encoder(trained("gpt2"))
     assert encoder is not None
     for number in range(100):
         text = f"word{number} " + "x" * 100

@@ -31,6 +31,8 @@ _LORA_SEED = 0
 _SALT_SEED = 1
 
 _TOKEN_BYTES = 4
+_PACKED_TOKENS = 64 * 1024
+"""Tokens packed by one call, which holds the interpreter lock until it returns."""
 _U64_MASK = 2**64 - 1
 _MIN_DIGEST_BYTES = 16
 _pack_link = struct.Struct("<QQ").pack
@@ -91,7 +93,10 @@ def token_bytes(tokens: TokenIds) -> bytes:
             if view.format == "I" and view.itemsize == _TOKEN_BYTES and view.ndim == 1:
                 return view.tobytes()
     try:
-        return struct.pack(f"<{len(tokens)}I", *tokens)
+        if len(tokens) <= _PACKED_TOKENS:
+            return struct.pack(f"<{len(tokens)}I", *tokens)
+        parts = (tokens[start : start + _PACKED_TOKENS] for start in range(0, len(tokens), _PACKED_TOKENS))
+        return b"".join(struct.pack(f"<{len(part)}I", *part) for part in parts)
     except (struct.error, TypeError):
         raise InvalidRequest(
             "token ids must be integers of 32 bits without sign", param="tokens", index=_first_bad(tokens)

@@ -14,6 +14,7 @@ import msgspec
 
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import InvalidRequest
+from kvolt.frontend.bounded_tokenizer import TooManyTokens
 from kvolt.frontend.detokenizer import Vocabulary
 from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.chain import ParserChain
@@ -41,12 +42,9 @@ _INLINE_CHARACTERS = 16 * 1024
 """A longer text is tokenized in a thread: the loop carries other people's tokens."""
 
 MOST_CONTEXTS = 4
-"""A text of tokens for that many contexts is refused as soon as that is certain: a token takes 170 bytes
-until all are there."""
-
-_COUNTED_CHARACTERS = 32 * 1024
-_TOKENS_PER_CUT = 256
-"""How many more tokens a text may seem to have for each cut through it, when it is counted in parts."""
+_COUNTED_TOKENS = 256 * 1024
+"""A text that is too long for the context is still tokenized, for the exact number in its refusal, up to this many
+contexts and this many tokens. A longer one is refused as soon as it is certain to be too long."""
 
 _TIMEOUT_S = 60.0
 
@@ -213,25 +211,16 @@ class CardProcessor:
         return found
 
     def _encode_long(self, text: str, param: str) -> tuple[int, ...]:
-        most = MOST_CONTEXTS * self._context_length
-        num_bytes = len(text) if text.isascii() else len(text.encode())
-        if num_bytes > most:  # with fewer bytes there cannot be more tokens
-            self._check_count(text, most, param)
-        return self._encoder.encode(text, by_words=False)
-
-    def _check_count(self, text: str, most: int, param: str) -> None:
-        num_tokens = 0
-        encode = self.vocabulary.tokenizer.encode_batch_fast
-        for start in range(0, len(text), _COUNTED_CHARACTERS):
-            [part] = encode([text[start : start + _COUNTED_CHARACTERS]], add_special_tokens=False)
-            num_tokens += max(len(part) - _TOKENS_PER_CUT, 0)
-            if num_tokens > most:
-                raise InvalidRequest(
-                    f"this model's maximum context length is {self._context_length} tokens; the text has "
-                    f"more than {most}",
-                    param=param,
-                    code="context_length_exceeded",
-                )
+        context = self._context_length
+        max_tokens = max(context, min(MOST_CONTEXTS * context, _COUNTED_TOKENS))
+        try:
+            return self._encoder.encode(text, by_words=False, max_tokens=max_tokens)
+        except TooManyTokens:
+            raise InvalidRequest(
+                f"this model's maximum context length is {context} tokens; the text has more than {max_tokens}",
+                param=param,
+                code="context_length_exceeded",
+            ) from None
 
     def reading(self, chat: AskedChat) -> Reading:
         calls = self.parsers.tools if chat.may_call else None

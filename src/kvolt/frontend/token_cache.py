@@ -21,13 +21,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from sys import getsizeof
+from sys import getsizeof, maxsize
 from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from kvolt.core.errors import InvalidRequest
+from kvolt.frontend.bounded_tokenizer import BoundedTokenizer
 from kvolt.frontend.word_encoder import WordEncoder
 
 _MAX_CUTS = 4096
@@ -38,6 +38,8 @@ _MAX_SHARE = 8
 
 _ENTRY_BYTES = 200
 """What the two tables and the entry's own tuple take beside the text and the ids."""
+
+_PACKED_BYTES = array("I").itemsize
 
 _MAX_CUT_CHARS = 256
 
@@ -77,7 +79,9 @@ class CachedEncoder:
         self.exact = self.note is None
         """Cutting at special tokens gives what the whole text gives; if not, each text is tokenized whole."""
         self._cut = re.compile(longest_of(_cut_tokens(tokenizer))) if self.exact else None
-        self._words = WordEncoder.of(tokenizer) if self.exact and by_words else None
+        document = json.loads(tokenizer.to_str()) if self.exact else None
+        self._words = WordEncoder.of(tokenizer, document) if document is not None and by_words else None
+        self._bounded = BoundedTokenizer(tokenizer, document)
         self._max_bytes = max_bytes
         self._lock = Lock()
         self._once: OrderedDict[str, tuple[array[int], int]] = OrderedDict()
@@ -87,13 +91,14 @@ class CachedEncoder:
         self._again_bytes = 0
         self.stats = EncoderStats()
 
-    def encode(self, text: str, by_words: bool = True) -> tuple[int, ...]:
+    def encode(self, text: str, by_words: bool = True, max_tokens: int = maxsize) -> tuple[int, ...]:
         """The ids of `tokenizer.encode(text, add_special_tokens=False)`.
 
-        By words is cheaper, but holds the interpreter lock: not for long texts in a thread.
+        By words is cheaper, but holds the interpreter lock: not for long texts in a thread. TooManyTokens when more
+        than `max_tokens` would have to be made.
         """
         if self._cut is None:
-            return self._encode_whole(text)
+            return self._encode_whole(text, max_tokens)
         starts = [match.start() for match in islice(self._cut.finditer(text), _MAX_CUTS)]
         if not starts or starts[0]:
             starts.insert(0, 0)
@@ -105,7 +110,7 @@ class CachedEncoder:
         if None not in found:
             return _joined(found)  # type: ignore[arg-type]
         missing = [piece for piece, ids in zip(pieces, found, strict=True) if ids is None]
-        new = self._encode_new(missing, by_words)
+        new = self._encode_new(missing, by_words, max_tokens)
         return _joined(new[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True))
 
     def clear(self) -> None:
@@ -116,17 +121,19 @@ class CachedEncoder:
             self._again_bytes = 0
             self.stats.entries = self.stats.bytes = 0
 
-    def _encode_whole(self, text: str) -> tuple[int, ...]:
-        (ids,) = self._tokenize_whole([text])
+    def _encode_whole(self, text: str, max_tokens: int) -> tuple[int, ...]:
+        (ids,) = self._bounded.tokenize([text], max_tokens)
         with self._lock:
             self.stats.misses += 1
             self.stats.uncached_tokens += len(ids)
         return tuple(ids)
 
-    def _encode_new(self, missing: Sequence[str], by_words: bool) -> dict[str, tuple[int, ...]]:
+    def _encode_new(
+        self, missing: Sequence[str], by_words: bool, max_tokens: int
+    ) -> dict[str, tuple[int, ...]]:
         distinct = list(dict.fromkeys(missing))
-        tokenize = self._tokenize if by_words else self._tokenize_whole
-        new = dict(zip(distinct, map(tuple, tokenize(distinct)), strict=True))
+        tokenize = self._tokenize if by_words else self._bounded.tokenize
+        new = dict(zip(distinct, map(tuple, tokenize(distinct, max_tokens)), strict=True))
         num_new = sum(map(len, new.values()))
         num_repeated = sum(len(new[piece]) for piece in missing) - num_new
         with self._lock:
@@ -138,15 +145,14 @@ class CachedEncoder:
             self._evict()
         return new
 
-    def _tokenize(self, texts: list[str]) -> list[list[int]]:
+    def _tokenize(self, texts: list[str], max_tokens: int) -> list[list[int]]:
         if self._words is None:
-            return self._tokenize_whole(texts)
+            return self._bounded.tokenize(texts, max_tokens)
         found = [self._look_up_words(text) for text in texts]
         if None not in found:
             return found  # type: ignore[return-value]
-        others = iter(
-            self._tokenize_whole([text for text, ids in zip(texts, found, strict=True) if ids is None])
-        )
+        unknown = [text for text, ids in zip(texts, found, strict=True) if ids is None]
+        others = iter(self._bounded.tokenize(unknown, max_tokens))
         return [next(others) if ids is None else ids for ids in found]
 
     def _look_up_words(self, text: str) -> list[int] | None:
@@ -159,14 +165,6 @@ class CachedEncoder:
         special_id = self._tokenizer.token_to_id(special[0])
         ids = self._words.encode(text[special.end() :])
         return None if ids is None or special_id is None else [special_id, *ids]
-
-    def _tokenize_whole(self, texts: list[str]) -> list[list[int]]:
-        # The batch call, also for one text: it alone lets other threads run, and it skips the offsets.
-        try:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except TypeError as error:
-            raise InvalidRequest("the text holds half of a surrogate pair, which is no character") from error
-        return [encoding.ids for encoding in encodings]
 
     @cached_property
     def _shared(self) -> list[int]:
@@ -205,6 +203,8 @@ class CachedEncoder:
     def _keep(self, new: dict[str, tuple[int, ...]]) -> None:
         allowance = self._max_bytes // _MAX_SHARE
         for piece, ids in new.items():
+            if _PACKED_BYTES * len(ids) > allowance:
+                break  # unpacked: millions of ids would hold the interpreter lock for long
             packed = array("I", ids)
             allowance -= _cost(piece, packed)
             if allowance < 0:

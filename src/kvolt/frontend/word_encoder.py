@@ -11,7 +11,6 @@ Unicode, whose classes do not change. A text with any other is left to the token
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import unicodedata
@@ -89,11 +88,10 @@ class WordEncoder:
         self._words = _Words(self._merge)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> WordEncoder | None:
-        """None when it is not certain that words are all there is to this tokenizer."""
-        document = json.loads(tokenizer.to_str())
-        forms = _normal_forms(document.get("normalizer"))
-        if not _is_plain_bpe(document["model"]) or forms is None:
+    def of(cls, tokenizer: Tokenizer, document: dict[str, Any]) -> WordEncoder | None:
+        """None when it is not certain that words are all there is to this tokenizer; `document` is its JSON."""
+        forms = normal_forms(document.get("normalizer"))
+        if not is_plain_bpe(document["model"]) or forms is None:
             return None
         splitters = _splitters(document.get("pre_tokenizer"))
         if splitters is None:
@@ -149,7 +147,7 @@ def _doubtful() -> re.Pattern[str]:
     return re.compile(f"[{unsure}{_FOLDED}\\U00010000-\\U{sys.maxunicode:08x}]")
 
 
-def _is_plain_bpe(model: dict[str, Any]) -> bool:
+def is_plain_bpe(model: dict[str, Any]) -> bool:
     return (
         model.get("type") == "BPE"
         and not model.get("dropout")
@@ -159,7 +157,7 @@ def _is_plain_bpe(model: dict[str, Any]) -> bool:
     )
 
 
-def _normal_forms(normalizer: dict[str, Any] | None) -> list[str] | None:
+def normal_forms(normalizer: dict[str, Any] | None) -> list[str] | None:
     """The forms that a normalizer brings a text into; None when it does anything else."""
     if normalizer is None:
         return []
@@ -169,6 +167,16 @@ def _normal_forms(normalizer: dict[str, Any] | None) -> list[str] | None:
 
 
 def _splitters(pre_tokenizer: dict[str, Any] | None) -> list[re.Pattern[str]] | None:
+    """`word_patterns` for Python's engine; None when one of them cannot be expressed there."""
+    compiled = [_compile(pattern) for pattern in word_patterns(pre_tokenizer) or ()]
+    return (
+        [pattern for pattern in compiled if pattern is not None]
+        if compiled and None not in compiled
+        else None
+    )
+
+
+def word_patterns(pre_tokenizer: dict[str, Any] | None) -> list[str] | None:
     """The patterns that cut a text into words, in order; None for cuts of another kind."""
     if pre_tokenizer is None:
         return None
@@ -187,10 +195,7 @@ def _splitters(pre_tokenizer: dict[str, Any] | None) -> list[re.Pattern[str]] | 
                 patterns.append(r"\p{N}|[^\p{N}]+" if step["individual_digits"] else r"\p{N}+|[^\p{N}]+")
             case _:
                 return None
-    if not patterns or steps[-1]["type"] != "ByteLevel":
-        return None
-    compiled = [_compile(pattern) for pattern in patterns]
-    return [pattern for pattern in compiled if pattern is not None] if None not in compiled else None
+    return patterns if patterns and steps[-1]["type"] == "ByteLevel" else None
 
 
 _ESCAPE = re.compile(r"\\p\{\w+\}|\\.")
