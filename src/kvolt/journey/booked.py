@@ -49,15 +49,12 @@ class Booked:
         self.free()
         self._decision = decision
 
-    def free(self, usage: Usage | None = None, outcome: Outcome | None = None) -> None:
-        """The place that it has, if it has any; with what its worker counted. Without an outcome it was given up: a
-        worker that had begun with it did its part.
+    def free(self, usage: Usage | None = None, outcome: Outcome = Outcome.UNKNOWN) -> None:
+        """The place that it has, if it has any; with what its worker counted.
 
         A request counts as a failure of one worker at most: the next one that fails on it may be right to.
         """
         decision, self._decision = self._decision, None
-        if outcome is None:
-            outcome = Outcome.UNKNOWN if self._to_begin else Outcome.ANSWERED
         if outcome is Outcome.FAILED:
             outcome = Outcome.UNKNOWN if self._has_failed else outcome
             self._has_failed = True

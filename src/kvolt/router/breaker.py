@@ -4,13 +4,16 @@ One breaker per instance that has failed a request lately; an instance without o
 
     closed      takes requests; opens when more than half of its recent requests failed
     open        takes none until its back-off is over
-    half-open   takes one request at a time, each until its first token; the first that is answered to its end closes
-                it, the first that fails opens it again for twice as long
+    half-open   takes one request at a time, each until its first token; the first that is answered closes it, the
+                first that fails opens it again for twice as long
 
 An open breaker is advice, not a gate: where every candidate is open all of them are used, so that a failure which is
 everywhere (a request that no engine can compute, a dependency that all share) takes nothing out of service.
 
 A request that was sent before a breaker opened says nothing about what comes after: its end is ignored then.
+
+An answer that ended early for no failure of the worker, as when its client left, shows that the worker begins answers,
+not that it completes them: it counts as answered unless the worker has failed amid an answer since it completed one.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ class Outcome(StrEnum):
     ANSWERED = "answered"
     FAILED = "failed"
     UNKNOWN = "unknown"
-    """Cancelled, refused, never sent, or at fault itself."""
+    """Cancelled, refused, never sent, or at fault itself. After a first token: see the module."""
 
 
 def outcome_of(error: KvoltError | None) -> Outcome:
@@ -96,13 +99,24 @@ class BreakerView(NamedTuple):
 
 
 class _Breaker:
-    __slots__ = ("answered", "backoff_s", "failed", "is_closed", "num_opened", "num_waiting", "retry_at")
+    __slots__ = (
+        "answered",
+        "backoff_s",
+        "failed",
+        "fails_amid",
+        "is_closed",
+        "num_opened",
+        "num_waiting",
+        "retry_at",
+    )
 
     def __init__(self) -> None:
         self.is_closed = True
         self.answered = 0.0
         self.failed = 0.0
         """Requests that ended so, fading."""
+        self.fails_amid = False
+        """A request failed after its first token, and none was answered to its end since."""
         self.num_opened = 0
         self.backoff_s = FIRST_BACKOFF_S
         """The next time that it opens."""
@@ -197,9 +211,16 @@ class Breakers:
                 return
             known = self._breakers[instance_id] = _Breaker()
         num_opened = 0 if attempt is None else attempt.num_opened
+        has_begun = attempt is not None and not attempt.is_waiting
         if attempt is not None:
             self._stop_waiting(known, attempt)
-        if outcome is Outcome.UNKNOWN or num_opened != known.num_opened:
+        if num_opened != known.num_opened:
+            return
+        if outcome is not Outcome.UNKNOWN:
+            known.fails_amid = outcome is Outcome.FAILED and (known.fails_amid or has_begun)
+        elif has_begun and not known.fails_amid:
+            outcome = Outcome.ANSWERED
+        else:
             return
         known.count(outcome is Outcome.ANSWERED)
         if outcome is Outcome.FAILED:

@@ -736,3 +736,17 @@ def test_a_request_blames_one_worker_however_many_fail_it(num_tokens: int) -> No
         assert len(booking.outcomes) > 1
 
     staged(body, lambda: [Refusing(EngineFailed("oops"), num_tokens) for _ in range(5)])
+
+
+def test_a_client_that_leaves_amid_its_answer_says_nothing_about_the_worker() -> None:
+    async def body(stage: Stage) -> None:
+        inbox = Inbox()
+        journey = Journey(stage.road(), make_request(tokens=100), inbox, LIMITS)
+        await journey.begin()
+        await until(lambda: inbox.num_tokens >= 2)
+        journey.cancel()
+        (booking,) = stage.bookings
+        assert len(booking.begun_once) == 1
+        assert booking.outcomes == [Outcome.UNKNOWN]
+
+    staged(body, lambda: [sim()])

@@ -59,6 +59,12 @@ class Scene:
         for _ in range(times):
             self.run(Outcome.ANSWERED, instance_id)
 
+    def end_after_token(self, outcome: Outcome) -> None:
+        """A request that has its first token and ends so."""
+        attempt = self.breakers.send(A)
+        self.breakers.first_token(A, attempt)
+        self.breakers.end(A, attempt, outcome)
+
     @property
     def blocked(self) -> frozenset[InstanceId]:
         return self.breakers.blocked(ALL)
@@ -295,3 +301,31 @@ def test_half_of_the_failures_are_paid_for_by_half() -> None:
 
 def test_a_single_place_has_no_other() -> None:
     assert with_retries(np.array([3.0]), np.array([1.0])).tolist() == [3.0]
+
+
+def test_a_client_that_leaves_after_the_first_token_shows_that_answers_begin() -> None:
+    scene = Scene()
+    attempt = scene.probing()
+    scene.breakers.first_token(A, attempt)
+    scene.breakers.end(A, attempt, Outcome.UNKNOWN)
+    assert scene.breakers.views()[A].state is BreakerState.CLOSED
+
+
+def test_a_client_that_leaves_after_the_first_token_does_not_show_that_answers_are_completed() -> None:
+    scene = Scene()
+    scene.fail()
+    while not scene.blocked:
+        scene.end_after_token(Outcome.FAILED)
+        scene.end_after_token(Outcome.UNKNOWN)
+    scene.time_s += FIRST_BACKOFF_S
+    for _ in range(10):
+        scene.end_after_token(Outcome.UNKNOWN)
+    assert scene.breakers.views()[A].state is BreakerState.HALF_OPEN
+    scene.end_after_token(Outcome.ANSWERED)
+    assert scene.breakers.views()[A].state is BreakerState.CLOSED
+    scene.fail()
+    rate = scene.breakers.views()[A].failure_rate
+    scene.end_after_token(Outcome.UNKNOWN)
+    assert scene.breakers.views()[A].failure_rate < rate, (
+        "it has completed an answer since it failed amid one"
+    )
