@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from enum import StrEnum
+from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -87,6 +88,7 @@ class Clientele(Protocol):
     def stalled_s(self, process: str) -> float: ...
 
 
+@lru_cache(maxsize=_NUM_PREFIXES)
 def _prefix(seed: int, number: int) -> tuple[int, ...]:
     rng = random.Random(f"{seed}/prefix/{number}")
     return tuple(rng.randrange(3, 500) for _ in range(_PREFIX_TOKENS))

@@ -99,7 +99,7 @@ class Violation(AssertionError):
     """An invariant did not hold; the message says which, where and when."""
 
 
-_KV_CHECK_S = 0.5
+_KV_CHECK_S = 1.0
 
 
 class _ObservedEvents(MemEvents):
@@ -262,7 +262,7 @@ class Cluster:
     def _check_engines(self) -> None:
         """Pools and tiers at rest: every block is free or found, and is released once."""
         if self.board.num_open:
-            self.fail(f"{self.board.num_open} offers of KV or messages about them are left")
+            self.fail(f"{self.board.num_open} offers of KV or readers of messages are left")
         for name, member in self.members.items():
             self.kv.check_released(name, member.worker)
             try:

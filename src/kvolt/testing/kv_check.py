@@ -19,11 +19,12 @@ from kvolt.core.kv_events import TIER_LEVEL, Cleared, KvChange, KvEventBatch, Re
 from kvolt.core.request import Request
 from kvolt.engines.handoffs import Handoffs
 from kvolt.engines.sim import SimEngine
-from kvolt.engines.sim_kv import BLOCK_BYTES, ExpectedKv, Fingerprint, key_context
+from kvolt.engines.sim_kv import BLOCK_BYTES, ExpectedKv, key_context
 from kvolt.engines.tiering import Tiering
 from kvolt.engines.worker import Worker
 from kvolt.kv.tiers.books import TierBooks
 from kvolt.kv.tiers.disk_tier import DiskTier
+from kvolt.kv.tiers.host_tier import numbers_of
 from kvolt.router.exact import ExactRouter
 from kvolt.router.ingest_state import FeedState
 
@@ -40,17 +41,18 @@ class BlockContents:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._contents: dict[BlockKey, Fingerprint] = {}
+        self._contents: dict[BlockKey, bytes] = {}
 
     def add_request(self, request: Request, answer: Sequence[int]) -> None:
         tokens = [*request.token_ids, *answer]
         keys = BlockKeyChain(key_context(request.model, self._block_size, request)).extend(tokens)
         expected = ExpectedKv(request.model, self._block_size, request)
         expected.reach(tokens, len(keys))
-        self._contents.update(zip(keys, expected.fingerprints, strict=True))
+        filled = (fingerprint * _COPIES for fingerprint in expected.fingerprints)
+        self._contents.update(zip(keys, filled, strict=True))
 
-    def is_right(self, key: BlockKey, data: bytes) -> bool:
-        return key in self._contents and data == self._contents[key] * _COPIES
+    def is_right(self, key: BlockKey, data: bytes | memoryview) -> bool:
+        return self._contents.get(key) == data
 
 
 @dataclass(slots=True)
@@ -135,10 +137,12 @@ class KvCheck:
         if tiering is None:
             return
         host = tiering.cache.host
-        for key in host.books:
-            if (id(tiering), key) not in self.damaged:
-                data = bytes(host.memory.block(host.books.slot(key)))
-                if not self.contents.is_right(key, data):
+        keys = list(host.books)
+        for part, slots, which in host.memory.by_part(numbers_of(map(host.books.slot, keys))):
+            for slot, place in zip(slots.tolist(), which.tolist(), strict=True):
+                key, start = keys[place], slot * host.shape.slot_bytes
+                data = part.memory[start : start + host.shape.block_bytes]
+                if not self.contents.is_right(key, data) and (id(tiering), key) not in self.damaged:
                     self._fail(f"{name} has wrong KV in its host tier as {key.hex()}")
 
     def check_feeds(self, name: str, router: ExactRouter) -> None:

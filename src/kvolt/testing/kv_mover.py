@@ -69,8 +69,8 @@ class KvBoard:
 
     @property
     def num_open(self) -> int:
-        """Offers and messages that are not read, declined or expired."""
-        return len(self._offers) + len(self._messages.keys() | self._posted.keys())
+        """Offers, and readers that wait for a message. An unread message lasts until its own timeout."""
+        return len(self._offers) + len(self._messages.keys() - self._posted.keys())
 
     def transmit(self, data: bytes) -> bytes:
         if self.damaged_share and self._rng.random() < self.damaged_share:
