@@ -19,10 +19,10 @@ from kvolt.core.card import EngineInfo, Link, ModelCard, card_hash
 from kvolt.core.delta import StepOutput
 from kvolt.core.endpoints import CARD, CONTROL, GENERATE, KV_TOPIC, LOAD_TOPIC, component_name
 from kvolt.core.errors import (
+    Cancelled,
     DeadlineExceeded,
     EngineDied,
     EngineFailed,
-    InvalidRequest,
     KvoltError,
     NotFound,
     Unavailable,
@@ -297,8 +297,7 @@ class Worker:
         dp_rank = request.routing.pinned_dp_rank
         if dp_rank is not None and dp_rank not in self.info.dp_ranks:
             raise Unavailable(f"this worker has no data-parallel rank {dp_rank}", reason="no_rank")
-        if request_id in self._open:
-            raise InvalidRequest(f"request {request_id} is running here already", param="request_id")
+        self._end_stale(request_id, stream)
         deadline_s = stream.deadline_s
         if deadline_s is not None:  # what is left of the call's time is the request's
             request = msgspec.structs.replace(request, deadline_s=deadline_s)
@@ -311,6 +310,22 @@ class Worker:
         if work is not None:
             entry.handing_over = self._crew.start(work, f"handoff {request_id}")
         stream.on_cancel = lambda error: self._drop(request_id)
+
+    def _end_stale(self, request_id: RequestId, stream: IncomingStream) -> None:
+        """End an older stream of the same request that its frontend has lost. Unavailable while that may be read.
+
+        After a cut a frontend may resume its request here before this side has given the old connection up.
+        """
+        entry = self._open.get(request_id)
+        if entry is None:
+            return
+        old, work = entry.stream, entry.handing_over
+        is_stale = old.is_peer_silent and old.peer_host == stream.peer_host
+        if not is_stale or (work is not None and not work.done()):
+            raise Unavailable(f"request {request_id} is still running here", reason="id_in_use")
+        old.on_cancel = None  # the end of its connection must not drop the new stream
+        self._drop(request_id)
+        old.end(Cancelled("the request goes on over another connection"))
 
     def _before(self, request: Request) -> Coroutine[Any, Any, None] | None:
         """What is done before the engine has a request, or in its place: KV that comes from others or from a tier, or

@@ -80,6 +80,11 @@ class IncomingStream(Protocol):
         ...
 
     @property
+    def is_peer_silent(self) -> bool:
+        """Whether nothing comes from the peer on this connection: it may be stalled, or the connection dead."""
+        ...
+
+    @property
     def deadline_s(self) -> float | None:
         """What was left of the call's time when it was opened."""
         ...

@@ -72,6 +72,7 @@ class ServerHost(Protocol):
     """What a served stream needs of its session."""
 
     paused: bool
+    peer_silent: bool
 
     @property
     def open_deltas(self) -> list[tuple[int, Any]] | None:
@@ -287,6 +288,10 @@ class ServedStream:
         """Called once then, too, and first: for the plane, which counts open streams."""
         self.on_silent: Callable[[bool], None] | None = None
         """Called when the peer falls silent, and when it answers again."""
+
+    @property
+    def is_peer_silent(self) -> bool:
+        return self.session.peer_silent
 
     @property
     def writable(self) -> bool:

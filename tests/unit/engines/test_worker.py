@@ -31,6 +31,7 @@ from kvolt.core.errors import (
     NotFound,
     Unavailable,
     Unsupported,
+    WorkerLost,
 )
 from kvolt.core.ids import RequestId
 from kvolt.core.load import LoadReport, WorkerLoad
@@ -255,10 +256,38 @@ def test_a_second_stream_with_the_same_id_is_refused_and_the_first_goes_on() -> 
             first = await start_stream(client, make_request(tokens=30))
             await anext(first)
             error = await refusal(client, make_request(tokens=30))
-            assert isinstance(error, InvalidRequest)
-            assert error.fields["param"] == "request_id"
+            assert isinstance(error, Unavailable), "another worker can take it"
+            assert error.fields["reason"] == "id_in_use"
             rest = await read(first)
             assert sum(len(delta.token_ids) for delta in rest) == 29
+
+    run_virtual(scenario)
+
+
+def test_a_request_whose_connection_was_cut_can_be_resumed_at_the_same_worker() -> None:
+    """Its old stream is still open there: no end of the connection has come."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", engine := ScriptedEngine())
+            client, other = await lab.client(running), await lab.client(running, "other")
+            asked = make_request()
+            old = await start_stream(client, asked)
+            await until(lambda: len(engine.submitted) == 1)
+            lab.network.cut("caller", "w0", silent=True)
+            await asyncio.sleep(4.5)
+            assert isinstance(await refusal(other, asked), Unavailable), "it is not the other's request"
+            await until(lambda: bool(client.candidates()))
+            resumed = await start_stream(client, asked)
+            await until(lambda: len(engine.submitted) == 2)
+            assert engine.aborted == [asked.request_id]
+            await asyncio.sleep(10.0)  # the old connection is given up
+            assert engine.aborted == [asked.request_id]
+            engine.put(StepOutput(((asked.request_id, Delta((300,), finish=FinishReason.STOP)),)))
+            assert [delta.token_ids for delta in await read(resumed)] == [(300,)]
+            with pytest.raises(WorkerLost):
+                await read(old)
+            assert not running.worker._open
 
     run_virtual(scenario)
 
@@ -270,7 +299,7 @@ def test_a_second_stream_with_the_same_id_never_reaches_the_engine() -> None:
             client = await lab.client(running)
             async with await start_stream(client, make_request()):
                 await until(lambda: bool(engine.submitted))
-                assert isinstance(await refusal(client, make_request()), InvalidRequest)
+                assert isinstance(await refusal(client, make_request()), Unavailable)
                 assert len(engine.submitted) == 1
                 assert engine.aborted == []
 
