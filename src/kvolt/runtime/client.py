@@ -50,7 +50,7 @@ longer than a silent connection takes to be noticed."""
 
 _TAKE_OVER_AFTER_S = 1.0
 """From the silence of an instance until its calls end for another one's: instances that stall together, as on one
-machine, do not fall silent in the same instant, nor come back in the same."""
+machine, do not come back in the same instant. Nor do they fall silent in the same: see `_drop_silent`."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_any: Decode = msgspec.msgpack.Decoder().decode
@@ -370,10 +370,14 @@ class EndpointClient:
             self._take_over = None
 
     def _drop_silent(self) -> None:
+        """Unless the others may be stalled as well, and not silent for long enough to be known for it: later, then."""
         self._take_over = None
-        if self.has_fallback or (self.may_move and self.candidates()):
+        others = self.candidates() if self.may_move else []
+        if self.has_fallback or any(self._plane.is_heard(each.address) for each in others):
             for address in list(self._silent):
                 self._plane.drop_silent(address)
+        elif others:
+            self._set_timer()
 
     def _mark_unreachable(self, instance_id: InstanceId, reason: KvoltError) -> None:
         if instance_id in self._instances and instance_id not in self._unreachable:

@@ -109,6 +109,13 @@ class Connection(asyncio.Protocol):
         return self._loop.time() - self._last_received
 
     @property
+    def is_heard(self) -> bool:
+        """Something came within the last two heartbeats, the longest that a peer which is well sends nothing."""
+        peer = self.session.peer
+        theirs_s = 0.0 if peer is None else peer.heartbeat_s
+        return self.silent_s < 2 * max(self._options.heartbeat_s, theirs_s)
+
+    @property
     def send_buffer_bytes(self) -> int:
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 

@@ -126,6 +126,10 @@ class Connections:
         self._listeners = [known for known in self._listeners if known not in listeners]
         self._silence_listeners = [known for known in self._silence_listeners if known not in listeners]
 
+    def is_heard(self, address: str) -> bool:
+        connection = self._by_address.get(address)
+        return connection is None or connection.is_heard
+
     def drop_silent(self, address: str) -> None:
         for connection in list(self._silent):
             peer = connection.session.peer

@@ -183,6 +183,10 @@ class RequestPlane(Protocol):
         """
         ...
 
+    def is_heard(self, address: str) -> bool:
+        """Whether the peer was heard within its last two heartbeats; also where no connection to it is open."""
+        ...
+
     def drop_silent(self, address: str) -> None:
         """End the streams to a peer that is silent now: another one can take them over."""
         ...

@@ -399,6 +399,57 @@ async def test_calls_to_a_silent_instance_end_when_another_comes(world: World) -
     assert client.awaited() == {"a"}
 
 
+@pytest.mark.parametrize("tenths", range(20))
+def test_calls_do_not_move_between_instances_that_stall_together(tenths: int) -> None:
+    """Their connections beat at other times, so that one falls silent up to 3 s before the other."""
+
+    @in_world
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        for name in "ab":
+            await world.server(name)
+            await lasting(client, await world.register(name))
+            await asyncio.sleep(tenths / 10)
+        await asyncio.sleep(1.05)
+        connections = world.caller.all()
+        for name in "ab":
+            world.network.pause(name)
+        await asyncio.sleep(8.0)
+        assert client.candidates() == []
+        assert [each.closed for each in connections] == [None, None]
+        for name in "ab":
+            world.network.resume(name)
+        await asyncio.sleep(0.1)
+        assert len(client.candidates()) == 2
+        assert [each.closed for each in connections] == [None, None]
+
+    scenario()
+
+
+@in_world
+async def test_calls_move_once_another_instance_is_heard_again(world: World) -> None:
+    client = await world.client()
+    instances = []
+    for name in "ab":
+        await world.server(name)
+        instances.append(await world.register(name))
+        await lasting(client, instances[-1])
+        await asyncio.sleep(0.5)
+    silent, other = world.caller.all()
+    world.network.pause("a")
+    await asyncio.sleep(1.5)
+    world.network.pause("b")
+    while client.candidates() != instances[1:]:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(1.05)  # its calls would be taken over by now
+    assert silent.closed is None
+    assert client.candidates() == instances[1:], "nothing is known of the other's stall yet"
+    world.network.resume("b")
+    await asyncio.sleep(1.1)
+    assert isinstance(silent.closed, WorkerLost)
+    assert other.closed is None
+
+
 @in_world
 async def test_calls_that_cannot_move_are_kept_for_the_whole_grace(world: World) -> None:
     for name in "ab":
