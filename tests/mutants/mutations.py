@@ -110,6 +110,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         old="        for event in events:\n",
         new="        for event in reversed(events):\n",
         why="a block that was removed and stored again counts as gone",
+        seed=26,
     ),
     # --- cancelling and ends
     Mutation(

@@ -111,9 +111,10 @@ class MemBus:
             for subscriptions in tuple(self._readers.get(event.topic, {}).values()):
                 subscriptions.deliver(event)
             return
-        for subscriber, subscriptions in self._members.items():  # who reads is known when it arrives
+        readers = self._readers.get(event.topic, {})
+        for subscriber, subscriptions in self._members.items():
             delay_s = self._delay_s(event.publisher, subscriber)
-            if delay_s is not None:
+            if delay_s is not None and subscriber in readers:
                 ends = (event.publisher, subscriber)
                 link = self._links.get(ends)
                 if link is None:
