@@ -40,6 +40,8 @@ _CLOSE_S = 1.0
 _MSGPACK, _JSON = b"m", b"j"
 _LENGTH_BYTES = 8
 _MAX_REPLY_BYTES = 128 * 1024 * 1024
+_NO_MEMORY_STATUS = 77
+"""Exit status of a process that had no memory to receive a job or to send its reply."""
 
 
 class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,8 +124,16 @@ class RenderProcess:
         except TimeoutError:
             self._lose()
             raise _refused(f"it took more than {WALL_S:g} s") from None
+        except _TooLarge as error:
+            self._lose()
+            raise _refused(f"it made {error.num_bytes} bytes, more than {_MAX_REPLY_BYTES}") from None
+        except MemoryError:  # of the frontend, in the middle of a message
+            self._lose()
+            raise Unavailable("no memory for a rendered prompt", reason="memory") from None
         except (EOFError, OSError):
             status = self._lose()
+        if status == _NO_MEMORY_STATUS:
+            raise _refused("it took too much memory")
         if status == -signal.SIGXCPU:
             raise _refused(f"it took more than {self._cpu_s} s of CPU time")
         if not self._is_closed:
@@ -184,11 +194,16 @@ def send_message(connection: socket.socket, message: bytes) -> None:
     connection.sendall(message)
 
 
+class _TooLarge(Exception):
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+
 def receive_message(connection: socket.socket, max_bytes: int) -> bytes:
     """EOFError when the other side closed."""
     num_bytes = int.from_bytes(_receive(connection, _LENGTH_BYTES), "big")
     if num_bytes > max_bytes:
-        raise OSError(f"a message of {num_bytes} bytes")
+        raise _TooLarge(num_bytes)
     return bytes(_receive(connection, num_bytes))
 
 
@@ -265,7 +280,10 @@ def main(arguments: list[str]) -> None:
     _set_limit(resource.RLIMIT_AS, memory_bytes)
     _set_limit(resource.RLIMIT_CORE, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the frontend, which closes the connection
-    _serve(socket.socket(fileno=descriptor), cpu_s)
+    try:
+        _serve(socket.socket(fileno=descriptor), cpu_s)
+    except MemoryError:  # between renderings: the connection is in the middle of a message
+        os._exit(_NO_MEMORY_STATUS)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,47 @@ def test_memory_is_bounded_and_the_next_request_is_served(process: RenderProcess
     assert process.render(job("fine")) == "fine"
 
 
+def test_a_job_that_does_not_fit_into_the_process_is_refused_and_the_process_replaced(
+    process: RenderProcess,
+) -> None:
+    assert process.render(job("fine")) == "fine"
+    first = process.pid
+    large = bytes(600 * 1024 * 1024)  # more than the process may have, so that it cannot even be received
+    with pytest.raises(InvalidRequest, match="too much memory"):
+        process._exchange(large)
+    assert process.pid is None
+    assert process.render(job("fine")) == "fine"
+    assert process.pid != first
+
+
+def test_a_reply_that_is_too_large_is_refused_and_the_process_replaced(
+    process: RenderProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert process.render(job("fine")) == "fine"
+    first = process.pid
+    monkeypatch.setattr(template_process, "_MAX_REPLY_BYTES", 1000)
+    with pytest.raises(InvalidRequest, match="more than 1000") as caught:
+        process.render(job("{{ 'a' * 2000 }}"))
+    assert caught.value.fields["param"] == "messages"
+    assert process.pid is None
+    assert process.render(job("fine")) == "fine"
+    assert process.pid != first
+
+
+def test_a_frontend_without_memory_for_a_reply_says_so_and_replaces_the_process(
+    process: RenderProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(template_process, "receive_message", fail)
+        with pytest.raises(Unavailable, match="no memory"):
+            process.render(job("fine"))
+    assert process.pid is None
+    assert process.render(job("next")) == "next", "and not the reply to the job before"
+
+
 def test_time_is_bounded_and_the_next_request_gets_a_fresh_process(process: RenderProcess) -> None:
     assert process.render(job("fine")) == "fine"
     first = process.pid
