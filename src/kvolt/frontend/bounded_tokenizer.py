@@ -126,10 +126,18 @@ class BoundedTokenizer:
 def _slices(text: str) -> Iterator[str]:
     """Cut at boundaries, each slice `_SLICE_CHARACTERS` long or as much longer as the next boundary is away."""
     start = 0
-    while boundary := _BOUNDARY.search(text, start + _SLICE_CHARACTERS):
-        yield text[start : boundary.end()]
-        start = boundary.end()
+    while (end := _next_boundary(text, start + _SLICE_CHARACTERS)) is not None:
+        yield text[start:end]
+        start = end
     yield text[start:]
+
+
+def _next_boundary(text: str, start: int) -> int | None:
+    """The first boundary at or after `start`, looked for in parts: one search holds the interpreter lock."""
+    for part in range(start, len(text), _SLICE_CHARACTERS):
+        if found := _BOUNDARY.search(text, part, part + _SLICE_CHARACTERS + 1):
+            return found.end()
+    return None
 
 
 def _check_boundaries(text: str, max_tokens: int) -> None:

@@ -48,6 +48,9 @@ class _Decoding(Protocol):
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer: ...
 
 
+_INLINE_TOKENS = 4096
+
+
 class Vocabulary:
     """A model's tokens, built once from its tokenizer.json."""
 
@@ -67,10 +70,17 @@ class Vocabulary:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """All at once; ids that name no token are skipped."""
         try:
-            return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return self._decode(token_ids, skip_special_tokens)
         except OverflowError:
             fitting = [token_id for token_id in token_ids if 0 <= token_id < self.size]
-            return self.tokenizer.decode(fitting, skip_special_tokens=skip_special_tokens)
+            return self._decode(fitting, skip_special_tokens)
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if len(token_ids) <= _INLINE_TOKENS:
+            return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        # The batch call releases the interpreter lock.
+        [text] = self.tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token's own bytes, also of a special one; b"" for an id that names no token."""
