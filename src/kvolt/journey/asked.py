@@ -117,7 +117,7 @@ class Asked:
         stats, request_id = self._stats, self._whole.request_id
         if not self._is_resumed:
             stats.retries[failure.code] += 1
-            log.info("trying request %s elsewhere: %s", request_id, failure.message)
+            log.info("request rerouted: id=%s reason=%s", request_id, failure.message)
             return
         stats.migrations[failure.code] += 1
         log.info(

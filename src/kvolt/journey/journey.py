@@ -252,7 +252,7 @@ class Journey:
         try:
             error = await self._perform(action)
         except Exception as fault:  # nobody else would tell the receiver
-            log.exception("request %s could not be tried elsewhere", self.request.request_id)
+            log.exception("reroute failed: request=%s", self.request.request_id)
             error = KvoltError(f"internal error ({type(fault).__name__})")
             self._let_go()
         if error is not None:

@@ -315,10 +315,11 @@ class JourneyMachine:
         if self._is_final(event.error) or not self._migration_limit:
             return self._end(event.error)
         if self.num_migrations >= self._migration_limit:
-            said = (
-                f"{event.error.message}; it had gone on elsewhere as often as it may ({self.num_migrations})"
+            message = (
+                f"{event.error.message}; the request was migrated {self.num_migrations} times already, the most that "
+                "migration_limit allows: send it again"
             )
-            return self._end(reworded(event.error, said))
+            return self._end(reworded(event.error, message))
         self._loss = event.error
         self._excluded = frozenset()  # it got further since they failed it: they may be well again
         return self._look_elsewhere(event.error, State.REROUTING)
@@ -350,7 +351,10 @@ class JourneyMachine:
         was fine until then. A deadline is its own reason."""
         if isinstance(error, DeadlineExceeded) or self._loss is None:
             return error
-        return reworded(self._loss, f"{self._loss.message}; nobody could go on with it: {error.message}")
+        message = (
+            f"{self._loss.message}; the request could not be migrated to another worker: {error.message}"
+        )
+        return reworded(self._loss, message)
 
     # ---
 

@@ -112,7 +112,7 @@ class Prompt:
 
     def fail(self, error: KvoltError) -> None:
         """It was not computed: another worker is asked, or whoever answers."""
-        log.info("the prompt of %s was not computed elsewhere: %s", self.request.request_id, error.message)
+        log.info("remote prefill failed: request=%s reason=%s", self.request.request_id, error.message)
         self._stats.prefill_failures[error.code] += 1
 
     def _count(self, call: PrefillCall) -> None:

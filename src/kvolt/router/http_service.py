@@ -252,7 +252,7 @@ class RouterHttp:
         excluded = list(map(InstanceId, question.excluded))
         choice = model.choose(question.request(model.block_size), excluded)
         if choice.is_saturated and question.refuse_saturated:
-            raise Overloaded("every worker that could take it has enough to do already", queue="workers")
+            raise Overloaded("every eligible worker is at its limit: retry later", queue="workers")
         return model, choice, question
 
     def _book(self, model: Standalone, choice: Choice, question: Question) -> Placed:

@@ -339,7 +339,7 @@ class KvIngest:
         self._hand(followed, answer)
         if isinstance(answer, Refused) and followed.feed.question is None:
             log.warning(
-                "%s (%s) cannot tell all blocks that it holds: only what it stores from now on is known",
+                "%s (%s) cannot list the blocks that it holds: only blocks stored from now on are indexed",
                 instance.process,
                 instance.id,
             )

@@ -350,13 +350,13 @@ class RouterService:
         if question.block_size and component.block_size and question.block_size != component.block_size:
             raise Unavailable(
                 f"blocks of {question.endpoint} have {component.block_size} tokens here and "
-                f"{question.block_size} at who asks: run the same version of kvolt on both",
+                f"{question.block_size} at the caller: run the same version of kvolt on both",
                 endpoint=question.endpoint,
                 reason="block_size",
             )
         if question.role is not component.role:
             raise Unavailable(
-                f"{question.endpoint} is {component.role} here and {question.role} at who asks: "
+                f"{question.endpoint} is {component.role} here and {question.role} at the caller: "
                 "run the same version of kvolt on both",
                 endpoint=question.endpoint,
                 reason="role",

@@ -230,7 +230,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             ge=0,
             le=1000,
-            description="How often an answer whose worker was lost may go on at another one; 0: it ends with an error.",
+            description="Migrations that a request may make to other workers when its worker is lost; 0: it fails.",
         ),
     ] = 3
     prefill_choice: Annotated[

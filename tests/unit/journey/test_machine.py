@@ -309,7 +309,10 @@ def test_migrations_are_bounded_and_the_end_says_so(limit: int) -> None:
     assert isinstance(action, End)
     assert isinstance(action.error, WorkerLost)
     assert action.error.fields == LOST.fields
-    assert action.error.message == f"a was lost; it had gone on elsewhere as often as it may ({limit})"
+    assert action.error.message == (
+        f"a was lost; the request was migrated {limit} times already, the most that migration_limit allows: "
+        "send it again"
+    )
     assert machine.num_migrations == limit
 
 
@@ -328,7 +331,10 @@ def test_that_nobody_goes_on_is_the_fault_of_who_was_lost(state: State, error: K
     action = machine.on(Failed(error))
     assert isinstance(action, End)
     assert isinstance(action.error, WorkerLost)
-    assert action.error.message == "a was lost; nobody could go on with it: nobody is there"
+    assert (
+        action.error.message
+        == "a was lost; the request could not be migrated to another worker: nobody is there"
+    )
     assert action.error.fields == LOST.fields
     assert machine.gpu_work is GpuWork.SOME
 

@@ -221,7 +221,7 @@ async def test_load_reports_count(client: httpx.AsyncClient) -> None:
         await post(client, "/v1/reserve", worker=worker, token_ids=TOKENS)
     assert (await post(client, "/v1/query", token_ids=TOKENS))["is_saturated"]
     full = await refused(client, 429, "/v1/route", token_ids=TOKENS, refuse_saturated=True)
-    assert "enough to do" in full["message"]
+    assert "at its limit" in full["message"]
 
 
 async def test_what_an_answer_may_come_to_counts(client: httpx.AsyncClient) -> None:

@@ -435,7 +435,7 @@ def test_a_worker_that_cannot_tell_all_is_followed_from_now_on(caplog: pytest.Lo
 
     caplog.set_level(logging.WARNING)
     run_virtual(scenario)
-    assert len([each for each in caplog.records if "cannot tell all blocks" in each.getMessage()]) == 1
+    assert len([each for each in caplog.records if "cannot list the blocks" in each.getMessage()]) == 1
 
 
 def test_a_large_worker_is_learned_in_parts() -> None:

@@ -508,7 +508,7 @@ def test_a_worker_of_another_role_is_refused_with_both_named() -> None:
         asked = await edge.link.ask(other)
         assert asked is not None
         assert asked.answer.refused is not None
-        assert "is aggregated here and prefill at who asks" in asked.answer.refused.message
+        assert "is aggregated here and prefill at the caller" in asked.answer.refused.message
 
     scene(body)
 
