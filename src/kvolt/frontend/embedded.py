@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from kvolt.core.card import ModelCard
+from kvolt.frontend.off_loop import OffLoop
 from kvolt.frontend.openai_api.prompt_embeds import PromptEmbeds, read_embeds
 from kvolt.frontend.worker_request import PROMPT_EMBEDS, too_long
-from kvolt.runtime.clock import Blocking
 
 _INLINE_CHARACTERS = 256 * 1024
 """Longer ones are read in a thread: the loop carries other people's tokens."""
-_TIMEOUT_S = 60.0
 _NO_TOKEN = 0
 
 
 async def embedded_prompts(
-    given: str | list[str], card: ModelCard, num_wanted: int, blocking: Blocking
+    given: str | list[str], card: ModelCard, num_wanted: int, off_loop: OffLoop
 ) -> list[PromptEmbeds]:
     """InvalidRequest for what is no tensor, or one with more rows than the context has tokens."""
     texts = [given] if isinstance(given, str) else given
@@ -23,7 +22,7 @@ async def embedded_prompts(
         return [read_embeds(text) for text in texts]
 
     is_short = sum(map(len, texts)) <= _INLINE_CHARACTERS
-    found = read() if is_short else await blocking.run(read, _TIMEOUT_S)
+    found = read() if is_short else await off_loop.run(read)
     for each in found:
         if each.num_rows >= card.context_length:
             raise too_long(card, each.num_rows, num_wanted, PROMPT_EMBEDS)

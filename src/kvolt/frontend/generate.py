@@ -147,8 +147,7 @@ class Generation:
         self._options = options
         self._recorder = recorder
         self._clock: Clock = runtime.ports.clock
-        self._blocking = runtime.ports.blocking
-        self.off_loop = OffLoop(self._blocking)
+        self.off_loop = OffLoop(runtime.ports.blocking)
         self._rng = runtime.ports.rng
         self._loop = asyncio.get_running_loop()
         self._fan = TokenFan(self._clock.monotonic, metrics.stages["detokenize"].observe)
@@ -261,7 +260,7 @@ class Generation:
         card, most = asked.model.card, asked.options.max_tokens or 1
         if body.prompt_embeds is not None:
             asked.hints = to_takers(asked.model, asked.hints, PROMPT_EMBEDS)
-            asked.embeds = await embedded_prompts(body.prompt_embeds, card, most, self._blocking)
+            asked.embeds = await embedded_prompts(body.prompt_embeds, card, most, self.off_loop)
             asked.prompts = [stand_ins(each) for each in asked.embeds]
             return
         given = asked.hints.token_data

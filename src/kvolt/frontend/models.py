@@ -21,7 +21,14 @@ from kvolt.core.ids import CardHash
 from kvolt.core.request import Role, Sampling
 from kvolt.frontend.kv_pairs import paired
 from kvolt.frontend.openai_api.generation import sampling_defaults
-from kvolt.frontend.preprocess import CardProcessor, NewProcessor, ParserNames, Processor, ProcessorSpec
+from kvolt.frontend.preprocess import (
+    CardProcessor,
+    NewProcessor,
+    ParserNames,
+    Processor,
+    ProcessorSpec,
+    new_large_texts,
+)
 from kvolt.frontend.template_process import Renderer
 from kvolt.journey.journey import Road
 from kvolt.journey.prefill import Leg
@@ -170,6 +177,7 @@ class Models:
         self._settled = asyncio.Event()
         self._crew = Crew("models")
         self._renderer = Renderer(runtime.ports.blocking)
+        self._large_texts = new_large_texts(runtime.ports.blocking)
 
     def start(self) -> None:
         for namespace in self._namespaces:
@@ -396,6 +404,7 @@ class Models:
                 wall=ports.clock.wall,
                 monotonic=ports.clock.monotonic,
                 renderer=self._renderer,
+                large_texts=self._large_texts,
             ),
         )
         context = RouterContext(client, self._runtime, info.block_size, options.router, info.role)

@@ -25,17 +25,19 @@ INLINE_LOGPROBS = 8 * 1024
 
 _MAX_WAITING = 256
 _TIMEOUT_S = 60.0
+_RETRY_AFTER_S = 10.0
 
 
 class OffLoop:
-    """Runs the work of large requests in a dedicated thread, in order of arrival.
+    """Runs the work of large requests in dedicated threads, in order of arrival.
 
-    The next call starts when the one before has ended, even if its caller has gone.
+    The next call starts when a thread has ended the one before, even if its caller has gone. More than one thread is
+    for calls that release the interpreter lock.
     """
 
-    def __init__(self, blocking: Blocking, name: str = "large-requests") -> None:
-        self._blocking = blocking.dedicated(name)
-        self._turn = asyncio.Semaphore(1)
+    def __init__(self, blocking: Blocking, name: str = "large-requests", num_threads: int = 1) -> None:
+        self._blocking = blocking.dedicated(name, num_threads)
+        self._turn = asyncio.Semaphore(num_threads)
         self._num_waiting = 0
 
     async def run(self, call: Callable[[], T]) -> T:
@@ -56,4 +58,4 @@ class OffLoop:
             self._turn.release()
 
     def _overloaded(self, message: str) -> Overloaded:
-        return Overloaded(message, queue="large_requests", limit=_MAX_WAITING)
+        return Overloaded(message, queue="large_requests", limit=_MAX_WAITING, retry_after_s=_RETRY_AFTER_S)

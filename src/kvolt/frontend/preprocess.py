@@ -16,6 +16,7 @@ from kvolt.core.card import ModelCard
 from kvolt.core.errors import InvalidRequest
 from kvolt.frontend.bounded_tokenizer import TooManyTokens
 from kvolt.frontend.detokenizer import Vocabulary
+from kvolt.frontend.off_loop import OffLoop
 from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.chain import ParserChain
 from kvolt.frontend.parsers.port import TextParser
@@ -40,6 +41,11 @@ hundred bytes of memory per character. No language comes near; a page of blanks 
 
 _INLINE_CHARACTERS = 16 * 1024
 """A longer text is tokenized in a thread: the loop carries other people's tokens."""
+
+_SHARED_CHARACTERS = 256 * 1024
+"""Texts that are longer take seconds: they wait for each other in threads of their own, and hold up nothing else."""
+
+_LARGE_TEXT_THREADS = 2
 
 MOST_CONTEXTS = 4
 _COUNTED_TOKENS = 256 * 1024
@@ -73,6 +79,12 @@ class ProcessorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds a rendering on the event loop."""
     renderer: Renderer | None = None
     """Renders what does not belong on the event loop; None: one of the processor's own."""
+    large_texts: OffLoop | None = None
+    """Tokenizes large texts of all models of a frontend; None: one of the processor's own."""
+
+
+def new_large_texts(blocking: Blocking) -> OffLoop:
+    return OffLoop(blocking, "large-texts", _LARGE_TEXT_THREADS)
 
 
 class AskedChat(NamedTuple):
@@ -153,6 +165,7 @@ class CardProcessor:
         self._renderer = spec.renderer or Renderer(spec.blocking)
         self.takes_tools = self._template.supports_tools
         self._blocking = spec.blocking
+        self._large_texts = spec.large_texts or new_large_texts(spec.blocking)
         self._around = _special_around(self.vocabulary)
         self._context_length = card.context_length
         self._most_characters = _CHARACTERS_PER_TOKEN * card.context_length
@@ -190,10 +203,13 @@ class CardProcessor:
                     param=param,
                     code="context_length_exceeded",
                 )
-        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
+        num_characters = sum(map(len, texts))
+        if num_characters <= _INLINE_CHARACTERS:
             found = [self._encoder.encode(text) for text in texts]
-        else:
+        elif num_characters <= _SHARED_CHARACTERS:
             found = await self._blocking.run(lambda: self._encode_all(texts, param), _TIMEOUT_S)
+        else:
+            found = await self._large_texts.run(lambda: self._encode_all(texts, param))
         before, after = self._around if with_special else ((), ())
         return [(*before, *ids, *after) for ids in found] if before or after else found
 

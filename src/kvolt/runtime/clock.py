@@ -49,8 +49,8 @@ class Blocking(Protocol):
 
     async def run(self, call: Callable[[], T], timeout_s: float) -> T: ...
 
-    def dedicated(self, name: str) -> Blocking:
-        """A port whose calls run one at a time, in order, apart from this one's: neither can hold up the other.
+    def dedicated(self, name: str, num_threads: int = 1) -> Blocking:
+        """A port with threads of its own, which takes its calls in order: neither port can hold up the other.
 
         An abandoned call keeps its place until it ends. The new port closes with this one.
         """
@@ -120,8 +120,8 @@ class ThreadBlocking:
         finally:
             del outcome, call  # an error that goes on from here holds this frame
 
-    def dedicated(self, name: str) -> ThreadBlocking:
-        made = ThreadBlocking(1, self._queue_limit, f"{self._name}-{name}")
+    def dedicated(self, name: str, num_threads: int = 1) -> ThreadBlocking:
+        made = ThreadBlocking(num_threads, self._queue_limit, f"{self._name}-{name}")
         self._dedicated.append(made)
         if self._closed:
             made.close()

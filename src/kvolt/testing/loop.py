@@ -357,7 +357,7 @@ class InlineBlocking:
             raise DeadlineExceeded("blocking call took too long", stage="blocking", after_s=timeout_s)
         return call()
 
-    def dedicated(self, name: str) -> InlineBlocking:
+    def dedicated(self, name: str, num_threads: int = 1) -> InlineBlocking:
         """Itself: calls on the loop never overlap."""
         return self
 

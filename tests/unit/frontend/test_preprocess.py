@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from kvolt.frontend import preprocess
 from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.port import Content, Reasoning, TextParser, ToolStart
 from kvolt.frontend.preprocess import AskedChat, CardProcessor, ParserNames, ProcessorSpec, check_parsers
+from kvolt.runtime.clock import ThreadBlocking
 from kvolt.testing import InlineBlocking, run_virtual
 
 CARD = sim_card("m", 2048, 16)
@@ -135,6 +138,41 @@ def test_short_texts_are_tokenized_here_and_long_ones_in_a_thread() -> None:
         assert made.stats.misses > 0
 
     run_virtual(scenario)
+
+
+def test_large_texts_leave_the_shared_threads_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    started: list[int] = []
+
+    def slow(self: CardProcessor, texts: list[str], param: str) -> list[tuple[int, ...]]:
+        if len(texts[0]) > preprocess._SHARED_CHARACTERS:
+            started.append(threading.get_ident())
+            gate.wait(20)
+        return [(1,)]
+
+    monkeypatch.setattr(CardProcessor, "_encode_all", slow)
+
+    async def scenario() -> None:
+        blocking = ThreadBlocking(1)
+        made = CardProcessor(
+            replace(CARD, context_length=1 << 20), ProcessorSpec(blocking=blocking, cache_bytes=1 << 20)
+        )
+        large = [asyncio.ensure_future(one(made, "x" * 300_000, "prompt")) for _ in range(4)]
+        try:
+            async with asyncio.timeout(20):
+                while len(started) < 2:
+                    await asyncio.sleep(0.001)
+                assert await one(made, "x" * 20_000, "prompt") == (1,), "of medium length"
+                assert await blocking.run(lambda: "free", 20.0) == "free"
+                assert len(started) == 2, "the others wait for them"
+                gate.set()
+                assert await asyncio.gather(*large) == [(1,)] * 4
+            assert len(set(started)) == 2
+        finally:
+            gate.set()
+            blocking.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_text_that_cannot_fit_is_refused_unread() -> None:

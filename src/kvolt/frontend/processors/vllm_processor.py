@@ -24,7 +24,15 @@ from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.chain import ParserChain
 from kvolt.frontend.parsers.port import TextParser
 from kvolt.frontend.parsers.registry import detect_reasoning_parser, detect_tool_parser
-from kvolt.frontend.preprocess import NO_PARSER, AskedChat, CardProcessor, ParserNames, ProcessorSpec, Reading
+from kvolt.frontend.preprocess import (
+    NO_PARSER,
+    AskedChat,
+    CardProcessor,
+    ParserNames,
+    ProcessorSpec,
+    Reading,
+    new_large_texts,
+)
 from kvolt.frontend.processors.added_tokens import AddedTokens
 from kvolt.frontend.processors.vllm_chat import chat_request, render_chat, vllm_refusals
 from kvolt.frontend.processors.vllm_parser import VllmParser
@@ -32,8 +40,6 @@ from kvolt.frontend.processors.vllm_symbols import known_names
 from kvolt.frontend.token_cache import EncoderStats
 
 log = logging.getLogger(__name__)
-
-_RENDER_S = 60.0
 
 
 class VllmProcessor:
@@ -45,7 +51,7 @@ class VllmProcessor:
         self._tokens = CardProcessor(bare, replace(spec, parsers=nothing))
         self.vocabulary: Vocabulary = self._tokens.vocabulary
         self._template = card.chat_template
-        self._blocking = spec.blocking
+        self._large = spec.large_texts or new_large_texts(spec.blocking)
         self.takes_tools = "tools" in card.chat_template
         self._tokenizer = _hugging_face(self.vocabulary, card)
         self._added = AddedTokens(self.vocabulary.tokenizer)
@@ -67,7 +73,7 @@ class VllmProcessor:
             )
         if given.is_large:
             render = partial(render_chat, given, self._template, self._tokenizer)
-            return await self._blocking.run(render, _RENDER_S)
+            return await self._large.run(render)
         return render_chat(given, self._template, self._tokenizer)
 
     async def encode(
