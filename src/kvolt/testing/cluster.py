@@ -100,6 +100,7 @@ class Violation(AssertionError):
 
 
 _KV_CHECK_S = 1.0
+"""Virtual time between two checks of block contents and indexes."""
 
 
 class _ObservedEvents(MemEvents):
@@ -281,13 +282,16 @@ class Cluster:
 
     def damage_tier(self, rng: random.Random) -> None:
         """Flip a bit of one block that lies in a host tier."""
-        tierings = [each.worker.tiering for each in self.members.values() if each.worker.tiering is not None]
-        blocks = [(each, key) for each in tierings for key in each.cache.host.books]
+        tiers = [
+            (member.worker._instance, member.worker.tiering.cache.host)
+            for member in self.members.values()
+            if member.worker.tiering is not None
+        ]
+        blocks = [(instance, host, key) for instance, host in tiers for key in host.books]
         if blocks:
-            tiering, key = rng.choice(blocks)
-            host = tiering.cache.host
+            instance, host, key = rng.choice(blocks)
             host.memory.block(host.books.slot(key))[0] ^= 1
-            self.kv.damaged.add((id(tiering), key))
+            self.kv.damaged.add((instance, key))
 
     def _exact_routers(self) -> Iterator[tuple[str, ExactRouter]]:
         """All that follow KV events, with their processes."""
@@ -300,7 +304,7 @@ class Cluster:
         while not self._is_over:
             await asyncio.sleep(_KV_CHECK_S)
             for name, member in self.members.items():
-                self.kv.check_blocks(name, member.engine, member.worker.tiering)
+                self.kv.check_blocks(name, member.worker)
             for name, router in self._exact_routers():
                 self.kv.check_feeds(name, router)
 

@@ -123,13 +123,14 @@ class KvCheck:
         self._fail = fail
         self.contents = BlockContents(block_size)
         self.events = EventReplicas()
-        self.damaged: set[tuple[int, BlockKey]] = set()
-        """Blocks in a host tier with a flipped bit, by `id` of the tiering."""
+        self.damaged: set[tuple[InstanceId, BlockKey]] = set()
+        """Blocks with a flipped bit in the host tier of a worker."""
 
     # --- at any time
 
-    def check_blocks(self, name: str, engine: SimEngine, tiering: Tiering | None) -> None:
+    def check_blocks(self, name: str, worker: Worker) -> None:
         """Every block that can be found holds the KV that its key promises."""
+        engine, tiering = _engine(worker), worker.tiering
         pool, memory = engine._scheduler.pool, engine._memory
         for key, block in pool._by_key.items():
             if not self.contents.is_right(key, memory.read(block)):
@@ -142,7 +143,7 @@ class KvCheck:
             for slot, place in zip(slots.tolist(), which.tolist(), strict=True):
                 key, start = keys[place], slot * host.shape.slot_bytes
                 data = part.memory[start : start + host.shape.block_bytes]
-                if not self.contents.is_right(key, data) and (id(tiering), key) not in self.damaged:
+                if not self.contents.is_right(key, data) and (worker._instance, key) not in self.damaged:
                     self._fail(f"{name} has wrong KV in its host tier as {key.hex()}")
 
     def check_feeds(self, name: str, router: ExactRouter) -> None:
@@ -184,12 +185,16 @@ class KvCheck:
             self._fail(f"{name} still has {what}")
 
 
-def _blocks_of(worker: Worker) -> dict[Tier, set[int]]:
+def _engine(worker: Worker) -> SimEngine:
     engine = worker._engine
     assert isinstance(engine, SimEngine)
+    return engine
+
+
+def _blocks_of(worker: Worker) -> dict[Tier, set[int]]:
     held: dict[Tier, set[int]] = {tier: set() for tier in TIER_LEVEL}
     held[Tier.DEVICE] = {
-        each for stored in engine._scheduler.pool.contents() for each in stored.sequence_hashes
+        each for stored in _engine(worker)._scheduler.pool.contents() for each in stored.sequence_hashes
     }
     for books in _books(worker.tiering):
         held[books.tier] = {books.block(key).sequence_hash for key in books}
@@ -205,8 +210,7 @@ def _books(tiering: Tiering | None) -> list[TierBooks]:
 
 def _held(worker: Worker) -> Iterator[str]:
     """Each kind of thing that is held for a request or a transfer, with its number."""
-    engine, tiering, handoffs = worker._engine, worker.tiering, worker.handoffs
-    assert isinstance(engine, SimEngine)
+    engine, tiering, handoffs = _engine(worker), worker.tiering, worker.handoffs
     counts = {
         "blocks held for handoffs or copies": sum(1 for _ in engine._scheduler._holds),
         "blocks kept for requests to come": engine._scheduler._arrivals.num_blocks,
