@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -20,10 +21,13 @@ from kvolt.engines.sim_kv import BLOCK_BYTES, ExpectedKv, SimMemory, key_context
 from kvolt.kv import BlockId
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.router.breaker import Outcome
+from kvolt.router.index import BlockIndex
+from kvolt.router.ingest_slots import InstanceSlots
+from kvolt.router.ingest_state import Compared, Comparison, Feed, IngestStats, Snapshotted, Told
 from kvolt.router.port import Decision
 from kvolt.runtime.address import EndpointAddress, Instance
 from kvolt.testing.checked_router import CheckedRouter
-from kvolt.testing.kv_check import BlockContents, EventReplicas
+from kvolt.testing.kv_check import BlockContents, EventReplicas, KvCheck
 from kvolt.testing.kv_mover import KvBoard, VirtualMover
 from kvolt.testing.leftovers import lasting_leftovers
 from kvolt.testing.loop import run_virtual
@@ -237,6 +241,29 @@ def test_contents_of_blocks_follow_from_requests() -> None:
     assert contents.is_right(keys[1], second)
     assert not contents.is_right(keys[0], second)
     assert not contents.is_right(KEYS[0], first)  # of no request
+
+
+def test_an_exact_index_must_equal_what_was_published() -> None:
+    failures: list[str] = []
+    check, index, stats = KvCheck(failures.append, 2), BlockIndex(), IngestStats()
+    feed, slots = Feed(stats), InstanceSlots(index, [0], stats)
+    followed = SimpleNamespace(feed=feed, slots=slots)
+    router = SimpleNamespace(index=index, ingest=SimpleNamespace(_followed={W0.id: followed}))
+    feed.handle(Snapshotted(epoch=7, next_id=0, blocks={}))
+    feed.handle(Compared(Comparison.AGREE))
+    check.check_feeds("f0", router)  # type: ignore[arg-type]
+    assert failures == []
+    payload = published(Stored.of([1, 2]))
+    check.events.add_batch(payload)
+    check.check_feeds("f0", router)  # type: ignore[arg-type]
+    assert failures == []  # on its way
+    batch = msgspec.msgpack.decode(payload, type=KvEventBatch)
+    feed.handle(Told(batch, len(payload)))
+    check.check_feeds("f0", router)  # type: ignore[arg-type]
+    assert failures == ["f0 counts its device index of w0 as exact, and it is not"]
+    slots.apply(batch.events)
+    check.check_feeds("f0", router)  # type: ignore[arg-type]
+    assert len(failures) == 1
 
 
 def test_seeds_draw_every_kind_of_cluster() -> None:
