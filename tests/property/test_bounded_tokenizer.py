@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.property.test_word_encoder import KINDS, O200K, TEXTS, WORDS, byte_level, split, trained
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from kvolt.core.errors import InvalidRequest
 from kvolt.engines.sim_model import tokenizer_json
 from kvolt.frontend import bounded_tokenizer
 from kvolt.frontend.bounded_tokenizer import BoundedTokenizer, TooManyTokens
@@ -134,6 +135,19 @@ def test_a_long_text_is_tokenized_in_slices() -> None:
     [ids] = bounded_of(calls).tokenize(["the water " * 50_000], MANY)
     assert len(ids) >= 100_000
     assert calls.longest < 65_600
+
+
+def test_short_texts_are_tokenized_in_groups_until_they_are_too_many() -> None:
+    calls = Calls(Tokenizer.from_buffer(tokenizer_json()))
+    with pytest.raises(TooManyTokens):
+        bounded_of(calls).tokenize(["the water " * 1000] * 500, 50_000)
+    assert 250_000 <= calls.num_characters < 400_000
+
+
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    for text in ("\ud800", "\ud800" * 200_000):
+        with pytest.raises(InvalidRequest, match="surrogate"):
+            bounded_of(Tokenizer.from_buffer(tokenizer_json())).tokenize([text], 100)
 
 
 def test_words_that_are_too_many_are_not_tokenized_at_all() -> None:

@@ -78,15 +78,17 @@ class BoundedTokenizer:
 
     def tokenize(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
         """The ids of each text. TooManyTokens when there are more than `max_tokens` in all."""
-        if all(len(text) <= _SLICE_CHARACTERS for text in texts):
-            encodings = self._encode(texts)
-            if sum(map(len, encodings)) > max_tokens:
-                raise TooManyTokens
-            return [encoding.ids for encoding in encodings]
-        all_ids = []
-        for text in texts:
-            all_ids.append(self._tokenize_long(text, max_tokens))
-            max_tokens -= len(all_ids[-1])
+        all_ids: list[list[int]] = []
+        for group in _groups(texts):
+            if len(group[0]) > _SLICE_CHARACTERS:
+                ids = [self._tokenize_long(group[0], max_tokens)]
+            else:
+                encodings = self._encode(group)
+                if sum(map(len, encodings)) > max_tokens:
+                    raise TooManyTokens
+                ids = [encoding.ids for encoding in encodings]
+            max_tokens -= sum(map(len, ids))
+            all_ids += ids
         return all_ids
 
     def _tokenize_long(self, text: str, max_tokens: int) -> list[int]:
@@ -104,7 +106,7 @@ class BoundedTokenizer:
         return ids
 
     def _is_long_for(self, text: str, max_tokens: int) -> bool:
-        num_bytes = len(text) if text.isascii() else len(text.encode())
+        num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
         return num_bytes > _BYTES_PER_TOKEN * max_tokens
 
     def _check_count(self, text: str, max_tokens: int) -> None:
@@ -121,6 +123,20 @@ class BoundedTokenizer:
             return self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError as error:
             raise InvalidRequest("the text holds half of a surrogate pair, which is no character") from error
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Texts in order, `_SLICE_CHARACTERS` of them at a time, or one that is longer by itself."""
+    group: list[str] = []
+    num_characters = 0
+    for text in texts:
+        if group and num_characters + len(text) > _SLICE_CHARACTERS:
+            yield group
+            group, num_characters = [], 0
+        group.append(text)
+        num_characters += len(text)
+    if group:
+        yield group
 
 
 def _slices(text: str) -> Iterator[str]:

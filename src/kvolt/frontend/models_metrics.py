@@ -32,7 +32,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Model], int]], ...] = (
     ("model_workers", "Workers that can be reached now", lambda model: len(model.client.candidates())),
     (
         "model_migration_limit",
-        "How often an answer may go on at another worker",
+        "Migrations to another worker that a request may make",
         lambda model: model.road.migration_limit,
     ),
 )
