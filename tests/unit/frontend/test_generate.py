@@ -146,9 +146,9 @@ def test_a_batch_is_tokenized_off_the_loop_when_all_of_it_is_long(monkeypatch: p
     ran: list[int] = []
     encode = CachedEncoder.encode
 
-    def watched(self: CachedEncoder, text: str, by_words: bool = True) -> tuple[int, ...]:
+    def watched(self: CachedEncoder, text: str, by_words: bool = True, **options: int) -> tuple[int, ...]:
         ran.append(by_words)
-        return encode(self, text, by_words)
+        return encode(self, text, by_words, **options)
 
     monkeypatch.setattr(CachedEncoder, "encode", watched)
 
@@ -1010,7 +1010,7 @@ def test_long_prompts_are_tokenized_off_the_loop_and_too_long_ones_refused_early
     monkeypatch.setattr(
         CachedEncoder,
         "encode",
-        lambda self, text, by_words=True: (encoded.append(len(text)), encode(self, text, by_words))[1],
+        lambda self, text, **options: (encoded.append(len(text)), encode(self, text, **options))[1],
     )
 
     def fields(text: str) -> dict[str, Any]:
