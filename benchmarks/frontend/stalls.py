@@ -47,6 +47,7 @@ _BODIES: dict[str, tuple[str, Callable[[], Body]]] = {
         _CHAT,
         lambda: {"messages": [{"role": "user", "content": '\n"' * 3_500_000}]},
     ),
+    "2,900,000 escapes": (_CHAT, lambda: {"messages": [{"role": "user", "content": '\n"' * 1_450_000}]}),
     "unknown fields of 15 MB": (_CHAT, lambda: {"messages": _HELLO, "unknown": ["x" * 10] * 1_050_000}),
     "1,000,000 token ids": (_TEXT, lambda: {"prompt": [7 + n % 200 for n in range(1_000_000)]}),
     "100,000 tools": (

@@ -17,6 +17,8 @@ MAX_VALUES = 1_100_000
 MAX_NAMES = 100_000
 """The decoder keeps the interpreter lock until it is done, and a name takes it longest: this many, 50 ms."""
 MAX_LISTS = 100_000
+MAX_ESCAPES = 3_000_000
+"""Backslashes: room for 16 MiB of characters that are all escaped by number. A decoder takes about 10 ns for each."""
 
 _LIMITS = ((MAX_VALUES, "values"), (MAX_NAMES, "names"), (MAX_LISTS, "lists and objects"))
 _SMALL_BYTES = 512 * 1024
@@ -28,6 +30,8 @@ def check_structure(body: bytes) -> None:
     """InvalidRequest when there is more in it than any request needs."""
     if len(body) > _SMALL_BYTES:
         _check((body,), "the body has", None)
+        if body.count(b"\\") > MAX_ESCAPES:
+            raise InvalidRequest(f"the body has more than {MAX_ESCAPES} backslashes", param=None)
 
 
 def check_texts(texts: Sequence[str], what: str, param: str) -> None:

@@ -110,3 +110,8 @@ def test_utf8_is_checked_across_slices() -> None:
         assert not_utf8_at(text) is None
         assert not_utf8_at(text[:-1]) == len(text) - 3
         assert not_utf8_at(text + b"\xff" + text) == len(text)
+
+
+def test_escapes_are_bounded_and_a_body_of_characters_by_number_passes() -> None:
+    assert "more than 3000000 backslashes" in refusal(b'{"a":"' + b"\\n" * 3_000_001 + b'"}').message
+    check_structure(b'{"a":"' + b"\\u6c34" * (16 * 1024 * 1024 // 6) + b'"}')
