@@ -147,6 +147,7 @@ def main() -> None:
     if options.seeds:
         plan = msgspec.structs.replace(plan, num_seeds=options.seeds)
     parts = _kept_parts() if not options.quick else {}
+    commit = _commit()  # before results are written
     for name in options.only or PARTS:
         try:
             text, rows = PARTS[name](plan, options)
@@ -154,7 +155,7 @@ def main() -> None:
             print("stopped: the same command goes on from here", file=sys.stderr)
             sys.exit(130)
         num_seeds = 1 if name == "peer" else plan.num_seeds
-        parts[name] = Part(_command(), _commit(), machine(), num_seeds, text, rows)
+        parts[name] = Part(_command(), commit, machine(), num_seeds, text, rows)
         print(text, end="\n\n")
         if not options.quick:
             in_order = {each: parts[each] for each in PARTS if each in parts}
