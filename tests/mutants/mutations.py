@@ -251,8 +251,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         name="leases never expire",
         path="runtime/join_server.py",
-        old="            lease.expiry = loop.call_later(lease.ttl_s, self._expire, lease)\n",
-        new="            lease.expiry = loop.call_later(1e6 * lease.ttl_s, self._expire, lease)\n",
+        old="            lease.expiry = loop.call_at(expires_at, self._expire, lease)\n",
+        new="            lease.expiry = loop.call_at(1e6 + expires_at, self._expire, lease)\n",
         why="dead workers stay registered",
     ),
 )
