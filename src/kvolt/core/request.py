@@ -188,6 +188,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return bool(self.resume or self.resume_choices)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether its client reads the answer already: it resumes, or a prefill worker has sampled its first tokens."""
+        return self.is_resumed or (self.handoff is not None and self.handoff.first_tokens is not None)
+
+    @property
     def open_choices(self) -> Sequence[int]:
         """Indices of the choices that are to be computed."""
         if not self.resume_choices:

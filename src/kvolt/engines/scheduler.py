@@ -439,7 +439,8 @@ class Scheduler:
     def _sequence(self, request: Request, index: int, naming: Naming) -> Sequence:
         self._num_arrived += 1
         eos = frozenset() if request.stop.ignore_eos else self._eos
-        return Sequence(request, index, naming, eos, order=(-request.routing.priority, self._num_arrived))
+        order = (-request.routing.priority, not request.has_begun, self._num_arrived)
+        return Sequence(request, index, naming, eos, order=order)
 
     def _by_tokens(self, request: Request) -> Naming:
         return TokenNaming(request, self._keys(request))

@@ -74,8 +74,8 @@ class Sequence:
     naming: Naming
     eos: frozenset[int] = frozenset()
     """Tokens that end it without a reason told: none with `ignore_eos`."""
-    order: tuple[int, int] = (0, 0)
-    """Smaller goes first: priority, then arrival."""
+    order: tuple[int, bool, int] = (0, False, 0)
+    """Smaller goes first: priority, then answers that have begun, then arrival."""
     phase: Phase = Phase.WAITING
     tokens: list[int] = field(init=False)
     """Prompt, what was generated before it came here, and what was generated since."""

@@ -153,14 +153,14 @@ class QueueRouter:
     # --- the port
 
     async def route(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision:
-        if request.routing.query_only or has_begun(request):
+        if request.routing.query_only or request.has_begun:
             return await self.inner.route(request, excluded)
         decision = self.route_now(request, excluded)
         return decision if decision is not None else await self._wait(request, excluded)
 
     def route_now(self, request: Request, excluded: frozenset[InstanceId] = frozenset()) -> Decision | None:
         """As `route`; None where there is more to it than to look who has room."""
-        if has_begun(request):
+        if request.has_begun:
             return self.inner.try_route(request, excluded)
         decision = None if self._queue.num_waiting else self.inner.try_route(request, excluded)
         if decision is None:
@@ -340,12 +340,6 @@ class QueueRouter:
         if self._pumping is not None:
             self._pumping.cancel()
             self._pumping = None
-
-
-def has_begun(request: Request) -> bool:
-    """Who has begun to read does not wait in line again, and is not moved."""
-    handoff = request.handoff
-    return request.is_resumed or (handoff is not None and handoff.first_tokens is not None)
 
 
 def tokens_of(request: Request) -> int:

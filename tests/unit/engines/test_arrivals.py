@@ -73,7 +73,7 @@ def test_the_last_in_the_queue_loses_what_is_kept_for_it_first() -> None:
     for number in range(1, 6):
         pool.release(put(pool, (number,)))
         arrivals.expect(RequestId(f"r{number}"), keys_of((number,)), 5.0)
-    for number, order in ((1, (0, 1)), (2, (-1, 2)), (3, (0, 3))):
+    for number, order in ((1, (0, True, 1)), (2, (-1, True, 2)), (3, (0, True, 3))):
         arrivals.queue(RequestId(f"r{number}"), keys_of((number,)), order)
     lost = []
     while arrivals.give_up(spared=RequestId("r2")):
@@ -113,7 +113,7 @@ def test_who_does_not_come_in_time_is_not_expected() -> None:
     for request_id, number, expires_at in ((A, 1, 5.0), (B, 2, 6.0)):
         pool.release(put(pool, (number,)))
         arrivals.expect(request_id, keys_of((number,)), expires_at)
-    arrivals.queue(B, keys_of((2,)), (0, 1))
+    arrivals.queue(B, keys_of((2,)), (0, True, 1))
     arrivals.expire(4.9)
     assert pool.num_used == 2
     arrivals.expire(9.0)

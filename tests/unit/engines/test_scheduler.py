@@ -8,8 +8,9 @@ from tests.unit.engines.scheduler_lab import EOS, Lab, alone, limits, request, s
 from tests.unit.kv.names import Mirror, seen
 
 from kvolt.core.errors import InvalidRequest, KvoltError, Overloaded
-from kvolt.core.ids import RequestId
+from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.load import StepStats
+from kvolt.core.request import Handoff
 from kvolt.engines.scheduler import StepPlan, Work
 from kvolt.engines.step_plan import PlainBatch, Scheduling
 
@@ -221,6 +222,21 @@ def test_waiting_requests_go_by_priority_then_by_arrival() -> None:
     while lab.scheduler.has_work:
         order += [one.sequence.request.request_id for one in lab.step()]
     assert order == ["b", "d", "a", "c", "e"]
+
+
+def test_answers_that_have_begun_go_before_prompts() -> None:
+    lab = Lab(scheduler(bounds=limits(max_num_seqs=1)))
+    handoff = Handoff(ticket=b"", prefill_instance=InstanceId("p"), first_tokens=(5,))
+    for each in (
+        request("prompt", (1,)),
+        request("resumed", (2,), resume=(3,)),
+        replace(request("handed over", (4,)), handoff=handoff),
+        replace(request("to be told", (4,)), handoff=replace(handoff, first_tokens=None)),
+        request("urgent prompt", (1,), priority=1),
+    ):
+        lab.scheduler.add(each)
+    waiting = [sequence.request.request_id for sequence in lab.scheduler._planner.waiting]
+    assert waiting == ["urgent prompt", "resumed", "handed over", "prompt", "to be told"]
 
 
 def test_a_large_request_at_the_head_is_not_overtaken() -> None:
