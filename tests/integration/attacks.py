@@ -225,6 +225,7 @@ EXCESSIVE: dict[str, tuple[str, Made, str | None]] = {
     "a bias for no token": (CHAT, lambda: chat(logit_bias={"99999999": 1}), "logit_bias"),
     "100,000 messages": (CHAT, lambda: chat(messages=messages(100_000)), None),
     "20,000 messages": (CHAT, lambda: chat(messages=messages(20_000)), "messages"),
+    "seven million escapes": (CHAT, lambda: chat(messages=messages(1, "\n" * 7 * MB)), None),
     "16,000 messages": (CHAT, lambda: chat(messages=messages(16_000)), "messages"),
     "40,000 parts": (
         CHAT,
@@ -284,7 +285,7 @@ EXCESSIVE: dict[str, tuple[str, Made, str | None]] = {
 TEXTS: dict[str, Callable[[], str]] = {
     "blanks": lambda: " " * 15 * MB,
     "one character": lambda: "a" * 15 * MB,
-    "line ends": lambda: "\n" * 7 * MB,
+    "line ends": lambda: "\n" * 2 * MB,
     "a million blanks": lambda: " " * MB,
     "a million of one character": lambda: "a" * MB,
     "no space anywhere": lambda: "qzxjkv" * (MB // 6),
