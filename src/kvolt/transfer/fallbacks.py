@@ -45,19 +45,29 @@ class Fallback(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def find_fallback(
-    source: Place, destination: Place, path: str, mine: Capabilities, theirs: Capabilities, speeds: LinkSpeeds
-) -> Fallback | None:
-    """What `path`, which blocks took, is taken in the place of; None where nothing is much faster.
+def table_route(source: Place, destination: Place, mine: Capabilities, theirs: Capabilities) -> Route | None:
+    """The fastest route by the table of lanes; None where the capabilities of both sides allow none."""
+    try:
+        return plan(source, destination, mine, theirs, LinkSpeeds())
+    except NoRoute:
+        return None
 
-    What was measured here is not held against guesses of elsewhere alone: by the guesses, too, it must be slower.
+
+def find_fallback(
+    source: Place,
+    destination: Place,
+    path: str,
+    mine: Capabilities,
+    theirs: Capabilities,
+    speeds: LinkSpeeds,
+    route: Route | None,
+) -> Fallback | None:
+    """Compare the `path` that blocks took with `route`, their `table_route`. None unless the route is much faster.
+
+    A measured speed is not compared with the table alone: the path must be slower by the table, too.
     """
     name = name_taken(source, destination, path, mine, theirs)
-    if name is None:
-        return None
-    try:
-        route = plan(source, destination, mine, theirs, LinkSpeeds())
-    except NoRoute:  # by what the sides told; blocks have come all the same
+    if name is None or route is None:
         return None
     guessed = bytes_per_s(source, destination, path, mine, theirs, LinkSpeeds())
     measured = speeds.expected(source.host, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvolt.transfer import path_watch
 from kvolt.transfer.capabilities import Capabilities
 from kvolt.transfer.choosing import PROVEN, Choice, choose, name_taken
 from kvolt.transfer.lanes import MemoryKind, Place
@@ -147,3 +148,15 @@ def test_how_many_choices_are_kept_is_bounded() -> None:
         watch.fastest(Peer("here", "p1", can), ENDS, ("shm", "tcp"))
     assert len(watch._stale) <= 1024
     assert len(watch._chosen) <= 1024
+
+
+def test_routes_are_planned_once_for_each_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, planned = PathWatch("here", "p2", CAN), []
+    monkeypatch.setattr(path_watch, "table_route", lambda *sides: planned.append(sides))
+    peers = [Peer("there", f"p{number}", CAN) for number in range(3)]
+    for peer in peers * 2:
+        watch.judge(peer, Way(ENDS, "tcp"))
+    assert len(planned) == 3
+    for _ in range(3000):
+        watch.judge(Peer("there", "p", CAN), Way(ENDS, "tcp"))
+    assert len(watch._routes) <= 1024

@@ -8,7 +8,7 @@ import pytest
 
 from kvolt.transfer.capabilities import Capabilities, MachineFacts, capabilities_of
 from kvolt.transfer.choosing import lane_taken
-from kvolt.transfer.fallbacks import Fallback, find_fallback
+from kvolt.transfer.fallbacks import Fallback, find_fallback, table_route
 from kvolt.transfer.lanes import MemoryKind, Place
 from kvolt.transfer.link_speeds import LARGE_BYTES, LinkSpeeds
 from kvolt.transfer.path_watch import Ends, PathWatch, Peer, Way
@@ -32,7 +32,8 @@ def found(
         speeds.observe(host, link, LARGE_BYTES, LARGE_BYTES / speed)
     source = Place(kind=kind, host=host, process="p1")
     destination = Place(kind=SHARED, host="here", process="p2")
-    return find_fallback(source, destination, path, mine, theirs, speeds)
+    route = table_route(source, destination, mine, theirs)
+    return find_fallback(source, destination, path, mine, theirs, speeds, route)
 
 
 def lacks(fallback: Fallback | None) -> set[tuple[str, str]]:
