@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PYTEST_WORKERS ?= 2
+# More than two cores: half of the tests wait for processes most of the time.
+PYTEST_WORKERS ?= 4
 ARGS ?=
 # Where torch comes from, for example https://download.pytorch.org/whl/cu130; empty for pip's own index.
 TORCH_INDEX ?=
@@ -61,8 +62,9 @@ serve: $(VENV)/.native ## SmolLM2-135M on http://127.0.0.1:8000, a prefill and a
 	@$(BIN)/kvolt serve $(ROLES) $(ARGS)
 
 test: $(VENV)/.test lint ## lint, types, import contract, tests with branch coverage
-	$(BIN)/python -m coverage erase
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m "not long" --cov --cov-report=term:skip-covered --cov-fail-under=85 --durations=25 $(ARGS)
+	$(BIN)/python -m slipcover --json --out .coverage.json -m pytest -n $(PYTEST_WORKERS) --dist worksteal \
+		-m "not long" --durations=25 $(ARGS)
+	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json --fail-under 85
 
 $(VLLM_VENV)/.ready: tests/engines_vllm/setup.sh tests/engines_vllm/requirements.txt
 	@echo "kvolt: setting up vLLM for machines without a GPU (4 GB, some minutes)"
@@ -107,4 +109,4 @@ bench: $(VENV)/.bench ## the request plane beside a bare socket and grpc.aio (mi
 	$(BIN)/python -m benchmarks.runtime.plane $(ARGS)
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.* htmlcov
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage.json

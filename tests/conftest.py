@@ -1,27 +1,24 @@
 """For all tests."""
 
+import gc
 import os
+import signal
+
+from hypothesis import settings
+
+# A background job of a shell has SIGINT ignored, and so has every process it starts: tests send SIGINT to both.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two test processes with a pool of threads each, on two cores, wait for each other most of the time. Read by
 # torch when it is first imported, and by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from pathlib import Path
-
-import pytest
-from hypothesis import settings
-
 # Tests assert behaviour, not wall time: a busy machine must not fail an example.
 settings.register_profile("kvolt", deadline=None)
 settings.load_profile("kvolt")
 
-_HERE = Path(__file__).parent
-_MEASURED = ("unit", "compat")
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Coverage is that of unit tests and of real clients. It makes Python three times as slow, and whole clusters run
-    for minutes through what those have measured already."""
-    for item in items:
-        if item.path.relative_to(_HERE).parts[0] not in _MEASURED:
-            item.add_marker("no_cover")
+def pytest_collection_finish() -> None:
+    """Exclude imported modules and collected tests from garbage collection: leak checks collect hundreds of times."""
+    gc.collect()
+    gc.freeze()

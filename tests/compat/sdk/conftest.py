@@ -15,11 +15,6 @@ from tests.integration.processes import Bench
 KEY = "any"
 
 
-@pytest.fixture(autouse=True)
-def _without_coverage(no_cover: None) -> None:
-    """kvolt runs in its own processes here; to trace the SDKs would take twice the time."""
-
-
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Bench(tmp_path_factory.mktemp("sdk")) as bench:

@@ -176,7 +176,9 @@ async def test_busy_workers(server: Server, narrow: OpenAI, aclient: AsyncOpenAI
 
 def test_no_time(client: OpenAI) -> None:
     with pytest.raises(openai.InternalServerError) as caught:
-        client.chat.completions.create(model=MODEL, messages=ask(), extra_headers={"x-kvolt-timeout-ms": "1"})
+        client.chat.completions.create(
+            model=MODEL, messages=ask("a story " * 8_000), extra_headers={"x-kvolt-timeout-ms": "1"}
+        )
     assert (caught.value.status_code, caught.value.code, caught.value.type) == (
         504,
         "timeout",

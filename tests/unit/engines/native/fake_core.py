@@ -45,7 +45,8 @@ VOCABULARY = 1000
 NUM_SAID = 48
 """The model says tokens below this, EOS (2) among them."""
 STEP_S = 0.001
-HOLD_S = 0.5
+HOLD_S = 2.0
+"""Short enough to wait for, longer than a busy machine takes to fill the pool."""
 _STATE = struct.Struct("<Q")
 
 log = logging.getLogger(__name__)

@@ -134,7 +134,7 @@ def short_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     from kvolt.engines.native import capabilities
 
-    monkeypatch.setattr(capabilities, "HOLD_S", 1.0)
+    monkeypatch.setattr(capabilities, "HOLD_S", 2.0)
 
 
 @pytest.mark.usefixtures("short_holds")
