@@ -20,7 +20,10 @@ SGLANG_VENV ?= .venv-sglang
 ENGINE_PYTEST := -m pytest -q --timeout 300 -o filterwarnings=default -o addopts="--import-mode=importlib -ra" \
 	-o asyncio_default_fixture_loop_scope=session -o asyncio_default_test_loop_scope=session
 
-.PHONY: help serve test test-vllm test-sglang test-long lint format bench seeds mutants clean install
+# Packages whose unit tests neither start processes nor run whole clusters.
+QUICK := $(addprefix tests/unit/,core runtime transfer kv router journey frontend)
+
+.PHONY: help serve test pytest test-quick test-vllm test-sglang test-long lint format bench seeds mutants clean install
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -61,10 +64,16 @@ install: $(VENV)/.core ## set up the virtual environment
 serve: $(VENV)/.native ## SmolLM2-135M on http://127.0.0.1:8000, a prefill and a decode worker (ARGS="--port 8080")
 	@$(BIN)/kvolt serve $(ROLES) $(ARGS)
 
-test: $(VENV)/.test lint ## lint, types, import contract, tests with branch coverage
+test: $(VENV)/.test ## lint, types, import contract, tests with branch coverage
+	@$(MAKE) --no-print-directory -j2 lint pytest
+
+pytest: $(VENV)/.test
 	$(BIN)/python -m slipcover --json --out .coverage.json -m pytest -n $(PYTEST_WORKERS) --dist worksteal \
 		-m "not long" --durations=25 $(ARGS)
 	$(BIN)/python -m slipcover --merge .coverage.json --out .coverage.json --fail-under 85
+
+test-quick: $(VENV)/.test ## unit tests of PKG (make test-quick PKG=router), without coverage; by default all that are quick
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not long" $(if $(PKG),tests/unit/$(PKG),$(QUICK)) $(ARGS)
 
 $(VLLM_VENV)/.ready: tests/engines_vllm/setup.sh tests/engines_vllm/requirements.txt
 	@echo "kvolt: setting up vLLM for machines without a GPU (4 GB, some minutes)"
@@ -86,6 +95,7 @@ test-sglang: $(SGLANG_VENV)/.ready ## the same with a real SGLang
 
 test-long: $(VENV)/.test ## what takes minutes: the long tests and a thousand virtual-time seeds
 	$(BIN)/python -m pytest -m long $(ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --hypothesis-profile deep tests/property $(ARGS)
 	$(MAKE) seeds
 
 seeds: $(VENV)/.test ## a thousand seeds of a virtual cluster under faults, each run twice

@@ -14,7 +14,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests assert behaviour, not wall time: a busy machine must not fail an example.
-settings.register_profile("kvolt", deadline=None)
+settings.register_profile("kvolt", deadline=None, max_examples=50)
+settings.register_profile("deep", deadline=None, max_examples=500)
 settings.load_profile("kvolt")
 
 

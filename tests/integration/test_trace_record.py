@@ -72,13 +72,15 @@ async def test_the_processes_of_one_edge_are_one_trace(tmp_path: Path) -> None:
             f'[[workers]]\nmodel = "{MODEL}"\ncount = 1\nargs = {{speed = 50}}\n'
         )
         _, url = await bench.serve("--processes", "2")
-        recorder = bench.start("trace", "record", "--out", "t.jsonl", "--duration", "3s", name="recorder")
+        recorder = bench.start("trace", "record", "--out", "t.jsonl", name="recorder")
         logs = [tmp_path / "logs" / f"frontend-{slot}.log" for slot in range(2)]
         await until(
             lambda: all(log.exists() and "recorded: times" in log.read_text() for log in logs), what="both"
         )
         # New connections: the system spreads them over the processes.
         await asyncio.gather(*(ask(url, SECRET) for _ in range(16)))
+        await unsorted_lines(recorder, tmp_path / "t.jsonl", 16)
+        recorder.send(signal.SIGINT)
         assert await recorder.ended() == 0, recorder.err
         records = list(read_trace(tmp_path / "t.jsonl"))
         assert len(records) == 16
