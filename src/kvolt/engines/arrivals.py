@@ -26,7 +26,7 @@ class _Expected:
 @dataclass(slots=True)
 class _Queued:
     blocks: list[BlockId]
-    order: tuple[int, bool, int]
+    order: tuple[int, int, int]
     """Its request's place: smaller goes first."""
 
 
@@ -56,7 +56,7 @@ class Arrivals:
         if blocks:
             self._expected[request_id] = _Expected(blocks, expires_at)
 
-    def queue(self, request_id: RequestId, keys: Sequence[BlockKey], order: tuple[int, bool, int]) -> None:
+    def queue(self, request_id: RequestId, keys: Sequence[BlockKey], order: tuple[int, int, int]) -> None:
         """A request has come that was expected: of what was kept for it that stays which it can use, by its own `keys`.
 
         What is kept is then always a part of what it finds, so that nobody waits for blocks kept for itself.

@@ -276,6 +276,8 @@ class Scheduler:
             self._let_in_siblings(sequence)
         if end is not None:
             self._finish(sequence)
+        elif is_first and not sequence.request.has_begun:
+            self._planner.go_ahead(sequence)
         return Advanced(sequence, token, end, is_first)
 
     def discard(self, plan: StepPlan) -> None:
@@ -439,8 +441,11 @@ class Scheduler:
     def _sequence(self, request: Request, index: int, naming: Naming) -> Sequence:
         self._num_arrived += 1
         eos = frozenset() if request.stop.ignore_eos else self._eos
-        order = (-request.routing.priority, not request.has_begun, self._num_arrived)
-        return Sequence(request, index, naming, eos, order=order)
+        order = (-request.routing.priority, self._num_arrived, self._num_arrived)
+        sequence = Sequence(request, index, naming, eos, order=order)
+        if request.has_begun:
+            sequence.go_ahead()
+        return sequence
 
     def _by_tokens(self, request: Request) -> Naming:
         return TokenNaming(request, self._keys(request))

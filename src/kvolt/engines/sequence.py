@@ -16,6 +16,9 @@ from kvolt.core.hashing import SequenceHasher, request_seed, token_bytes
 from kvolt.core.request import Request
 from kvolt.kv import BlockId, BlockName, Names
 
+HEAD_START = 64
+"""Requests. More would let a stream of handoffs starve prompts, fewer would let prompts delay answers."""
+
 
 class Phase(StrEnum):
     WAITING = "waiting"
@@ -74,8 +77,8 @@ class Sequence:
     naming: Naming
     eos: frozenset[int] = frozenset()
     """Tokens that end it without a reason told: none with `ignore_eos`."""
-    order: tuple[int, bool, int] = (0, False, 0)
-    """Smaller goes first: priority, then answers that have begun, then arrival."""
+    order: tuple[int, int, int] = (0, 0, 0)
+    """Smaller goes first: priority, place in the queue, arrival. See `go_ahead`."""
     phase: Phase = Phase.WAITING
     tokens: list[int] = field(init=False)
     """Prompt, what was generated before it came here, and what was generated since."""
@@ -123,6 +126,11 @@ class Sequence:
         if handoff is None or handoff.first_tokens is None:
             return ()
         return handoff.first_tokens[self.index : self.index + 1]
+
+    def go_ahead(self) -> None:
+        """Its client has tokens: it goes before prompts that came up to `HEAD_START` requests earlier."""
+        priority, place, arrived = self.order
+        self.order = (priority, place - HEAD_START, arrived)
 
     @property
     def num_output(self) -> int:

@@ -12,9 +12,10 @@ step: that is `scheduler`'s, whose rules these are.
 - Where the first prompt is cut that way, later ones of which all that is left takes half of the step's time at most go
   before it: a short prompt, or the last tokens of one whose KV came from elsewhere, need not wait for a long one. The
   first gets the other half. No block that the first that waits needs is given to a later one.
-- Sequences go by priority, then those of which the client has something already (a handoff, a migration: it waits for
-  the next token), then by arrival, wherever one has to go before the other: waiting and running lists are sorted by
-  it. The first that waits is admitted or none is: a large request does not starve behind small ones.
+- Sequences go by priority, then by arrival, wherever one has to go before the other: waiting and running lists are
+  sorted by it. One whose client has tokens already (it sampled here, or came with a handoff or a migration) goes before
+  prompts that came up to `HEAD_START` requests earlier; no more, so that handoffs do not starve prompts. The first that
+  waits is admitted or none is: a large request does not starve behind small ones.
 - A sequence is admitted when all its tokens have room, and a block is left for each that runs already: what was
   just admitted is then not thrown out again at the next block boundary. It starts behind the longest prefix of
   it that the pool holds, but its last token is always computed: that is where the next one comes from.
@@ -73,6 +74,12 @@ class StepPlanner:
     def wait(self, sequence: Sequence) -> None:
         """At its place in the queue."""
         insort(self.waiting, sequence, key=_order)
+
+    def go_ahead(self, sequence: Sequence) -> None:
+        """Move a running sequence that sampled its first token before those without one."""
+        del self.running[bisect_left(self.running, sequence.order, key=_order)]
+        sequence.go_ahead()
+        insort(self.running, sequence, key=_order)
 
     def leave(self, sequence: Sequence) -> None:
         """One that runs or waits does neither any more; its blocks are the caller's."""

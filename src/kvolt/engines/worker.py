@@ -325,6 +325,7 @@ class Worker:
             raise Unavailable(f"request {request_id} is still running here", reason="id_in_use")
         old.on_cancel = None  # the end of its connection must not drop the new stream
         self._drop(request_id)
+        self._plain_ids = ()  # the streams of the last batch include the old one
         old.end(Cancelled("the request goes on over another connection"))
 
     def _before(self, request: Request) -> Coroutine[Any, Any, None] | None:

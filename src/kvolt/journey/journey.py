@@ -50,7 +50,7 @@ from kvolt.journey.road import Receiver, Road
 from kvolt.journey.stats import Outcome
 from kvolt.journey.take_back import ask_back
 from kvolt.journey.ways import Way
-from kvolt.router.breaker import outcome_of
+from kvolt.router import breaker
 from kvolt.router.port import Decision
 from kvolt.runtime.call import Call, Deadlines
 
@@ -152,7 +152,7 @@ class Journey:
         self._machine.on(Stopped())
         self._asked.found(Outcome.CANCELLED)
         self._booked.stay()
-        self._booked.free()
+        self._booked.free(outcome=breaker.Outcome.LEFT)
         self._let_go()
         if self._retry is not None:
             self._retry.cancel()
@@ -202,7 +202,7 @@ class Journey:
             error = None
         if self._machine.state is State.DONE:
             return  # the receiver has all that it wanted
-        self._booked.free(self._usage if error is None else None, outcome_of(error))
+        self._booked.free(self._usage if error is None else None, breaker.outcome_of(error))
         action = machine.on(Finished() if error is None else Failed(error))
         if isinstance(action, End):
             self._call = None

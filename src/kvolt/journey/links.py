@@ -1,7 +1,8 @@
 """Links: how fast KV moves between the workers that compute prompts and those that answer. Pure.
 
 Learned from handoffs, for each pair of workers. A link counts by its own measurements, the older they are the less, and
-for the rest by the average of all links: one that was slow once is tried again.
+for the rest by the average of all links, which itself fades towards a guess: what was slow once is tried again. One
+measurement moves the average at most tenfold, so that a stalled or lying worker does not end all handoffs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ _GUESSED_BYTES_PER_S = 5e9
 _FADING = 0.9
 """What a measurement counts for once another one is there."""
 _HALF_LIFE_S = 30.0
+_AVERAGE_HALF_LIFE_S = 300.0
+_MOST_MS = 600_000.0
+"""No transfer takes longer: its deadline ends it before."""
+_MOST_SLOWER = 10.0
+"""Than the average: what is slower counts as this."""
+_MOST_BYTES_PER_TOKEN = 8 << 20
+"""Eight times that of the largest models in float32."""
+_SIZE_FADING = 0.99
+"""Of the size of a token with each handoff, so that a wrong size is corrected."""
 _MAX_LINKS = 16_384
 
 
@@ -60,11 +70,14 @@ class LinkSpeeds:
     def learn(self, request: Request, stages: StageTimes, source: InstanceId, target: InstanceId) -> None:
         """A handoff between these two, as the target has measured it."""
         num_bytes, took_ms = stages.transfer_bytes or 0, stages.transfer_ms or 0.0
-        if num_bytes <= 0 or not 0.0 < took_ms < math.inf or not request.num_prompt_tokens:
+        if num_bytes <= 0 or not 0.0 < took_ms < _MOST_MS or not request.num_prompt_tokens:
             return
         seconds, now = took_ms / 1e3, self._now()
+        if self._all.num:
+            seconds = min(seconds, _MOST_SLOWER * num_bytes * self._average_s(now))
         # Of a prompt that was there in part less was moved: the most is the size of a token.
-        self._bytes_per_token = max(num_bytes / request.num_prompt_tokens, self._bytes_per_token)
+        size = min(num_bytes / request.num_prompt_tokens, _MOST_BYTES_PER_TOKEN)
+        self._bytes_per_token = max(size, _SIZE_FADING * self._bytes_per_token)
         self._all.add(num_bytes, seconds, now)
         link = self._links.pop((source, target), None) or _Measured()
         link.add(num_bytes, seconds, now)
@@ -83,11 +96,18 @@ class LinkSpeeds:
         return self._costs(self._to.get(target, {}))
 
     def _costs(self, links: dict[InstanceId, _Measured]) -> LinkCosts:
-        now, measured = self._now(), self._all
-        average_s = measured.seconds / measured.num_bytes if measured.num else 1.0 / _GUESSED_BYTES_PER_S
+        now = self._now()
+        average_s = self._average_s(now)
         size = self._bytes_per_token or _GUESSED_BYTES_PER_TOKEN
         by_peer = {peer: size * link.byte_s(average_s, now) for peer, link in links.items()}
         return LinkCosts(token_s=size * average_s, by_peer=by_peer)
+
+    def _average_s(self, now: float) -> float:
+        """Seconds for a byte over all links."""
+        if not self._all.num:
+            return 1.0 / _GUESSED_BYTES_PER_S
+        share = math.exp2((self._all.at - now) / _AVERAGE_HALF_LIFE_S)
+        return share * self._all.seconds / self._all.num_bytes + (1.0 - share) / _GUESSED_BYTES_PER_S
 
     def _forget(self, source: InstanceId, target: InstanceId) -> None:
         del self._links[source, target]

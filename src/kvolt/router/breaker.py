@@ -12,8 +12,8 @@ everywhere (a request that no engine can compute, a dependency that all share) t
 
 A request that was sent before a breaker opened says nothing about what comes after: its end is ignored then.
 
-An answer that ended early for no failure of the worker, as when its client left, shows that the worker begins answers,
-not that it completes them: it counts as answered unless the worker has failed amid an answer since it completed one.
+An answer whose client left shows that the worker begins answers, not that it completes them: it counts as answered
+unless the worker has failed amid an answer since it completed one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Outcome(StrEnum):
     ANSWERED = "answered"
     FAILED = "failed"
     UNKNOWN = "unknown"
-    """Cancelled, refused, never sent, or at fault itself. After a first token: see the module."""
+    """Refused, never sent, lost with its connection, or at fault itself."""
+    LEFT = "left"
+    """Cancelled by its client. After a first token: see the module."""
 
 
 def outcome_of(error: KvoltError | None) -> Outcome:
@@ -216,10 +218,10 @@ class Breakers:
             self._stop_waiting(known, attempt)
         if num_opened != known.num_opened:
             return
-        if outcome is not Outcome.UNKNOWN:
-            known.fails_amid = outcome is Outcome.FAILED and (known.fails_amid or has_begun)
-        elif has_begun and not known.fails_amid:
+        if outcome is Outcome.LEFT and has_begun and not known.fails_amid:
             outcome = Outcome.ANSWERED
+        elif outcome in (Outcome.ANSWERED, Outcome.FAILED):
+            known.fails_amid = outcome is Outcome.FAILED and (known.fails_amid or has_begun)
         else:
             return
         known.count(outcome is Outcome.ANSWERED)

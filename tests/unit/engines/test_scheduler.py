@@ -12,6 +12,7 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.load import StepStats
 from kvolt.core.request import Handoff
 from kvolt.engines.scheduler import StepPlan, Work
+from kvolt.engines.sequence import HEAD_START
 from kvolt.engines.step_plan import PlainBatch, Scheduling
 
 
@@ -237,6 +238,33 @@ def test_answers_that_have_begun_go_before_prompts() -> None:
         lab.scheduler.add(each)
     waiting = [sequence.request.request_id for sequence in lab.scheduler._planner.waiting]
     assert waiting == ["urgent prompt", "resumed", "handed over", "prompt", "to be told"]
+
+
+@pytest.mark.parametrize("first_tokens", [None, (7,)])
+def test_an_answer_ends_however_many_requests_come_after_it(first_tokens: tuple[int, ...] | None) -> None:
+    """Also one whose prompt was computed here, among handoffs: it is neither preempted for them nor behind them."""
+    lab = Lab(scheduler(num_blocks=16, bounds=limits(max_num_seqs=4)))
+    lab.scheduler.add(request("a", (1, 2, 3), max_tokens=24))
+    handoff = Handoff(ticket=b"", prefill_instance=InstanceId("p"), first_tokens=first_tokens)
+    for number in range(200):
+        if number >= 3 and lab.scheduler.num_waiting < 3:
+            other = request(f"r{number}", (number, 2, 3), max_tokens=24)
+            lab.scheduler.add(replace(other, handoff=handoff))
+        lab.step()
+        if (RequestId("a"), 0) in lab.ends:
+            return
+    raise AssertionError("the answer did not end")
+
+
+def test_handoffs_do_not_starve_a_prompt() -> None:
+    lab = Lab(scheduler(bounds=limits(max_num_seqs=1, max_waiting=1000)))
+    handoff = Handoff(ticket=b"", prefill_instance=InstanceId("p"), first_tokens=(7,))
+    for number in range(3 * HEAD_START):
+        if number == 1:
+            lab.scheduler.add(request("a", (1,)))
+        lab.scheduler.add(replace(request(f"r{number}", (2,)), handoff=handoff))
+    waiting = [sequence.request.request_id for sequence in lab.scheduler._planner.waiting]
+    assert waiting.index(RequestId("a")) == HEAD_START
 
 
 def test_a_large_request_at_the_head_is_not_overtaken() -> None:

@@ -292,6 +292,29 @@ def test_a_request_whose_connection_was_cut_can_be_resumed_at_the_same_worker() 
     run_virtual(scenario)
 
 
+def test_a_resumed_request_gets_its_plain_tokens_on_the_new_stream() -> None:
+    """Also where the engine names the batch by the same tuple as before."""
+
+    async def scenario() -> None:
+        async with Lab() as lab:
+            running = await lab.worker("w0", engine := ScriptedEngine())
+            client, asked = await lab.client(running), make_request(tokens=30)
+            batch = (asked.request_id,)
+            await start_stream(client, asked)
+            await until(lambda: len(engine.submitted) == 1)
+            engine.put(StepOutput(plain_ids=batch, plain_tokens=(300,)))
+            lab.network.cut("caller", "w0", silent=True)
+            await asyncio.sleep(4.5)
+            await until(lambda: bool(client.candidates()))
+            resumed = await start_stream(client, asked)
+            await until(lambda: len(engine.submitted) == 2)
+            engine.put(StepOutput(plain_ids=batch, plain_tokens=(301,)))
+            engine.put(StepOutput(((asked.request_id, Delta((302,), finish=FinishReason.STOP)),)))
+            assert [token for delta in await read(resumed) for token in delta.token_ids] == [301, 302]
+
+    run_virtual(scenario)
+
+
 def test_a_second_stream_with_the_same_id_never_reaches_the_engine() -> None:
     async def scenario() -> None:
         async with Lab() as lab:

@@ -738,7 +738,7 @@ def test_a_request_blames_one_worker_however_many_fail_it(num_tokens: int) -> No
     staged(body, lambda: [Refusing(EngineFailed("oops"), num_tokens) for _ in range(5)])
 
 
-def test_a_client_that_leaves_amid_its_answer_says_nothing_about_the_worker() -> None:
+def test_a_client_that_leaves_amid_its_answer_is_reported_as_such() -> None:
     async def body(stage: Stage) -> None:
         inbox = Inbox()
         journey = Journey(stage.road(), make_request(tokens=100), inbox, LIMITS)
@@ -747,6 +747,6 @@ def test_a_client_that_leaves_amid_its_answer_says_nothing_about_the_worker() ->
         journey.cancel()
         (booking,) = stage.bookings
         assert len(booking.begun_once) == 1
-        assert booking.outcomes == [Outcome.UNKNOWN]
+        assert booking.outcomes == [Outcome.LEFT]
 
     staged(body, lambda: [sim()])

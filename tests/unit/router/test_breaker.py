@@ -307,8 +307,16 @@ def test_a_client_that_leaves_after_the_first_token_shows_that_answers_begin() -
     scene = Scene()
     attempt = scene.probing()
     scene.breakers.first_token(A, attempt)
-    scene.breakers.end(A, attempt, Outcome.UNKNOWN)
+    scene.breakers.end(A, attempt, Outcome.LEFT)
     assert scene.breakers.views()[A].state is BreakerState.CLOSED
+
+
+def test_a_connection_lost_after_the_first_token_does_not_close_a_breaker() -> None:
+    scene = Scene()
+    attempt = scene.probing()
+    scene.breakers.first_token(A, attempt)
+    scene.breakers.end(A, attempt, outcome_of(WorkerLost("w")))
+    assert scene.breakers.views()[A].state is BreakerState.HALF_OPEN
 
 
 def test_a_client_that_leaves_after_the_first_token_does_not_show_that_answers_are_completed() -> None:
@@ -316,16 +324,16 @@ def test_a_client_that_leaves_after_the_first_token_does_not_show_that_answers_a
     scene.fail()
     while not scene.blocked:
         scene.end_after_token(Outcome.FAILED)
-        scene.end_after_token(Outcome.UNKNOWN)
+        scene.end_after_token(Outcome.LEFT)
     scene.time_s += FIRST_BACKOFF_S
     for _ in range(10):
-        scene.end_after_token(Outcome.UNKNOWN)
+        scene.end_after_token(Outcome.LEFT)
     assert scene.breakers.views()[A].state is BreakerState.HALF_OPEN
     scene.end_after_token(Outcome.ANSWERED)
     assert scene.breakers.views()[A].state is BreakerState.CLOSED
     scene.fail()
     rate = scene.breakers.views()[A].failure_rate
-    scene.end_after_token(Outcome.UNKNOWN)
+    scene.end_after_token(Outcome.LEFT)
     assert scene.breakers.views()[A].failure_rate < rate, (
         "it has completed an answer since it failed amid one"
     )
