@@ -174,7 +174,7 @@ def help_text() -> str:
         "",
         "Begin with:",
         "  kvolt doctor            is this machine ready?",
-        "  kvolt serve             a frontend and two simulated workers on http://127.0.0.1:8000",
+        "  kvolt serve             SmolLM2-135M on http://127.0.0.1:8000, or the model you name",
         "  kvolt chat              talk to it",
         "  kvolt status            what is running now",
     ]

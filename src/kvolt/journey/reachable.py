@@ -1,6 +1,7 @@
 """Routing while workers are out of reach: a request waits for them instead of failing.
 
-Waits only where no other worker can take the request, for no longer than the grace of a stall. That each request ends
+Waits only where no other worker can take the request, for no longer than the grace of a stall. A request whose client
+reads an answer already waits as well for a replacement of the last worker, which was lost. That each request ends
 by its own deadline is the journey's to see to.
 """
 
@@ -45,7 +46,8 @@ async def route_when_reachable(
                 continue
             started_at = loop.time() if started_at is None else started_at
             left_s = started_at + client.stall_grace_s - loop.time()
-            if not awaited or left_s <= 0 or error.fields.get("reason") not in _OUT_OF_REACH:
+            is_awaited = awaited or (request.is_resumed and client.awaits_replacement)
+            if not is_awaited or left_s <= 0 or error.fields.get("reason") not in _OUT_OF_REACH:
                 raise _explained(error, len(awaited), loop.time() - started_at) from error
         await client.wait_change(left_s)
         excluded -= awaited - client.awaited()

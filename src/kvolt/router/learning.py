@@ -109,7 +109,8 @@ class Learning:
         # Of a prompt that came from elsewhere the time is its way here, and says nothing of the worker's steps.
         num_cached = (cached_tokens or 0) // (request.block_size or 1)
         was_brought = choice.is_tiered and num_cached > choice.held_blocks
-        is_own = request.handoff is None and request.rendezvous is None and not was_brought
+        is_elsewhere = request.handoff is not None or request.rendezvous is not None or request.is_resumed
+        is_own = not is_elsewhere and not was_brought
         if self._corrects_times and is_own:
             told_s = choice.told_s * (1.0 + sent.others_share)
             if cached_tokens is not None:  # more or less was computed than was thought

@@ -144,6 +144,8 @@ class EndpointClient:
         """Without a registration and not known to be silent, and until when they may register again: those whose
         silence ended, and those that went without draining. We may hear of an expired lease first, and of the
         silence later, if we were stalled ourselves."""
+        self._lost_all_at: float | None = None
+        """When the last instance was lost, as far as it was not draining."""
         self._take_over: asyncio.TimerHandle | None = None
         self._candidates: list[Instance] | None = None
         """Worked out once per change, not once per request."""
@@ -213,6 +215,13 @@ class EndpointClient:
         ]
         self._prune_returning()
         return frozenset([*unreachable, *self._expired, *self._returning])
+
+    @property
+    def awaits_replacement(self) -> bool:
+        """No instance is left, the last one was lost, and a supervisor may still be starting another one."""
+        if self._instances or self._lost_all_at is None:
+            return False
+        return asyncio.get_running_loop().time() < self._lost_all_at + self.stall_grace_s
 
     async def wait_change(self, timeout_s: float) -> None:
         """Until the set of candidates, or of those awaited, may have changed, or the time is over."""
@@ -427,6 +436,8 @@ class EndpointClient:
                         self._expired[instance_id] = gone
                     elif gone.state is InstanceState.READY and instance_id not in self._unreachable:
                         self._expect_registration(gone)
+                    if not self._instances and gone.state is InstanceState.READY:
+                        self._lost_all_at = asyncio.get_running_loop().time()
                     self._tell_changed()
             else:
                 self._synced.set()

@@ -25,6 +25,8 @@ class Fleet:
     """A client and a router over instances that come and go at set times."""
 
     stall_grace_s = 30.0
+    replacement_at: float | None = None
+    """When another one than those that were lost registers."""
 
     def __init__(self, unreachable: dict[InstanceId, float], reachable: tuple[InstanceId, ...] = ()) -> None:
         self._back_at = {**dict.fromkeys(reachable, 0.0), **unreachable}
@@ -37,7 +39,15 @@ class Fleet:
     def awaited(self) -> frozenset[InstanceId]:
         return frozenset(each for each, at in self._back_at.items() if at > self._now())
 
+    @property
+    def awaits_replacement(self) -> bool:
+        return self.replacement_at is not None and self._now() < self.replacement_at
+
     async def wait_change(self, timeout_s: float) -> None:
+        if self.replacement_at is not None:
+            await asyncio.sleep(min(timeout_s, self.replacement_at - self._now()))
+            self._back_at.setdefault(B, self._now())
+            return
         changes = [at - self._now() for at in self._back_at.values() if at > self._now()]
         await asyncio.sleep(min([timeout_s, *changes]))
 
@@ -86,6 +96,17 @@ async def test_the_first_that_comes_back_is_taken() -> None:
     fleet = Fleet({A: 9.0, B: 4.0})
     assert await fleet.find() == "b"
     assert now() == 4.0
+
+
+@virtual
+async def test_an_answer_waits_for_a_replacement_of_the_last_worker_and_a_new_request_does_not() -> None:
+    fleet = Fleet({})
+    fleet.replacement_at = 12.0
+    with pytest.raises(Unavailable):
+        await fleet.find()
+    assert now() == 0.0
+    assert await fleet.find(msgspec.structs.replace(make_request(), resume=(300,))) == "b"
+    assert now() == 12.0
 
 
 @virtual

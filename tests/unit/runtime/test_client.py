@@ -593,6 +593,23 @@ async def test_an_instance_that_drains_and_one_that_is_lost_are_not_awaited(worl
 
 
 @in_world
+async def test_the_last_instance_that_is_lost_may_be_replaced(world: World) -> None:
+    client = await world.client()
+    assert not client.awaits_replacement
+    first, last = await world.register("a"), await world.register("b")
+    await world.discovery.delete(first.key)
+    await asyncio.sleep(0.1)
+    assert not client.awaits_replacement
+    await world.discovery.delete(last.key)
+    await asyncio.sleep(0.1)
+    assert client.awaits_replacement
+    await asyncio.sleep(client.stall_grace_s)
+    assert not client.awaits_replacement
+    await world.register("c")
+    assert not client.awaits_replacement
+
+
+@in_world
 async def test_waiting_for_a_change(world: World) -> None:
     await world.server("a")
     client = await world.client()
