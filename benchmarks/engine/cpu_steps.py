@@ -17,10 +17,10 @@ from pathlib import Path
 
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import load_core
-from kvolt.engines.registry import EngineSpec
 
 MODEL = "smollm2-135m"
 RATES_PER_S = (0.3, 0.8, 1.5)

@@ -23,13 +23,13 @@ from benchmarks.engine.gpu_engine import request_of
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats
 from kvolt.core.request import Request, Role
-from kvolt.engines.models.config import ModelConfig
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, build_core
 from kvolt.engines.native.parallel import Solo
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.step_pace import StepPace
+from kvolt.models.config import ModelConfig
+from kvolt.scheduler.step_pace import StepPace
 
 SMOLLM2 = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from kvolt.engines.models.checkpoint import expected_shapes
-from kvolt.engines.models.config import ModelConfig
+from kvolt.models.checkpoint import expected_shapes
+from kvolt.models.config import ModelConfig
 
 LLAMA_8B = ModelConfig(
     architecture="LlamaForCausalLM",

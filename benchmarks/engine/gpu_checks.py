@@ -12,13 +12,13 @@ from benchmarks.engine.gpu_engine import request_of
 from torch import Tensor
 
 from kvolt.core.request import Role
-from kvolt.engines.models.config import ModelConfig
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, build_core
 from kvolt.engines.native.parallel import Solo
-from kvolt.engines.registry import EngineSpec
+from kvolt.models.config import ModelConfig
 
 QWEN3 = msgspec.structs.replace(TINY, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=32)
 MIDDLE = ModelConfig(

@@ -21,11 +21,11 @@ from benchmarks.engine.gpu_bench import (
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepLogHeader, StepStats, encode_step_log
 from kvolt.core.request import Request, Role, Sampling, StopConditions
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, build_core
 from kvolt.engines.native.parallel import Solo
-from kvolt.engines.registry import EngineSpec
 
 CONTEXT, STEPS = 1024, 128
 BATCHES = (1, 32, 256)

@@ -32,17 +32,17 @@ from benchmarks.runtime.report import keep_results, machine
 from tokenizers import Tokenizer
 
 from kvolt.core.request import Role
-from kvolt.engines.models.checkpoint import open_checkpoint
-from kvolt.engines.models.fetch_progress import ProgressLog
-from kvolt.engines.models.resolve import resolve
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.loading import load_core
 from kvolt.engines.native.runner import ModelRunner
-from kvolt.engines.registry import EngineSpec
 from kvolt.kv.tiers import eight_bits, eight_bits_python
 from kvolt.kv.tiers.eight_bits_python import KINDS, WIDTHS, packed_bytes
 from kvolt.kv.tiers.packing import pack, unpack
+from kvolt.models.checkpoint import open_checkpoint
+from kvolt.models.fetch_progress import ProgressLog
+from kvolt.models.resolve import resolve
 from kvolt.runtime.clock import SystemClock
 
 _RESULTS = Path(__file__).parent / "results" / "eight_bits"

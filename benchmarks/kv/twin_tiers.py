@@ -26,7 +26,7 @@ from benchmarks.runtime.report import keep_results, machine
 from kvolt.bench.traces import limit, small_trace
 from kvolt.bench.traces.tiers import best_hits
 from kvolt.core.trace import TraceRecord
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim.engine import SimArguments
 from kvolt.kv.tiers.eviction import EVICTIONS
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.paper_tiers import TwinTiers

@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.load.client import Delay, Load, Seen
 from benchmarks.runtime.pair import BrokenRun
 
-from kvolt.engines.sim_model import SPECIAL, tokenizer_json
+from kvolt.engines.sim.model import SPECIAL, tokenizer_json
 
 VERSION = "0.13.0"
 NAME = f"aiperf {VERSION}"

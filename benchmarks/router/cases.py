@@ -34,7 +34,7 @@ from benchmarks.router.statistics95 import interval
 
 from kvolt.bench.load.sample import Sample
 from kvolt.core.trace import TraceRecord
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim.engine import SimArguments
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.replay import TwinRun, new_tally
 from kvolt.twin.trouble import Trouble

@@ -23,7 +23,7 @@ from benchmarks.router.workload import Shape, history, prompts
 from kvolt.core.card import Capacity, EngineInfo
 from kvolt.core.ids import CardHash, InstanceId, RequestId, SequenceHash
 from kvolt.core.request import Request, Role, StopConditions
-from kvolt.engines.sim_presets import find_model
+from kvolt.latency.presets import find_model
 from kvolt.router.index import IS_NATIVE, BlockIndex
 from kvolt.router.policy import Policy, classic, latency
 from kvolt.router.selector import Selector

@@ -36,7 +36,6 @@ from kvolt.core.ids import CardHash, InstanceId, SequenceHash
 from kvolt.core.kv_events import KvChange, Removed, Stored
 from kvolt.core.kv_recovery import KvAnswer, KvQuestion
 from kvolt.core.request import Role
-from kvolt.engines.worker_kv import KvJournal
 from kvolt.router.index import BlockIndex
 from kvolt.router.ingest import IngestOptions, KvIngest
 from kvolt.router.ingest_state import IngestStats
@@ -55,6 +54,7 @@ from kvolt.testing.loop import run_virtual
 from kvolt.testing.network import VirtualNetwork
 from kvolt.testing.ports import VirtualProcess
 from kvolt.twin.trouble import LossyBus
+from kvolt.worker.kv_event_publisher import KvJournal
 
 _RESULTS = Path(__file__).parent / "results" / "event_soak"
 _ENDPOINT = EndpointAddress("soak", "tellers", GENERATE)

@@ -31,7 +31,7 @@ from benchmarks.runtime.report import keep_results, machine
 from kvolt.bench.load.sample import Sample
 from kvolt.bench.traces import Recipe, make_trace
 from kvolt.core.trace import TraceRecord
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim.engine import SimArguments
 from kvolt.router.exact import ExactRouter
 from kvolt.router.queued import who_decides
 from kvolt.runtime.settings_router import RouterSettings

@@ -33,7 +33,7 @@ import numpy as np
 
 from kvolt.bench.load.sample import Sample
 from kvolt.core.trace import TraceRecord
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim.engine import SimArguments
 from kvolt.runtime.settings_router import RouterSettings
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.replay import TwinRun, new_tally

@@ -49,8 +49,8 @@ from benchmarks.twin.accuracy_runs import (
 
 from kvolt.bench.load.report import Report
 from kvolt.core.load import decode_step_log
-from kvolt.engines.latency_fit import errors_of
-from kvolt.engines.sim_presets import PresetFile
+from kvolt.latency.fit import errors_of
+from kvolt.latency.presets import PresetFile
 
 FOLDER = Path("benchmarks") / "twin"
 FIT_TRACE, JUDGED_TRACE = (str(FOLDER / "traces" / name) for name in ("fit.jsonl", "judged.jsonl"))

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from kvolt.bench.traces import limit, own_ids, read_trace, start_at_zero
 from kvolt.core.trace import TraceRecord
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim.engine import SimArguments
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.replay import new_tally, run_twin
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.request import Role
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.engine import SglangEngine
 from kvolt.engines.sglang.process import HostProcess

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvolt.core.request import Role
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.engine import VllmEngine
 from kvolt.engines.vllm.launch import Launched, launch, socket_folder

@@ -16,7 +16,7 @@ from kvolt.core.errors import InvalidRequest
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, Role, RoutingHints, Sampling, StopConditions
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.engine import VllmEngine
 from kvolt.testing.engine_harness import Run, engine_run

@@ -25,11 +25,6 @@ from vllm.renderers.online_renderer import OnlineRenderer
 
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError, InvalidRequest
-from kvolt.engines.models.card import model_card
-from kvolt.engines.models.checkpoint import open_checkpoint
-from kvolt.engines.models.fetch_progress import ProgressLog
-from kvolt.engines.models.folder_export import folder_of
-from kvolt.engines.models.resolve import resolve
 from kvolt.frontend.openai_api.requests import parse_chat
 from kvolt.frontend.openai_api.templating import TemplateInput, template_input
 from kvolt.frontend.parsers.port import (
@@ -44,6 +39,11 @@ from kvolt.frontend.parsers.port import (
 from kvolt.frontend.preprocess import AskedChat, ParserNames, Processor, ProcessorSpec, Reading
 from kvolt.frontend.processors.registry import find_processor
 from kvolt.frontend.processors.vllm_symbols import REQUIREMENT, check_vllm
+from kvolt.models.card import model_card
+from kvolt.models.checkpoint import open_checkpoint
+from kvolt.models.fetch_progress import ProgressLog
+from kvolt.models.folder_export import folder_of
+from kvolt.models.resolve import resolve
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
 
 TEMPLATES = Path(__file__).parents[1] / "unit" / "frontend" / "templates"

@@ -19,7 +19,7 @@ from kvolt.core.delta import FinishReason
 from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Grammar, GrammarKind, Request, Role, RoutingHints, Sampling, StopConditions
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.launch import launch
 from kvolt.runtime.clock import SystemClock

@@ -37,10 +37,10 @@ from kvolt.core.endpoints import component_name
 from kvolt.core.errors import DiscoveryLost
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim import SimArguments, SimEngine
-from kvolt.engines.sim_answer import answer_tokens
-from kvolt.engines.sim_model import WORDS, tokenizer_json, word_token_ids
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.sim.answer import answer_tokens
+from kvolt.engines.sim.engine import SimArguments, SimEngine
+from kvolt.engines.sim.model import WORDS, tokenizer_json, word_token_ids
 from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.config import load
 from kvolt.runtime.runtime import Runtime

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.engines.models.hub_lab import TOKEN, FakeHub, Repo
+from tests.unit.models.hub_lab import TOKEN, FakeHub, Repo
 
 pytest.importorskip("huggingface_hub")
 

@@ -43,10 +43,10 @@ from tests.unit.engines.native.equality_lab import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvolt.core.errors import ConfigError
-from kvolt.engines.models.checkpoint import open_checkpoint
-from kvolt.engines.models.resolve import resolve
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.parallel import check_degree
+from kvolt.models.checkpoint import open_checkpoint
+from kvolt.models.resolve import resolve
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 NUM_PROMPTS, MAX_TOKENS = 50, 48

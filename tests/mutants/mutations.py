@@ -59,7 +59,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="holds of handoffs are never released",
-        path="engines/holds.py",
+        path="scheduler/holds.py",
         old="        self._pool.release(reversed(held.blocks))\n        return True\n",
         new="        return True\n",
         why="a prefill worker has less and less room",
@@ -67,7 +67,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="handed-over KV that did not arrive is sealed",
-        path="engines/handoffs.py",
+        path="worker/handoffs.py",
         old="            await self._settling.settle(room, pulled.num_blocks, kept_for)\n",
         new="            await self._settling.settle(room, len(room.blocks), kept_for)\n",
         why="a failed transfer leaves blocks with another prompt's KV, and later requests find them",
@@ -115,21 +115,21 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- cancelling and ends
     Mutation(
         name="a cancel is ignored",
-        path="engines/worker.py",
+        path="worker/worker.py",
         old="        if self._open.close(request_id, CANCELLED) is not None:\n            self._abort(request_id)\n",
         new="        self._open.close(request_id, CANCELLED)\n",
         why="engines compute for clients that have left",
     ),
     Mutation(
         name="an abort keeps the blocks",
-        path="engines/scheduler.py",
+        path="scheduler/scheduler.py",
         old="                self._deferred.append(sequence.blocks[sequence.num_lent :])\n",
         new="",
         why="every cancelled request costs its blocks for ever",
     ),
     Mutation(
         name="blocks of aborted requests are released twice",
-        path="engines/scheduler.py",
+        path="scheduler/scheduler.py",
         old="            self.pool.release(reversed(blocks))\n        self._deferred.clear()\n",
         new="            self.pool.release(reversed(blocks))\n        del self._deferred[1:]\n",
         why="blocks that another request has by now are taken from it",
@@ -143,21 +143,21 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="a stop token is not honoured after a migration",
-        path="engines/sequence.py",
+        path="scheduler/sequence.py",
         old="        self.enders = self.eos.union(request.stop.stop_token_ids)\n",
         new="        self.enders = self.eos.union(() if request.resume else request.stop.stop_token_ids)\n",
         why="a migrated answer goes on beyond its end",
     ),
     Mutation(
         name="a migrated answer has all its tokens anew",
-        path="engines/sequence.py",
+        path="scheduler/sequence.py",
         old="        self.max_length = self.num_prompt + request.stop.max_tokens\n",
         new="        self.max_length = self.num_prompt + len(request.resume) + request.stop.max_tokens\n",
         why="max_tokens is counted from the migration on",
     ),
     Mutation(
         name="usage is counted twice after a migration",
-        path="engines/step_telling.py",
+        path="scheduler/step_output.py",
         old="        usage=Usage(sequence.num_prompt, sequence.num_output, num_cached) if end else None,\n        stop",
         new="        usage=Usage(sequence.num_prompt, sequence.num_output + len(sequence.request.resume), num_cached)"
         " if end else None,\n        stop",
@@ -180,7 +180,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="a migration is one position off",
-        path="engines/sequence.py",
+        path="scheduler/sequence.py",
         old="        self.tokens += request.resumed(self.index) or self._handed_over()\n",
         new="        self.tokens += request.resumed(self.index)[1:] or self._handed_over()\n",
         why="the answer goes on one token too early",

@@ -15,7 +15,7 @@ from tests.property.test_word_encoder import KINDS, O200K, TEXTS, WORDS, byte_le
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.engines.sim_model import tokenizer_json
+from kvolt.engines.sim.model import tokenizer_json
 from kvolt.frontend import bounded_tokenizer
 from kvolt.frontend.bounded_tokenizer import BoundedTokenizer, TooManyTokens
 

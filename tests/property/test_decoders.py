@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvolt.core.errors import InvalidRequest, KvoltError, NetworkFault, ProtocolError
-from kvolt.engines import handoffs, meetings
 from kvolt.engines.child_messages import FrameCutter
 from kvolt.engines.kv_formats.schema import decode_batch
-from kvolt.engines.kv_moving import _read_tickets
 from kvolt.frontend.openai_api.decoding import RequestDecoder
 from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest
 from kvolt.kv.tiers import pool_wire
@@ -29,6 +27,9 @@ from kvolt.runtime.streams import ServedStream
 from kvolt.transfer import wire as transfer_wire
 from kvolt.transfer.capabilities import Capabilities
 from kvolt.transfer.wire import FrameReader, read_ticket
+from kvolt.worker import handoffs
+from kvolt.worker import rendezvous as meetings
+from kvolt.worker.kv_moving import _read_tickets
 
 NESTED = b"\x91" * 100_000
 BAD_TEXT = b"\x81\xa1\xff\xa1\xff"

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvolt.engines.sim_model import tokenizer_json
+from kvolt.engines.sim.model import tokenizer_json
 from kvolt.frontend.detokenizer import Detokenizer, Vocabulary
 
 CORPUS = [

@@ -17,8 +17,6 @@ from kvolt.core.kv_events import (
     Tier,
 )
 from kvolt.core.kv_recovery import KvReplay, KvSnapshot, KvSnapshotPart
-from kvolt.engines.worker_holdings import Holdings
-from kvolt.engines.worker_kv import KvJournal
 from kvolt.router.index import BlockIndex
 from kvolt.router.ingest_slots import InstanceSlots
 from kvolt.router.ingest_state import (
@@ -36,6 +34,8 @@ from kvolt.router.ingest_state import (
     Snapshotted,
     Told,
 )
+from kvolt.worker.held_blocks import Holdings
+from kvolt.worker.kv_event_publisher import KvJournal
 
 RANKS = (0, 1)
 BUFFER_BYTES = 700

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from kvolt.core.request import Grammar, GrammarKind, Sampling
 from kvolt.engines.native.grammar.compiler import GrammarCompiler
 from kvolt.engines.native.sampling.sampler import Row, sample
-from kvolt.engines.sim_model import EOS, tokenizer_json
+from kvolt.engines.sim.model import EOS, tokenizer_json
 
 VOCABULARY = 300
 TOKENS = st.integers(0, VOCABULARY + 20)

@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.unit.engines.scheduler_lab import Lab, alone, limits, names_of, request, scheduler, states_of
 from tests.unit.kv.names import Mirror, seen
+from tests.unit.scheduler.scheduler_lab import Lab, alone, limits, names_of, request, scheduler, states_of
 
 from kvolt.core.errors import InvalidRequest, Overloaded
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, StopConditions
-from kvolt.engines.sequence import Phase, Sequence
-from kvolt.engines.step_pace import StepPace
-from kvolt.engines.step_plan import Scheduling
 from kvolt.kv import BlockId
+from kvolt.scheduler.sequence import Phase, Sequence
+from kvolt.scheduler.step_pace import StepPace
+from kvolt.scheduler.step_plan import Scheduling
 
 LONGEST = (1, 2, 1, 1, 2, 2, 1)
 PROMPTS = [LONGEST[start:end] for start in range(3) for end in range(start + 1, len(LONGEST) + 1)]

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvolt.engines.sim_links import Link, SharedLinks, TransferId
+from kvolt.engines.sim.links import Link, SharedLinks, TransferId
 
 LINKS = ("a", "b", "c", "d")
 

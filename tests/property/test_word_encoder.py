@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from kvolt.engines.sim_model import tokenizer_json
+from kvolt.engines.sim.model import tokenizer_json
 from kvolt.frontend.word_encoder import MAX_CHARACTERS, WordEncoder
 
 LLAMA3 = (

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from kvolt.core.ids import RequestId
-from kvolt.engines.scheduler import Scheduler
-from kvolt.engines.worker_open import OpenRequests
 from kvolt.runtime import backlog
 from kvolt.runtime.server import OWN_ENDPOINTS
 from kvolt.runtime.session import Session
 from kvolt.runtime.streams import ServedStream
+from kvolt.scheduler.scheduler import Scheduler
 from kvolt.testing import faults
 from kvolt.testing.cluster import Violation
+from kvolt.worker.open_requests import OpenRequests
 
 SAMPLE = range(8)
 

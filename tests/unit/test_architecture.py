@@ -47,7 +47,7 @@ PURE = [
     SOURCE / "journey" / "resuming.py",
     *sorted(SOURCE.glob("kv/*.py")),
     *(SOURCE / "kv" / "tiers" / f"{name}.py" for name in ("books", "eviction", "sizes")),
-    SOURCE / "engines" / "tier_hits.py",
+    SOURCE / "kv" / "tiers" / "hit_window.py",
     *sorted(SOURCE.glob("router/index*.py")),
     *(
         SOURCE / "transfer" / f"{name}.py"
@@ -103,24 +103,10 @@ PURE = [
             "wording",
         )
     ),
-    *(
-        SOURCE / "engines" / f"{name}.py"
-        for name in (
-            "sequence",
-            "step_plan",
-            "arrivals",
-            "holds",
-            "scheduler",
-            "scheduler_check",
-            "step_telling",
-            "worker_holdings",
-            "kv_exchange",
-            "prefills",
-            "least_squares",
-            "latency_fit",
-            "sim_links",
-        )
-    ),
+    *sorted(SOURCE.glob("scheduler/*.py")),
+    *(SOURCE / "latency" / f"{name}.py" for name in ("fit", "least_squares")),
+    *(SOURCE / "engines" / f"{name}.py" for name in ("kv_exchange", "prefills", "sim/links")),
+    SOURCE / "worker" / "held_blocks.py",
 ]
 PURE += [
     SOURCE / "bench" / "traces" / f"{name}.py"

@@ -15,9 +15,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvolt.core.request import Role
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim import SimArguments, SimEngine
-from kvolt.engines.worker import Worker
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.frontend.admission import Admission, WorkerLoads
 from kvolt.frontend.app import FrontendApp
 from kvolt.frontend.generate import GenerateOptions, Generation
@@ -32,6 +31,7 @@ from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import SocketNetwork, split_address
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.tasks import Crew
+from kvolt.worker.worker import Worker
 
 PAGE = Path(__file__).parents[2] / "docs" / "journey.md"
 

@@ -17,8 +17,8 @@ import kvolt
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
-from kvolt.engines.contract import Engine
-from kvolt.engines.registry import EngineSpec, build_engine, parse_argument
+from kvolt.engines.contract import Engine, EngineSpec
+from kvolt.engines.registry import build_engine, parse_argument
 
 
 class Seated:

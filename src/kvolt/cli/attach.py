@@ -19,15 +19,16 @@ from kvolt.cli.process import Process
 from kvolt.cli.worker_fleet import FleetMetrics
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
-from kvolt.engines.registry import EngineSpec, build_engine, parse_argument
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.registry import build_engine, parse_argument
 from kvolt.engines.remote import RemoteEngine
-from kvolt.engines.worker import Worker, WorkerOptions
 from kvolt.runtime.address import InstanceState
 from kvolt.runtime.health import Health, State
 from kvolt.runtime.network import join_address, split_address
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.settings import Settings
 from kvolt.runtime.tasks import Crew, Scope
+from kvolt.worker.worker import Worker, WorkerOptions
 
 ENGINE = "remote"
 _SHORT_NAMES = {"events": "kv_events", "replay": "kv_events_replay"}

@@ -19,8 +19,8 @@ from kvolt.cli.cache_objects import (
 from kvolt.cli.cache_pool import configure_serve, serve_pool, stat_pool
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
-from kvolt.engines.models.fetch_progress import size_text
 from kvolt.kv.tiers.disk_view import Part, engines_bytes, evict, parts_in, read_blocks, verify
+from kvolt.models.fetch_progress import size_text
 from kvolt.runtime.cache_directory import cache_directory
 from kvolt.runtime.config import LoadedConfig
 

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 
 from kvolt.core.errors import ConfigError
-from kvolt.engines.models.fetch_progress import size_text
 from kvolt.kv.tiers.object_blocks import ObjectBlocks
 from kvolt.kv.tiers.object_view import ObjectFound, objects_in, remove, spoiled
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
+from kvolt.models.fetch_progress import size_text
 
 _UNITS = {"m": timedelta(minutes=1), "h": timedelta(hours=1), "d": timedelta(days=1)}
 

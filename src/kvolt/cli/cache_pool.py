@@ -16,18 +16,18 @@ import msgspec
 from kvolt.cli.flags import add_settings
 from kvolt.cli.process import Process, allow_open_files, run_loop, run_process
 from kvolt.cli.tiers import check_sizes, host_blocks, lower_tiers
-from kvolt.engines.models.fetch_progress import size_text
-from kvolt.engines.pool_telling import PoolTelling
 from kvolt.kv.tiers.eviction import EVICTIONS
 from kvolt.kv.tiers.host_tier import HostTier
 from kvolt.kv.tiers.pool_link import PoolLink
 from kvolt.kv.tiers.pool_server import PoolServer
 from kvolt.kv.tiers.pool_wire import PoolStatus, Status
 from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.models.fetch_progress import size_text
 from kvolt.runtime.cache_directory import cache_directory
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.config import LoadedConfig
 from kvolt.runtime.settings_tiers import TierSettings
+from kvolt.worker.pool_event_publisher import PoolEventPublisher
 
 _ANSWER_S = 5.0
 _TOUCHES = range(1, 16)
@@ -151,7 +151,7 @@ def serve_pool(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 async def _serve_and_tell(path: Path, new_server: Callable[[], PoolServer], process: Process) -> None:
     """Until cancelled. Routers know its name before the first worker says it."""
     server = new_server()
-    telling = PoolTelling(process.runtime, process.settings.namespace)
+    telling = PoolEventPublisher(process.runtime, process.settings.namespace)
     telling.follow(server, await telling.start())
     try:
         await server.start()

@@ -12,9 +12,9 @@ import msgspec
 from kvolt.core.errors import ConfigError, InvalidRequest
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepLogHeader, decode_step_log
-from kvolt.engines.aiconfigurator import AicTarget, header_of, load_predictor, predicted_steps
-from kvolt.engines.latency_fit import BadStep, Errors, Fit, fit_latency
-from kvolt.engines.sim_presets import PresetFile
+from kvolt.latency.aiconfigurator import AicTarget, header_of, load_predictor, predicted_steps
+from kvolt.latency.fit import BadStep, Errors, Fit, fit_latency
+from kvolt.latency.presets import PresetFile
 from kvolt.runtime.config import LoadedConfig
 
 HELP = """

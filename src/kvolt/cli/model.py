@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from kvolt.core.errors import ConfigError
-from kvolt.engines.models import resolve
-from kvolt.engines.models.fetch_progress import Progress, ProgressLog, size_text
+from kvolt.models import resolve
+from kvolt.models.fetch_progress import Progress, ProgressLog, size_text
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.logs import setup_logs
 

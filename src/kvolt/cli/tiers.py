@@ -14,7 +14,6 @@ from kvolt.core.card import EngineInfo
 from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
 from kvolt.core.kv_events import KvChange, Tier
 from kvolt.engines.contract import Engine
-from kvolt.engines.tiering import NewTiering, TieredEngine, Tiering
 from kvolt.kv.tiers import eight_bits
 from kvolt.kv.tiers.admission import Admission
 from kvolt.kv.tiers.cache import TieredCache
@@ -37,6 +36,7 @@ from kvolt.runtime.settings_tiers import TierSettings
 from kvolt.runtime.wire import MALFORMED
 from kvolt.transfer import nixl_library
 from kvolt.transfer.agent import TransferAgent
+from kvolt.worker.tiering import NewTiering, TieredEngine, Tiering
 
 log = logging.getLogger(__name__)
 

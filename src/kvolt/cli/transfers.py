@@ -9,7 +9,6 @@ from functools import partial
 
 from kvolt.core.card import Link
 from kvolt.engines.contract import KvPlaced
-from kvolt.engines.kv_moving import AgentMover, KvMover
 from kvolt.runtime.network import split_address
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.settings import TransferSettings
@@ -17,6 +16,7 @@ from kvolt.runtime.tasks import Crew
 from kvolt.transfer.agent import TransferAgent, TransferOptions
 from kvolt.transfer.machine import look
 from kvolt.transfer.path_watch import PathWatch
+from kvolt.worker.kv_moving import AgentMover, KvMover
 
 TELL_EVERY_S = 10.0
 """A registration goes to everybody who watches: speeds that change in between wait for the next one."""

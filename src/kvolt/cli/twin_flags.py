@@ -13,7 +13,7 @@ from kvolt.bench.traces import limit, read_trace, scale_time, small_trace, start
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.registry import check_arguments, parse_argument
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim.engine import SimArguments
 from kvolt.kv.tiers.sizes import parse_capacity
 from kvolt.router.policies import ROUTERS, find_router
 from kvolt.runtime.settings_router import RouterSettings

@@ -14,11 +14,9 @@ from kvolt.cli.tiers import add_tier_flags, are_wanted, resize_tiers, tiering_of
 from kvolt.cli.transfers import Transfers
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
-from kvolt.engines.handoff_metrics import HandoffMetrics
-from kvolt.engines.path_metrics import PathMetrics
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.registry import (
     AUTO,
-    EngineSpec,
     build_engine,
     build_follower,
     check_arguments,
@@ -26,10 +24,12 @@ from kvolt.engines.registry import (
     find_engine,
     merge_arguments,
 )
-from kvolt.engines.tier_metrics import TierMetrics
-from kvolt.engines.worker import Worker, WorkerOptions, stats_of
+from kvolt.kv.tiers.tier_metrics import TierMetrics
 from kvolt.runtime.config import LoadedConfig
 from kvolt.runtime.settings import MAX_PER_PROCESS, WorkerSettings
+from kvolt.worker.handoff_metrics import HandoffMetrics
+from kvolt.worker.path_metrics import PathMetrics
+from kvolt.worker.worker import Worker, WorkerOptions, stats_of
 
 HELP = """
 Start one worker. It registers through discovery and serves until it is stopped (Ctrl-C drains it).
@@ -181,8 +181,8 @@ def check_engine(group: WorkerSettings) -> tuple[str, dict[str, Any]]:
 
 def _check_name(model: str) -> None:
     """ConfigError for what can be no model's name, before anybody has waited for torch; a hub's is left to it."""
-    from kvolt.engines.models.model_files import parse_hub_name
-    from kvolt.engines.models.resolve import locate
+    from kvolt.models.model_files import parse_hub_name
+    from kvolt.models.resolve import locate
 
     if parse_hub_name(model) is None:
         locate(model)

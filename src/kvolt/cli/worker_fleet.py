@@ -20,16 +20,16 @@ from kvolt.cli.process import Process, allow_open_files
 from kvolt.cli.transfers import Transfers
 from kvolt.core.errors import ConfigError, DiscoveryLost
 from kvolt.engines.contract import Engine
-from kvolt.engines.handoff_metrics import HandoffMetrics
-from kvolt.engines.path_metrics import PathMetrics
-from kvolt.engines.worker import Worker, WorkerOptions, stats_of
-from kvolt.engines.worker_metrics import WorkerMetrics
 from kvolt.runtime.discovery import Discovery, LeaseId, WatchEvent
 from kvolt.runtime.events import EventPlane, EventStream
 from kvolt.runtime.health import Health, State
 from kvolt.runtime.network import join_address, split_address
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.tasks import Scope
+from kvolt.worker.handoff_metrics import HandoffMetrics
+from kvolt.worker.metrics import WorkerMetrics
+from kvolt.worker.path_metrics import PathMetrics
+from kvolt.worker.worker import Worker, WorkerOptions, stats_of
 
 _STARTED_AT_ONCE = 32
 _HISTORY_BYTES = 64 << 20

@@ -1,1 +1,1 @@
-"""What computes: the engine contract, the engines, and the worker that puts one behind an endpoint."""
+"""The engine contract, the registry of engines, and what engines of kvolt share."""

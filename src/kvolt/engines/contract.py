@@ -55,7 +55,7 @@ from kvolt.core.ids import BlockKey, RequestId, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel
-from kvolt.core.request import Handoff, Request
+from kvolt.core.request import Handoff, Request, Role
 from kvolt.transfer.memory import Slab
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "Embed",
     "Encode",
     "Engine",
+    "EngineSpec",
     "KvBlock",
     "KvEvents",
     "KvHeld",
@@ -83,6 +84,16 @@ __all__ = [
 ]
 
 Pooling = Literal["mean", "last"]
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The model, role and devices of an engine: everything but the arguments of its own kind."""
+
+    model: str
+    role: Role
+    devices: tuple[str, ...] = ()
+    has_tiers: bool = False
+    """Whether its blocks are offloaded to lower tiers, whatever its role."""
 
 
 class Engine(Protocol):

@@ -16,8 +16,8 @@ from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
 from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, SealedKv
-from kvolt.engines.scheduler import Scheduler
 from kvolt.kv import BlockId, BlockName, Names
+from kvolt.scheduler.scheduler import Scheduler
 
 _PINNED_SHARE = 0.125
 """Of all blocks, those that are held at a time for who copies them elsewhere."""

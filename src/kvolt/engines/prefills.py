@@ -20,9 +20,9 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.contract import KvHeld
 from kvolt.engines.kv_exchange import held_of
-from kvolt.engines.scheduler import Scheduler
-from kvolt.engines.step_plan import Advanced, check_request
 from kvolt.kv import Names
+from kvolt.scheduler.scheduler import Scheduler
+from kvolt.scheduler.step_plan import Advanced, check_request
 
 HOLD_S = 30.0
 """How long prefilled blocks wait to be fetched, unless told otherwise."""

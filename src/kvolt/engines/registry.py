@@ -11,21 +11,10 @@ from typing import Any, Protocol, get_args
 import msgspec
 
 from kvolt.core.errors import ConfigError
-from kvolt.core.request import Role
-from kvolt.engines.contract import Engine
+from kvolt.engines.contract import Engine, EngineSpec
 
 GROUP = "kvolt.engines"
 AUTO = "auto"
-
-
-class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wanted of an engine, besides its own arguments."""
-
-    model: str
-    role: Role
-    devices: tuple[str, ...] = ()
-    has_tiers: bool = False
-    """Whether its blocks are copied elsewhere, whatever its role."""
 
 
 class Follower(Protocol):
@@ -53,8 +42,8 @@ class EngineKind(msgspec.Struct, frozen=True):
 
 
 def _sim() -> EngineKind:
-    from kvolt.engines.sim import SimArguments, SimEngine
-    from kvolt.engines.sim_presets import PRESETS
+    from kvolt.engines.sim.engine import SimArguments, SimEngine
+    from kvolt.latency.presets import PRESETS
 
     presets = {name: f"{preset.about} ({preset.source})" for name, preset in PRESETS.items()}
     return EngineKind(SimArguments, SimEngine, "sim-tiny", {"preset": presets}, many_per_process=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvolt.core.load import WorkerLoad
-from kvolt.engines.step_plan import StepPlan
+from kvolt.scheduler.step_plan import StepPlan
 
 
 class StepWatch(Protocol):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from kvolt.core.errors import Unsupported
-from kvolt.engines.worker_control import ClearKv
 from kvolt.frontend.models import Models
 from kvolt.frontend.worker_commands import Outcome, ask_workers
 from kvolt.runtime.runtime import Runtime
+from kvolt.worker.control import ClearKv
 
 
 class Clearing(msgspec.Struct, frozen=True, omit_defaults=True):

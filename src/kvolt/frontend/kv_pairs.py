@@ -1,6 +1,7 @@
 """Prefill workers whose KV the decode workers of a model could not take: they are not asked for prompts.
 
-Workers see to that themselves when they register (`engines.kv_peers`); this is for those that missed each other then.
+Workers see to that themselves when they register (`worker.kv_compatibility`); this is for those that missed each
+other then.
 Worked out once per change of the workers, not once per request.
 """
 
@@ -11,10 +12,10 @@ from collections import Counter
 
 from kvolt.core.card import KvSlabs
 from kvolt.core.ids import InstanceId
-from kvolt.engines.kv_peers import slabs_of, why_unfit
 from kvolt.journey.prefill import Leg
 from kvolt.runtime.address import Instance
 from kvolt.runtime.client import EndpointClient
+from kvolt.worker.kv_compatibility import slabs_of, why_unfit
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import msgspec
 from msgspec import Meta
 
 from kvolt.core.errors import InvalidRequest, NotFound, Unavailable, Unsupported
-from kvolt.engines.worker_control import LoadLora, UnloadLora
 from kvolt.frontend.models import Model, Models
 from kvolt.frontend.openai_api.decoding import RequestDecoder
 from kvolt.frontend.worker_commands import Outcome, ask_workers
 from kvolt.runtime.runtime import Runtime
+from kvolt.worker.control import LoadLora, UnloadLora
 
 _LOOK_S = 0.02
 _MAX_LOOKS = 100

@@ -9,13 +9,13 @@ import msgspec
 
 from kvolt.core.endpoints import CONTROL
 from kvolt.core.errors import KvoltError
-from kvolt.engines.worker_control import WorkerAnswer, WorkerCommand
 from kvolt.frontend.models import Model
 from kvolt.runtime.address import EndpointAddress, Instance
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.client import open_stream
 from kvolt.runtime.plane import Destination
 from kvolt.runtime.runtime import Runtime
+from kvolt.worker.control import WorkerAnswer, WorkerCommand
 
 _decode_answer = msgspec.msgpack.Decoder(WorkerAnswer).decode
 _NO_ANSWER = WorkerAnswer()

@@ -2,7 +2,7 @@
 
 Clients differ by chance: some read slowly, hang up, have little time, or ask for what no engine can do. Prompts share
 prefixes, so that KV is reused, moved and onboarded from tiers; tenants do not share theirs. The right answer is
-known without any engine (`engines.sim_answer`).
+known without any engine (`engines.sim.answer`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvolt.core.errors import KvoltError
 from kvolt.core.hashing import local_hashes, request_seed, sequence_hashes
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling, StopConditions
-from kvolt.engines.sim_answer import answer_tokens
-from kvolt.engines.sim_model import word_token_ids
+from kvolt.engines.sim.answer import answer_tokens
+from kvolt.engines.sim.model import word_token_ids
 from kvolt.journey.journey import Road
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.clock import new_id

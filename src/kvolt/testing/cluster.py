@@ -29,12 +29,9 @@ from kvolt.core.endpoints import GENERATE, KV_TOPIC, component_name
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Role
-from kvolt.engines.contract import Engine, KvPlaced
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim import SimArguments, SimEngine
-from kvolt.engines.sim_kv import BLOCK_BYTES
-from kvolt.engines.tiering import NewTiering, TieredEngine, Tiering
-from kvolt.engines.worker import Worker
+from kvolt.engines.contract import Engine, EngineSpec, KvPlaced
+from kvolt.engines.sim.engine import SimArguments, SimEngine
+from kvolt.engines.sim.kv import BLOCK_BYTES
 from kvolt.journey.journey import Road
 from kvolt.journey.prefill import Leg
 from kvolt.journey.ways import Chooser, OneWay
@@ -76,6 +73,8 @@ from kvolt.testing.ports import VirtualProcess
 from kvolt.testing.shape import ClusterShape, Flow
 from kvolt.testing.tally import Tally
 from kvolt.testing.tier_executor import without_threads
+from kvolt.worker.tiering import NewTiering, TieredEngine, Tiering
+from kvolt.worker.worker import Worker
 
 _IN_MEMORY = Path("/dev/shm")
 NAMESPACE = "twin"

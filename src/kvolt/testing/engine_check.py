@@ -20,8 +20,8 @@ from typing import Any
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError, KvoltError
 from kvolt.core.request import Role
-from kvolt.engines.contract import Engine, features_of
-from kvolt.engines.registry import EngineSpec, build_engine, check_arguments, find_engine, merge_arguments
+from kvolt.engines.contract import Engine, EngineSpec, features_of
+from kvolt.engines.registry import build_engine, check_arguments, find_engine, merge_arguments
 from kvolt.testing.engine_harness import Case, NotRun, engine_run
 from kvolt.testing.engine_prompts import Prompts, find_ending_prompt
 from kvolt.testing.engine_tiers import TIERS

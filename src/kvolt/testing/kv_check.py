@@ -17,16 +17,16 @@ from kvolt.core.ids import BlockKey, InstanceId
 from kvolt.core.kv_digest import mix
 from kvolt.core.kv_events import TIER_LEVEL, Cleared, KvChange, KvEventBatch, Removed, Stored, Tier
 from kvolt.core.request import Request
-from kvolt.engines.handoffs import Handoffs
-from kvolt.engines.sim import SimEngine
-from kvolt.engines.sim_kv import BLOCK_BYTES, ExpectedKv, key_context
-from kvolt.engines.tiering import Tiering
-from kvolt.engines.worker import Worker
+from kvolt.engines.sim.engine import SimEngine
+from kvolt.engines.sim.kv import BLOCK_BYTES, ExpectedKv, key_context
 from kvolt.kv.tiers.books import TierBooks
 from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.host_tier import numbers_of
 from kvolt.router.exact import ExactRouter
 from kvolt.router.ingest_state import FeedState
+from kvolt.worker.handoffs import Handoffs
+from kvolt.worker.tiering import Tiering
+from kvolt.worker.worker import Worker
 
 _COPIES = BLOCK_BYTES // 16
 

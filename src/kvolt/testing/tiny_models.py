@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvolt.engines.sim_model import CHAT_TEMPLATE, EOS, SPECIAL, tokenizer_json
+from kvolt.engines.sim.model import CHAT_TEMPLATE, EOS, SPECIAL, tokenizer_json
 
 if TYPE_CHECKING:
     import torch
     from gguf import GGUFWriter
 
-    from kvolt.engines.models.config import ModelConfig
+    from kvolt.models.config import ModelConfig
 
 _MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -152,7 +152,7 @@ def _vocabulary() -> dict[str, int]:
 
 
 def _model_config(config: dict[str, Any]) -> ModelConfig:
-    from kvolt.engines.models.config import read_hf_config
+    from kvolt.models.config import read_hf_config
 
     return read_hf_config(json.dumps(config).encode(), "float32")
 
@@ -160,7 +160,7 @@ def _model_config(config: dict[str, Any]) -> ModelConfig:
 def _weights(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     import torch
 
-    from kvolt.engines.models.checkpoint import expected_shapes
+    from kvolt.models.checkpoint import expected_shapes
 
     generator = torch.Generator().manual_seed(seed)
     weights = {}
@@ -173,7 +173,7 @@ def _weights(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
 def _gguf_weights(config: ModelConfig, own: str, seed: int) -> dict[str, torch.Tensor]:
     import torch
 
-    from kvolt.engines.models.config import Llama3Rope, inverse_frequencies
+    from kvolt.models.config import Llama3Rope, inverse_frequencies
 
     weights = {}
     for name, weight in _weights(config, seed).items():

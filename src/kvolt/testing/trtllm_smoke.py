@@ -21,8 +21,8 @@ from kvolt.core.delta import FinishReason
 from kvolt.core.errors import ConfigError, KvoltError, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Grammar, GrammarKind, Request, Role, Sampling, StopConditions
-from kvolt.engines.contract import Prefill
-from kvolt.engines.registry import EngineSpec, build_engine, parse_argument
+from kvolt.engines.contract import EngineSpec, Prefill
+from kvolt.engines.registry import build_engine, parse_argument
 from kvolt.testing.engine_event_cases import ask_as_told
 from kvolt.testing.engine_harness import Run, engine_run
 from kvolt.testing.engine_prompts import Prompts

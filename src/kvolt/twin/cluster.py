@@ -18,11 +18,10 @@ from msgspec.structs import replace
 from kvolt.core.card import EngineInfo
 from kvolt.core.endpoints import GENERATE, component_name
 from kvolt.core.request import Role
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim import SimArguments, SimEngine
-from kvolt.engines.sim_links import Link
-from kvolt.engines.sim_transfers import SimTransfers
-from kvolt.engines.worker import Worker
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.sim.engine import SimArguments, SimEngine
+from kvolt.engines.sim.links import Link
+from kvolt.engines.sim.transfers import SimTransfers
 from kvolt.journey.journey import Road
 from kvolt.journey.prefill import Leg
 from kvolt.journey.ways import Chooser, WayRule
@@ -46,6 +45,7 @@ from kvolt.twin.paper_mover import PaperBoard, PaperMover, link_in, link_out
 from kvolt.twin.paper_tiers import TwinTiers, tiering_on_paper
 from kvolt.twin.trouble import FailingEngine, Trouble, every, new_bus
 from kvolt.twin.watching import ClusterWatch, EngineWatch
+from kvolt.worker.worker import Worker
 
 MODEL = "sim-tiny"
 NAMESPACE = "twin"

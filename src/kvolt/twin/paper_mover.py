@@ -8,7 +8,7 @@ from itertools import count
 
 from kvolt.core.errors import DeadlineExceeded, NotFound, TransferFailed
 from kvolt.core.ids import BlockKey
-from kvolt.engines.sim_transfers import SimTransfers
+from kvolt.engines.sim.transfers import SimTransfers
 
 
 class PaperOffer:

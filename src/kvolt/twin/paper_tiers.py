@@ -18,9 +18,8 @@ from kvolt.core.card import EngineInfo
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import KvChange, Tier
 from kvolt.engines.contract import Engine
-from kvolt.engines.sim_links import Link
-from kvolt.engines.sim_transfers import SimTransfers
-from kvolt.engines.tiering import NewTiering, TieredEngine, Tiering
+from kvolt.engines.sim.links import Link
+from kvolt.engines.sim.transfers import SimTransfers
 from kvolt.kv.changes import Change
 from kvolt.kv.tiers.books import TierBlock, TierBooks
 from kvolt.kv.tiers.cache import TieredCache
@@ -30,6 +29,7 @@ from kvolt.kv.tiers.lower import LowerTier, TierStats
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
 from kvolt.transfer.device_memory import Sums
 from kvolt.transfer.memory import Numbers
+from kvolt.worker.tiering import NewTiering, TieredEngine, Tiering
 
 _DOWN, _UP, _WRITE, _READ = "host_down", "host_up", "disk_write", "disk_read"
 

@@ -16,7 +16,7 @@ import msgspec
 from kvolt.bench.load.sla import Sla
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
-from kvolt.engines.sim_arguments import step_model_of
+from kvolt.engines.sim.arguments import step_model_of
 from kvolt.router.custom_policy import is_custom, policy_text
 from kvolt.twin.axes import Point, Setup
 from kvolt.twin.figures import Figures

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kvolt.core.errors import EngineFailed
 from kvolt.core.request import Request
-from kvolt.engines.sim import SimEngine
+from kvolt.engines.sim.engine import SimEngine
 from kvolt.runtime.events import Event
 from kvolt.runtime.events_mem import MemBus
 

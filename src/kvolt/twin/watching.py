@@ -16,8 +16,8 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Tier
 from kvolt.core.latency import StepModel, prompt_s
 from kvolt.core.load import StepStats, WorkerLoad
-from kvolt.engines.sim_arguments import SimArguments, step_model_of
-from kvolt.engines.step_plan import StepPlan, Work
+from kvolt.engines.sim.arguments import SimArguments, step_model_of
+from kvolt.scheduler.step_plan import StepPlan, Work
 from kvolt.twin.activity import Activity
 
 

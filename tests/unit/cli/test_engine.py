@@ -17,8 +17,8 @@ from kvolt.cli.engine import field_docs
 from kvolt.cli.main import main
 from kvolt.engines import registry
 from kvolt.engines.registry import EngineKind
-from kvolt.engines.sim import SimArguments
-from kvolt.engines.sim_presets import PRESETS
+from kvolt.engines.sim.engine import SimArguments
+from kvolt.latency.presets import PRESETS
 
 
 class PluginArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

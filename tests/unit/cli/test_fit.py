@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from kvolt.cli.main import main
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepLogHeader, StepStats, encode_step_log
-from kvolt.engines.aiconfigurator import AicTarget
 from kvolt.engines.registry import check_arguments
-from kvolt.engines.sim import SimArguments
-from kvolt.engines.sim_arguments import step_model_of
+from kvolt.engines.sim.arguments import step_model_of
+from kvolt.engines.sim.engine import SimArguments
+from kvolt.latency.aiconfigurator import AicTarget
 
 HEADER = StepLogHeader(engine="native", model="Tiny 1B", device="Some GPU", block_size=16, dtype="bfloat16")
 TRUE = LatencyModel(base_s=0.004, prefill_token_s=2e-5, context_token_s=1e-7)
@@ -135,7 +135,7 @@ def test_a_preset_without_the_gpu(
         return _Predictor()
 
     monkeypatch.setattr("kvolt.cli.fit.load_predictor", load)
-    monkeypatch.setattr("kvolt.engines.aiconfigurator.version", lambda name: "9.9")
+    monkeypatch.setattr("kvolt.latency.aiconfigurator.version", lambda name: "9.9")
     out = tmp_path / "h200.json"
     flags = ["--backend-version", "0.24.0", "--tensor-parallel", "2", "--out", str(out)]
     assert main(["fit", "--aiconfigurator", "a/b", "h200_sxm", "vllm", *flags]) == 0

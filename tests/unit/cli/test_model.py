@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.engines.models.hub_lab import FakeHub, Repo
-from tests.unit.engines.models.package_lab import DATA, WEIGHTS
+from tests.unit.models.hub_lab import FakeHub, Repo
+from tests.unit.models.package_lab import DATA, WEIGHTS
 
 from kvolt.cli.main import main
-from kvolt.engines.models import resolve
-from kvolt.engines.models.hub import Hub
+from kvolt.models import resolve
+from kvolt.models.hub import Hub
 
 pytest.importorskip("huggingface_hub")
 

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from tests.unit.engines.test_tiering import tiered
+from tests.unit.worker.test_tiering import tiered
 
 from kvolt.cli.main import main
 from kvolt.cli.tiers import resize_tiers, tiering_of, with_tiers
 from kvolt.core.errors import ConfigError, InvalidRequest, Unsupported
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import Role
-from kvolt.engines.contract import features_of
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim import SimArguments, SimEngine
+from kvolt.engines.contract import EngineSpec, features_of
+from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.runtime.settings import WorkerSettings
 from kvolt.runtime.settings_tiers import TierSettings
 from kvolt.transfer import nixl_library

@@ -15,9 +15,9 @@ from kvolt.cli.process import running
 from kvolt.cli.transfers import Transfers
 from kvolt.core.card import Link
 from kvolt.core.ids import BlockKey
-from kvolt.engines.kv_moving import KvMover
 from kvolt.runtime.settings import Settings, TransferSettings
 from kvolt.transfer import self_test
+from kvolt.worker.kv_moving import KvMover
 
 SOON_S = 20.0
 KEYS = [BlockKey(bytes([number] * 16)) for number in range(4)]

@@ -22,7 +22,6 @@ from kvolt.core.endpoints import KV_TOPIC, LOAD_TOPIC
 from kvolt.core.errors import ConfigError, DiscoveryLost, EngineDied
 from kvolt.core.kv_events import KvEventBatch
 from kvolt.core.load import LoadReport
-from kvolt.engines.worker import WorkerOptions
 from kvolt.runtime.address import Instance, InstanceState, decode_instance
 from kvolt.runtime.call import Deadlines
 from kvolt.runtime.client import open_stream
@@ -31,6 +30,7 @@ from kvolt.runtime.plane import Destination
 from kvolt.runtime.runtime import Runtime
 from kvolt.runtime.settings import Settings, WorkerSettings
 from kvolt.runtime.tasks import Scope
+from kvolt.worker.worker import WorkerOptions
 
 COUNT = 24
 LIMITS = Deadlines(connect_s=5.0, first_s=20.0, between_s=20.0, total_s=60.0)

@@ -10,7 +10,7 @@ import pytest
 
 from kvolt.core.latency import LatencyModel, OccupancyModel, StepModel, prompt_s
 from kvolt.core.load import StepStats
-from kvolt.engines.sim_presets import PRESETS
+from kvolt.latency.presets import PRESETS
 
 MODEL = OccupancyModel(
     prefill_base_s=1.0,

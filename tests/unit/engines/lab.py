@@ -22,11 +22,8 @@ from kvolt.core.endpoints import GENERATE, component_name
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, Sampling, StopConditions
-from kvolt.engines.contract import KvPlaced
-from kvolt.engines.kv_moving import KvMover
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim import SimArguments, SimEngine
-from kvolt.engines.worker import Worker, WorkerOptions
+from kvolt.engines.contract import EngineSpec, KvPlaced
+from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.frontend.admission import Admission, WorkerLoads
 from kvolt.frontend.edge import edge_server
 from kvolt.frontend.generate import GenerateOptions
@@ -45,6 +42,8 @@ from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.tasks import Crew
 from kvolt.testing import LinkProfile, VirtualNetwork, VirtualProcess
+from kvolt.worker.kv_moving import KvMover
+from kvolt.worker.worker import Worker, WorkerOptions
 
 MODEL = "sim-tiny"
 NAMESPACE = "test"

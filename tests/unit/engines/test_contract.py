@@ -6,9 +6,8 @@ import pytest
 from tests.unit.testing.toy_engine import ToyArguments, ToyEngine
 
 from kvolt.core.request import Role
-from kvolt.engines.contract import FEATURES, Engine, features_of
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim import SimArguments, SimEngine
+from kvolt.engines.contract import FEATURES, Engine, EngineSpec, features_of
+from kvolt.engines.sim.engine import SimArguments, SimEngine
 
 SPEC = EngineSpec(model="m", role=Role.AGGREGATED)
 

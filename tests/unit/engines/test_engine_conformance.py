@@ -13,10 +13,10 @@ from kvolt.core.delta import Delta, FinishReason, StepOutput
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, StopConditions
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim import SimArguments, SimEngine
-from kvolt.engines.sim_model import EOS, tokenizer_json
-from kvolt.engines.step_plan import Scheduling
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.sim.engine import SimArguments, SimEngine
+from kvolt.engines.sim.model import EOS, tokenizer_json
+from kvolt.scheduler.step_plan import Scheduling
 from kvolt.testing import run_virtual
 from kvolt.testing.engine_answer_cases import (
     choices_end_apart,

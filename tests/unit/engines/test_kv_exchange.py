@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from msgspec.structs import replace
-from tests.unit.engines.scheduler_lab import Lab, request, scheduler
+from tests.unit.scheduler.scheduler_lab import Lab, request, scheduler
 
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_block import KvBlock

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tests.unit.engines.scheduler_lab import EOS, Lab, alone, limits, names_of, request, scheduler
+from tests.unit.scheduler.scheduler_lab import EOS, Lab, alone, limits, names_of, request, scheduler
 
 from kvolt.core.errors import Cancelled, ErrorInfo, InvalidRequest, NotFound, to_info
 from kvolt.core.ids import RequestId

@@ -13,15 +13,9 @@ import pytest
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
 from kvolt.engines import registry
-from kvolt.engines.registry import (
-    EngineKind,
-    EngineSpec,
-    build_engine,
-    check_arguments,
-    engine_names,
-    find_engine,
-)
-from kvolt.engines.sim import SimArguments, SimEngine
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.registry import EngineKind, build_engine, check_arguments, engine_names, find_engine
+from kvolt.engines.sim.engine import SimArguments, SimEngine
 
 SPEC = EngineSpec(model="m", role=Role.AGGREGATED)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from kvolt.core.delta import Delta
-from kvolt.engines.sim_model import tokenizer_json, word_token_ids
+from kvolt.engines.sim.model import tokenizer_json, word_token_ids
 from kvolt.frontend.answer import Answer, Plan
 from kvolt.frontend.detokenizer import Vocabulary
 from kvolt.frontend.live import LiveAnswer, LiveReceiver, TokenFan

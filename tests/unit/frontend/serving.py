@@ -11,7 +11,7 @@ from tests.unit.engines.lab import ARGUMENTS, Frontend, Lab, RunningWorker, Scri
 from kvolt.core.delta import Delta, FinishReason, StepOutput
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
-from kvolt.engines.sim import SimEngine
+from kvolt.engines.sim.engine import SimEngine
 from kvolt.testing import run_virtual
 
 Body = Callable[[Lab, Frontend, RunningWorker], Coroutine[Any, Any, None]]

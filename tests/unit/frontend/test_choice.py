@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvolt.core.delta import Delta, FinishReason, TokenLogprobs
-from kvolt.engines.sim_model import EOS, tokenizer_json, word_token_ids
+from kvolt.engines.sim.model import EOS, tokenizer_json, word_token_ids
 from kvolt.frontend.choice import Choice, Told
 from kvolt.frontend.detokenizer import Vocabulary
 from kvolt.frontend.parsers.chain import ParserChain

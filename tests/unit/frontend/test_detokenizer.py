@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from kvolt.engines.sim_model import SPECIAL, tokenizer_json, word_token_ids
+from kvolt.engines.sim.model import SPECIAL, tokenizer_json, word_token_ids
 from kvolt.frontend.detokenizer import Vocabulary
 from kvolt.frontend.detokenizer_tokens import Tokens
 from kvolt.frontend.detokenizer_window import WindowDetokenizer

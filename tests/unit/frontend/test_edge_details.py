@@ -11,7 +11,7 @@ from tests.unit.frontend.serving import TOOL, saying, served
 from tokenizers import Tokenizer, processors
 
 from kvolt.core.errors import ConfigError
-from kvolt.engines.sim_model import sim_card, tokenizer_json
+from kvolt.engines.sim.model import sim_card, tokenizer_json
 from kvolt.frontend import live
 from kvolt.frontend.models import ModelOptions, Models
 from kvolt.frontend.preprocess import CardProcessor, ParserNames, ProcessorSpec, check_parsers

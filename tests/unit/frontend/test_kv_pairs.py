@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from tests.unit.engines.lab import MODEL, Frontend, Lab, RunningWorker, until
-from tests.unit.engines.test_kv_peers import eighths
-from tests.unit.engines.test_worker_roles import Air, engine_of, start
 from tests.unit.frontend.test_roles import PROMPT, QUERY, SPLIT
+from tests.unit.worker.test_kv_compatibility import eighths
+from tests.unit.worker.test_roles import Air, engine_of, start
 
 from kvolt.core.request import Role
-from kvolt.engines import worker as worker_module
 from kvolt.testing import run_virtual
+from kvolt.worker import worker as worker_module
 
 Scene = tuple[Lab, Air, Frontend, RunningWorker, RunningWorker]
 

@@ -16,8 +16,8 @@ from tests.unit.frontend.serving import TOOL
 
 from kvolt.core.delta import StepOutput
 from kvolt.core.request import Role
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim import SimArguments, SimEngine
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.frontend.models import ModelOptions
 from kvolt.testing import run_virtual
 

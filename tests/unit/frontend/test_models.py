@@ -17,7 +17,7 @@ from kvolt.core.endpoints import CARD, GENERATE, component_name
 from kvolt.core.errors import InvalidRequest, NotFound, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Role
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim.engine import SimArguments
 from kvolt.frontend.models import ModelOptions, Models
 from kvolt.frontend.preprocess import ParserNames
 from kvolt.runtime.address import EndpointAddress, Instance, encode_instance

@@ -13,7 +13,7 @@ from tests.unit.engines.lab import ARGUMENTS, MODEL, Frontend, Lab, RunningWorke
 from tests.unit.frontend.serving import served
 
 from kvolt.core.errors import Overloaded
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim.engine import SimArguments
 from kvolt.frontend import off_loop
 from kvolt.frontend.off_loop import OffLoop
 from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES

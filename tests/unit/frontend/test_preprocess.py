@@ -12,7 +12,7 @@ from tests.unit.frontend.serving import TOOL
 
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError, InvalidRequest
-from kvolt.engines.sim_model import sim_card
+from kvolt.engines.sim.model import sim_card
 from kvolt.frontend import preprocess
 from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.port import Content, Reasoning, TextParser, ToolStart

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.unit.engines.lab import MODEL, Frontend, Lab, RunningWorker, until
-from tests.unit.engines.test_worker_roles import Air, engine_of, start
+from tests.unit.worker.test_roles import Air, engine_of, start
 
 from kvolt.core.errors import Unavailable
 from kvolt.core.request import Request, Role

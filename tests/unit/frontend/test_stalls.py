@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 from tests.unit.engines.lab import MODEL, Frontend, Lab, RunningWorker, until
-from tests.unit.engines.test_worker_roles import Air, start
 from tests.unit.frontend.serving import served
+from tests.unit.worker.test_roles import Air, start
 
 from kvolt.core.request import Role
 from kvolt.frontend.models import ModelOptions

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.engines.sim_model import tokenizer_json
+from kvolt.engines.sim.model import tokenizer_json
 from kvolt.frontend.token_cache import CachedEncoder, longest_of
 
 ROOM = 1 << 20

@@ -9,20 +9,20 @@ from typing import Any
 import msgspec
 import pytest
 from tests.unit.engines.lab import until
-from tests.unit.engines.test_worker_roles import EXPECTED, asked, at_rest
 from tests.unit.journey.stage import Inbox
 from tests.unit.journey.test_handed_over import Pair, Split, paired
+from tests.unit.worker.test_roles import EXPECTED, asked, at_rest
 
 from kvolt.core.errors import EngineFailed, KvoltError, Unavailable
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role
-from kvolt.engines import meetings
 from kvolt.journey import decode_first
 from kvolt.journey.journey import Journey, Road
 from kvolt.journey.prefill import Leg
 from kvolt.router.breaker_report import describe_breakers
 from kvolt.router.port import Decision, RoundRobinRouter
 from kvolt.runtime.call import Deadlines
+from kvolt.worker import rendezvous as meetings
 
 
 def road(pair: Pair, leg: Leg | None = None) -> Road:

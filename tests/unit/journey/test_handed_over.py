@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from tests.unit.engines.lab import Lab, RunningWorker, until
-from tests.unit.engines.test_worker_roles import BLOCK, EXPECTED, Air, asked, at_rest, start
 from tests.unit.journey.stage import Fixed, Inbox
+from tests.unit.worker.test_roles import BLOCK, EXPECTED, Air, asked, at_rest, start
 
 from kvolt.core.errors import DeadlineExceeded, KvoltError, Unavailable
 from kvolt.core.ids import InstanceId, RequestId

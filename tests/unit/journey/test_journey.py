@@ -34,7 +34,7 @@ from kvolt.core.errors import (
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource, Request
-from kvolt.engines.sim import SimEngine
+from kvolt.engines.sim.engine import SimEngine
 from kvolt.journey.journey import Journey, Road
 from kvolt.journey.machine import State
 from kvolt.journey.take_back import ask_back

@@ -25,8 +25,8 @@ from kvolt.core.errors import (
 )
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
-from kvolt.engines.sim_answer import answer_tokens
-from kvolt.engines.sim_model import word_token_ids
+from kvolt.engines.sim.answer import answer_tokens
+from kvolt.engines.sim.model import word_token_ids
 from kvolt.journey.journey import Journey, Road
 from kvolt.journey.machine import State
 from kvolt.journey.resuming import is_over

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from tests.unit.engines.lab import Lab, RunningWorker, until
-from tests.unit.engines.test_worker_roles import EXPECTED, Air, asked, at_rest, read, start
 from tests.unit.journey.stage import Booking, Fixed, Inbox
+from tests.unit.worker.test_roles import EXPECTED, Air, asked, at_rest, read, start
 
 from kvolt.core.delta import StageTimes
 from kvolt.core.errors import EngineDied, EngineFailed, Unavailable, Unsupported

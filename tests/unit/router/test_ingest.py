@@ -30,9 +30,7 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Cleared, KvChange, KvEventBatch, Removed, Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, StopConditions
-from kvolt.engines.sim import SimEngine
-from kvolt.engines.worker import WorkerOptions
-from kvolt.engines.worker_holdings import Holdings
+from kvolt.engines.sim.engine import SimEngine
 from kvolt.router import ingest as ingest_module
 from kvolt.router.index import BlockIndex
 from kvolt.router.ingest import IngestOptions, KvIngest
@@ -40,6 +38,8 @@ from kvolt.router.ingest_state import FeedState
 from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.events_mem import MemBus
 from kvolt.testing import run_virtual
+from kvolt.worker.held_blocks import Holdings
+from kvolt.worker.worker import WorkerOptions
 
 BLOCK = ARGUMENTS.block_size
 SMALL = msgspec.structs.replace(ARGUMENTS, kv_blocks=40, context_length=400)

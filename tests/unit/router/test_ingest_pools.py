@@ -24,7 +24,6 @@ from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored, Tier
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request
-from kvolt.engines.pool_telling import PoolTelling
 from kvolt.router.exact import ExactRouter
 from kvolt.router.ingest_pools import PoolShares
 from kvolt.router.ingest_state import FeedState
@@ -33,6 +32,7 @@ from kvolt.router.port import RouterContext
 from kvolt.router.selector import Explained
 from kvolt.runtime.runtime import Runtime
 from kvolt.testing import run_virtual
+from kvolt.worker.pool_event_publisher import PoolEventPublisher
 
 BLOCK = ARGUMENTS.block_size
 HOST_WEIGHT, DISK_WEIGHT = 0.9, 0.7
@@ -77,13 +77,13 @@ def stored(request: Request, tier: Tier, start: int = 0, end: int | None = None)
 
 
 class Pool:
-    def __init__(self, runtime: Runtime, telling: PoolTelling, name: InstanceId) -> None:
+    def __init__(self, runtime: Runtime, telling: PoolEventPublisher, name: InstanceId) -> None:
         self.runtime, self.telling, self.name = runtime, telling, name
 
     @classmethod
     async def of(cls, lab: Lab, process: str) -> Pool:
         runtime = await lab.runtime(process)
-        telling = PoolTelling(runtime, NAMESPACE)
+        telling = PoolEventPublisher(runtime, NAMESPACE)
         return cls(runtime, telling, await telling.start())
 
     def tell(self, *changes: KvChange) -> None:

@@ -11,7 +11,7 @@ from tests.unit.engines.lab import ARGUMENTS, LIMITS, Lab, RunningWorker, is_emp
 
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Role, RoutingHints
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim.engine import SimArguments
 from kvolt.journey.journey import Road
 from kvolt.router.kv_router import KvRouter
 from kvolt.router.policies import ROUTERS

@@ -18,8 +18,8 @@ from kvolt.core.card import Capacity, EngineInfo
 from kvolt.core.delta import StepOutput
 from kvolt.core.ids import CardHash, InstanceId, SequenceHash
 from kvolt.core.request import Request, Role
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim import SimEngine
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.sim.engine import SimEngine
 from kvolt.journey.journey import Road
 from kvolt.router import mixed
 from kvolt.router.exact import ExactRouter

@@ -17,7 +17,7 @@ from kvolt.core.ids import BlockKey, InstanceId, RequestId
 from kvolt.core.kv_digest import digest_of
 from kvolt.core.kv_events import Cleared, KvChange, KvEvent, KvEventBatch, Removed, Stored, Tier
 from kvolt.core.request import Request, StopConditions
-from kvolt.engines.sim_kv import BLOCK_BYTES, ExpectedKv, SimMemory, key_context
+from kvolt.engines.sim.kv import BLOCK_BYTES, ExpectedKv, SimMemory, key_context
 from kvolt.kv import BlockId
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.router.breaker import Outcome

@@ -20,8 +20,7 @@ from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.packed_hashes import packed
 from kvolt.core.request import Handoff, Request, Role
-from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, SealedKv
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec, KvHeld, KvRoom, KvTaken, SealedKv
 from kvolt.testing import engine_event_cases as events
 from kvolt.testing import engine_handoff_cases as handoff
 from kvolt.testing import engine_kept_cases as kept

@@ -20,11 +20,10 @@ from kvolt.core.errors import KvoltError
 from kvolt.core.ids import RequestId
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, Sampling, StopConditions
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim import SimArguments, SimEngine
-from kvolt.engines.sim_answer import answer_tokens
-from kvolt.engines.sim_model import word_token_ids
-from kvolt.engines.worker import Worker
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.sim.answer import answer_tokens
+from kvolt.engines.sim.engine import SimArguments, SimEngine
+from kvolt.engines.sim.model import word_token_ids
 from kvolt.journey.journey import Road
 from kvolt.router.policies import ROUTERS
 from kvolt.router.port import RouterContext
@@ -46,6 +45,7 @@ from kvolt.testing.deltas import Deltas
 from kvolt.testing.loop import in_process, run_virtual
 from kvolt.testing.network import VirtualNetwork
 from kvolt.testing.ports import VirtualProcess, resume_process, stall_process
+from kvolt.worker.worker import Worker
 
 MODEL = "sim-tiny"
 SPEC = EngineSpec(model=MODEL, role=Role.AGGREGATED)

@@ -24,9 +24,8 @@ from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, SealedKv, features_of
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim_model import EOS, sim_card
+from kvolt.engines.contract import EngineSpec, KvHeld, KvRoom, KvTaken, SealedKv, features_of
+from kvolt.engines.sim.model import EOS, sim_card
 from kvolt.transfer.memory import Slab
 
 BLOCK_BYTES = 32

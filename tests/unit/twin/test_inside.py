@@ -10,7 +10,7 @@ from kvolt.bench.load.sla import parse_sla
 from kvolt.bench.traces import RECIPES, make_trace, small_trace
 from kvolt.core.latency import LatencyModel
 from kvolt.core.trace import TraceRecord
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim.engine import SimArguments
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.misses import Reason
 from kvolt.twin.replay import TwinRun, new_tally

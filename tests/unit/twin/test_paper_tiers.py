@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from kvolt.bench.traces import small_trace
 from kvolt.cli.main import main
 from kvolt.core.kv_events import Tier
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim.engine import SimArguments
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.paper_tiers import TwinTiers
 from kvolt.twin.replay import TwinRun, new_tally

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvolt.bench.load.sla import Sla
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim.engine import SimArguments
 from kvolt.twin.axes import Setup
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.points import PointResult, PointsFile, point_digest, trace_digest

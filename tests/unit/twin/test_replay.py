@@ -11,7 +11,7 @@ from kvolt.bench.load.tally import Tally
 from kvolt.bench.traces import RECIPES, make_trace, small_trace
 from kvolt.core.latency import LatencyModel
 from kvolt.core.trace import TraceRecord
-from kvolt.engines.sim import SimArguments
+from kvolt.engines.sim.engine import SimArguments
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.replay import TwinRun, new_tally, run_twin
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvolt.engines.sequence import Sequence
-from kvolt.engines.step_plan import StepPlan, Work
+from kvolt.scheduler.sequence import Sequence
+from kvolt.scheduler.step_plan import StepPlan, Work
 
 _SPARE_BLOCKS = 8
 

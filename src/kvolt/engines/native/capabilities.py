@@ -22,8 +22,8 @@ from kvolt.engines.kv_exchange import BlockMemory, KvExchange
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.slab import LAYOUT
 from kvolt.engines.prefills import HOLD_S, Done, Prefills, Told
-from kvolt.engines.step_plan import Advanced
 from kvolt.kv import BlockId
+from kvolt.scheduler.step_plan import Advanced
 
 if TYPE_CHECKING:
     from kvolt.engines.native.core import EngineCore

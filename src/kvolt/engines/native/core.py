@@ -30,11 +30,11 @@ from kvolt.engines.native.runner import Computed, ModelRunner
 from kvolt.engines.native.sampling.processors import LogitsProcessor, make_processors
 from kvolt.engines.native.sampling.randomness import sampling_seed
 from kvolt.engines.native.sampling.sampler import Row, Sampled, check_sampling, prompt_logprobs, sample
-from kvolt.engines.scheduler import Scheduler
-from kvolt.engines.sequence import Phase, Sequence
-from kvolt.engines.step_plan import Advanced, PlainBatch, StepPlan, Work
-from kvolt.engines.step_telling import delta_of, load_of
 from kvolt.runtime.clock import Clock
+from kvolt.scheduler.scheduler import Scheduler
+from kvolt.scheduler.sequence import Phase, Sequence
+from kvolt.scheduler.step_output import delta_of, load_of
+from kvolt.scheduler.step_plan import Advanced, PlainBatch, StepPlan, Work
 
 if TYPE_CHECKING:
     from kvolt.engines.native.grammar.compiler import CompiledGrammar, GrammarCompiler, Matcher

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from kvolt.core.errors import EngineFailed, KvoltError
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.parallel import TorchGroup
-from kvolt.engines.registry import EngineSpec
 
 _STOP_S = 5.0
 _LOOK_S, _MAX_LOOKS = 0.2, 600
@@ -183,9 +183,9 @@ def _free_port() -> int:
 
 
 def _follow(start: _Start, pipe: Connection) -> None:
-    from kvolt.engines.models.checkpoint import open_checkpoint
     from kvolt.engines.native.loading import follower_runner
     from kvolt.engines.native.setup import choose_setup
+    from kvolt.models.checkpoint import open_checkpoint
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the leader's end ends us

@@ -22,12 +22,8 @@ from kvolt.core.card import Capacity, EngineInfo, card_hash
 from kvolt.core.errors import ConfigError
 from kvolt.core.load import StepLogHeader, StepStats, encode_step, encode_step_log
 from kvolt.core.request import Request
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.kv_exchange import BlockMemory
-from kvolt.engines.models.card import model_card
-from kvolt.engines.models.checkpoint import Checkpoint, open_checkpoint
-from kvolt.engines.models.config import ModelConfig
-from kvolt.engines.models.fetch_progress import ProgressLog
-from kvolt.engines.models.resolve import resolve
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.attention_cpu import CpuAttention
 from kvolt.engines.native.core import EngineCore
@@ -39,14 +35,18 @@ from kvolt.engines.native.setup import Setup, choose_setup, device_of
 from kvolt.engines.native.sizing import largest_step_bytes, memory_for_kv
 from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, RankSlabs, SlabShape
 from kvolt.engines.native.trial_runner import measured_steps
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.scheduler import Scheduler
-from kvolt.engines.step_pace import StepPace
-from kvolt.engines.step_plan import Limits
 from kvolt.kv import BlockPool
+from kvolt.models.card import model_card
+from kvolt.models.checkpoint import Checkpoint, open_checkpoint
+from kvolt.models.config import ModelConfig
+from kvolt.models.fetch_progress import ProgressLog
+from kvolt.models.resolve import resolve
 from kvolt.runtime.clock import Clock, SystemClock
 from kvolt.runtime.cores import usable_cores
 from kvolt.runtime.turns import host_turn
+from kvolt.scheduler.scheduler import Scheduler
+from kvolt.scheduler.step_pace import StepPace
+from kvolt.scheduler.step_plan import Limits
 
 if TYPE_CHECKING:
     from kvolt.engines.native.grammar.compiler import GrammarCompiler

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kvolt.core.errors import ConfigError, NotFound
-from kvolt.engines.models.config import ModelConfig
 from kvolt.engines.native.parallel import Group, share
+from kvolt.models.config import ModelConfig
 
 Place = Literal["qkv", "out", "gate_up", "down"]
 

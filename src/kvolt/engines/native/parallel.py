@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvolt.core.errors import ConfigError
-from kvolt.engines.models.config import ModelConfig
+from kvolt.models.config import ModelConfig
 
 _PATIENCE = timedelta(minutes=10)
 """Of a sum: the first one waits until the slowest rank has read its weights."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvolt.engines.native.batch import Batch, BatchBuilder
 from kvolt.engines.native.model import Attention, Transformer
 from kvolt.engines.native.slab import KvSlab
-from kvolt.engines.step_plan import StepPlan, Work
+from kvolt.scheduler.step_plan import StepPlan, Work
 
 _WARM_UP_TOKENS = 64
 _MAX_LOGIT_ROWS = 256

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from kvolt.core.errors import ConfigError
-from kvolt.engines.models.config import ModelConfig
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.kernels.operations import check_gpu_shape
 from kvolt.engines.native.sizing import step_tokens
-from kvolt.engines.registry import EngineSpec
+from kvolt.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 

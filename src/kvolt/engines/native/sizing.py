@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kvolt.engines.models.config import ModelConfig
+from kvolt.models.config import ModelConfig
 from kvolt.runtime.memory import free_bytes
 
 _GIB = 1024**3

@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 if TYPE_CHECKING:
-    from kvolt.engines.models.config import ModelConfig
+    from kvolt.models.config import ModelConfig
     from kvolt.transfer.device_memory import DeviceHandle
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

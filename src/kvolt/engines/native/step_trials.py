@@ -20,8 +20,8 @@ import msgspec
 
 from kvolt.core.latency import LatencyModel, features
 from kvolt.core.load import StepStats
-from kvolt.engines.latency_fit import Errors, errors_of, fit_all
-from kvolt.engines.step_plan import Limits
+from kvolt.latency.fit import Errors, errors_of, fit_all
+from kvolt.scheduler.step_plan import Limits
 
 BUDGET_S = 1.5
 """On one slow core with a model of 100 M weights enough for most sizes twice."""

@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling, StopConditions
-from kvolt.engines.latency_fit import Errors
 from kvolt.engines.native.runner import ModelRunner
 from kvolt.engines.native.sampling.sampler import Row, sample
 from kvolt.engines.native.step_trials import Trial, TrialRoom, Trials, measure_steps
-from kvolt.engines.sequence import Sequence
-from kvolt.engines.step_plan import Limits, StepPlan, Work
 from kvolt.kv import BlockId, Names
+from kvolt.latency.fit import Errors
+from kvolt.scheduler.sequence import Sequence
+from kvolt.scheduler.step_plan import Limits, StepPlan, Work
 
 log = logging.getLogger(__name__)
 

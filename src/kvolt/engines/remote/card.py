@@ -12,10 +12,10 @@ import msgspec
 
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError
-from kvolt.engines.models.config import token_ids
-from kvolt.engines.models.folder_texts import FolderTexts, decoded
-from kvolt.engines.models.resolve import locate
 from kvolt.engines.remote.server import ServerFacts
+from kvolt.models.config import token_ids
+from kvolt.models.folder_texts import FolderTexts, decoded
+from kvolt.models.resolve import locate
 
 
 class _Texts(Protocol):
@@ -77,7 +77,7 @@ def _read(path: Path) -> tuple[_Texts, tuple[int, ...], int | None]:
         config = decoded(path, "config.json", _Config) or _Config()
         return texts, texts.ends(token_ids(config.eos_token_id)), texts.begin(config.bos_token_id)
     try:
-        from kvolt.engines.models.gguf_file import GgufFile  # it needs torch, which a frontend may not have
+        from kvolt.models.gguf_file import GgufFile  # it needs torch, which a frontend may not have
     except ImportError as error:
         raise ConfigError(
             f"{path} is a GGUF file, and what reads those is not installed: {error}",

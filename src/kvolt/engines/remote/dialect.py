@@ -10,9 +10,9 @@ from typing import Protocol
 
 from kvolt.core.errors import ProtocolError, Unsupported
 from kvolt.core.request import Request
-from kvolt.engines.foreign.answers import News
-from kvolt.engines.foreign.extras import refuse_extra
-from kvolt.engines.foreign.resuming import OUTPUT_PENALTIES, check_resumable
+from kvolt.engines.external.answers import News
+from kvolt.engines.external.extras import refuse_extra
+from kvolt.engines.external.resuming import OUTPUT_PENALTIES, check_resumable
 from kvolt.engines.kv_formats.schema import Engine
 
 

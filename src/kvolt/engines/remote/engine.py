@@ -20,13 +20,12 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Cleared, KvChange
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, Role
-from kvolt.engines.bell import Bell
-from kvolt.engines.foreign.answers import Choice, News
-from kvolt.engines.foreign.description import limits_of
-from kvolt.engines.foreign.held_blocks import HeldBlocks
-from kvolt.engines.foreign.kv_feed import KvFeed
-from kvolt.engines.foreign.shell import ForeignEngine
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.external.answers import Choice, News
+from kvolt.engines.external.base import ExternalEngine
+from kvolt.engines.external.description import limits_of
+from kvolt.engines.external.held_blocks import HeldBlocks
+from kvolt.engines.external.kv_feed import KvFeed
 from kvolt.engines.remote.arguments import RemoteArguments
 from kvolt.engines.remote.card import card_of
 from kvolt.engines.remote.dialect import Dialect, check_asked
@@ -38,8 +37,9 @@ from kvolt.engines.remote.sglang_dialect import SglangDialect
 from kvolt.engines.remote.telling import held_tokens, joined, without_guess
 from kvolt.engines.remote.vllm_dialect import VllmDialect
 from kvolt.engines.remote.watch import Watch
-from kvolt.engines.step_plan import Limits
+from kvolt.engines.wakeup import Wakeup
 from kvolt.runtime.http_client import HttpClient, ServerUrl, Timeouts
+from kvolt.scheduler.step_plan import Limits
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Attached:
     """It knows best which tokens it has."""
 
 
-class RemoteEngine(ForeignEngine[Attached]):
+class RemoteEngine(ExternalEngine[Attached]):
     """See the module. One task reads `steps`; everything else is called from the same loop."""
 
     name = ENGINE
@@ -93,7 +93,7 @@ class RemoteEngine(ForeignEngine[Attached]):
         self._told_load = WorkerLoad()
         self._held = HeldBlocks()
         self._kv_changes: list[KvChange] = []
-        self._news = Bell()
+        self._news = Wakeup()
         self._following: asyncio.Task[None] | None = None
 
     # --- life

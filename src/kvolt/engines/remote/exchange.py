@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvolt.core.errors import KvoltError, ProtocolError
-from kvolt.engines.foreign.answers import Choice, News
+from kvolt.engines.external.answers import Choice, News
 from kvolt.engines.remote.dialect import AnswerReader
 from kvolt.engines.remote.events import DONE, EventReader
 from kvolt.engines.remote.refusals import broken, refusal

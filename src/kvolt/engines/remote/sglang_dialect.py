@@ -18,9 +18,9 @@ import msgspec
 from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineDied, InvalidRequest, ProtocolError, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request
-from kvolt.engines.foreign.answers import News
-from kvolt.engines.foreign.resuming import given_tokens
-from kvolt.engines.foreign.sampling import common_sampling
+from kvolt.engines.external.answers import News
+from kvolt.engines.external.resuming import given_tokens
+from kvolt.engines.external.sampling import common_sampling
 from kvolt.engines.kv_formats.schema import Engine
 from kvolt.engines.remote.dialect import no_chunk, seed_of, tokens_left
 from kvolt.engines.remote.refusals import ENGINE, error_in_stream

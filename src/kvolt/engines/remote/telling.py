@@ -10,7 +10,7 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.hashing import SequenceHasher, request_seed
 from kvolt.core.ids import SequenceHash
 from kvolt.core.request import Request
-from kvolt.engines.foreign.answers import News
+from kvolt.engines.external.answers import News
 
 
 def joined(first: News, second: News) -> News:

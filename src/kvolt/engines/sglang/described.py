@@ -7,11 +7,11 @@ from pathlib import Path
 
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.request import Role
-from kvolt.engines.foreign import description
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.external import description
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang_host.messages import Facts
-from kvolt.engines.step_plan import Limits
+from kvolt.scheduler.step_plan import Limits
 
 
 @dataclass(slots=True)

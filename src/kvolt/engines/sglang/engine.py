@@ -21,14 +21,10 @@ from kvolt.core.errors import KvoltError, Unavailable, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request, Role
-from kvolt.engines.bell import Bell
-from kvolt.engines.foreign.answers import Choice
-from kvolt.engines.foreign.metrics import engine_metrics
-from kvolt.engines.foreign.shell import ForeignEngine
-from kvolt.engines.models.fetch_progress import ProgressLog
-from kvolt.engines.models.folder_export import folder_of
-from kvolt.engines.models.resolve import resolve
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.external.answers import Choice
+from kvolt.engines.external.base import ExternalEngine
+from kvolt.engines.external.metrics import engine_metrics
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.described import Described, describe
 from kvolt.engines.sglang.host_life import CallCommand, HostLife
@@ -48,6 +44,10 @@ from kvolt.engines.sglang_host.messages import (
     Row,
     UnloadLora,
 )
+from kvolt.engines.wakeup import Wakeup
+from kvolt.models.fetch_progress import ProgressLog
+from kvolt.models.folder_export import folder_of
+from kvolt.models.resolve import resolve
 
 _CALL_S = 60.0
 """For an adapter to be loaded; forgetting blocks has a time of its own."""
@@ -55,7 +55,7 @@ _TOLD_S = 1.0
 """For who reads the steps to hear that blocks are gone."""
 
 
-class SglangEngine(ForeignEngine[Described]):
+class SglangEngine(ExternalEngine[Described]):
     """See the module. For one loop. `close` it, also after it died."""
 
     name, title = "sglang", "SGLang"
@@ -72,7 +72,7 @@ class SglangEngine(ForeignEngine[Described]):
         self._adapters = Adapters(self._ask_lora, self._answers.__contains__)
         self._batches: deque[Batch] = deque()
         """Not told yet: their KV events are still on their way."""
-        self._news = Bell()
+        self._news = Wakeup()
         self._kv = KvOrder(self._news.ring)
         self._loads: dict[int, RankLoad] = {}
         self._prefills = Prefills(self._host.send)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvolt.core.errors import EngineFailed, KvoltError, from_info
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.calls import Calls
 from kvolt.engines.sglang.process import Host, NewHost

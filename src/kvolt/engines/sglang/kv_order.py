@@ -11,11 +11,11 @@ from collections.abc import Callable
 from itertools import dropwhile
 
 from kvolt.core.kv_events import Cleared, KvChange
-from kvolt.engines.bell import Bell
-from kvolt.engines.foreign.held_blocks import HeldBlocks
-from kvolt.engines.foreign.kv_feed import KvFeed
+from kvolt.engines.external.held_blocks import HeldBlocks
+from kvolt.engines.external.kv_feed import KvFeed
 from kvolt.engines.kv_formats.schema import Engine
 from kvolt.engines.sglang_host.messages import KvSource
+from kvolt.engines.wakeup import Wakeup
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class KvOrder:
         """Up to which batch of a rank steps wait no more."""
         self._blocks = HeldBlocks()
         self._changes: dict[int, list[KvChange]] = {}
-        self._came = Bell()
+        self._came = Wakeup()
         self.num_cleared = 0
         """How often the engine has said that it forgot its blocks."""
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from kvolt.core.errors import EngineFailed, InvalidRequest, Unsupported
 from kvolt.core.ids import RequestId
-from kvolt.engines.foreign.loras import LoadedLoras, LoraUsers
+from kvolt.engines.external.loras import LoadedLoras, LoraUsers
 from kvolt.engines.sglang_host.messages import LoadLora, UnloadLora
 
 Ask = Callable[[Callable[[int], LoadLora | UnloadLora]], Awaitable[str | None]]

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineFailed, InvalidRequest, KvoltError, Overloaded
 from kvolt.core.load import WorkerLoad
-from kvolt.engines.foreign.answers import Choice, News
-from kvolt.engines.foreign.ending import ending
-from kvolt.engines.foreign.resuming import asks_prompt_logprobs
+from kvolt.engines.external.answers import Choice, News
+from kvolt.engines.external.ending import ending
+from kvolt.engines.external.resuming import asks_prompt_logprobs
 from kvolt.engines.sglang_host.messages import Logprob, RankLoad, Row
 
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}

@@ -16,7 +16,7 @@ import msgspec
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.foreign.answers import Choice
+from kvolt.engines.external.answers import Choice
 from kvolt.engines.sglang_host.messages import Abort, Facts, Generate, Row
 
 _ROOM_BITS = 62

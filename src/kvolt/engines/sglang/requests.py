@@ -11,10 +11,10 @@ from typing import Any
 
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request, Sampling
-from kvolt.engines.foreign.answers import Choice
-from kvolt.engines.foreign.extras import refuse_extra
-from kvolt.engines.foreign.resuming import asks_prompt_logprobs, check_resumable, given_tokens
-from kvolt.engines.foreign.sampling import common_sampling
+from kvolt.engines.external.answers import Choice
+from kvolt.engines.external.extras import refuse_extra
+from kvolt.engines.external.resuming import asks_prompt_logprobs, check_resumable, given_tokens
+from kvolt.engines.external.sampling import common_sampling
 from kvolt.engines.sglang_host.messages import Facts, Generate
 
 _GREEDY_BELOW = 1e-6

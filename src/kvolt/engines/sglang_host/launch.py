@@ -16,9 +16,9 @@ from typing import Any
 
 from kvolt.core.errors import ConfigError, EngineFailed
 from kvolt.core.request import Role
-from kvolt.engines.foreign.arguments import blind, check_names, check_not_given
-from kvolt.engines.foreign.requirements import check_requirement
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.external.arguments import blind, check_names, check_not_given
+from kvolt.engines.external.requirements import check_requirement
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang_host.messages import Facts, KvSource, Start
 from kvolt.engines.sglang_host.scheduler import run_scheduler

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvolt.core.errors import ErrorInfo
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
 
 # --- To the host ---------------------------------------------------------------------------------------

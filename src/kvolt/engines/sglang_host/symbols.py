@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvolt.engines.foreign.requirements import Requirement
+from kvolt.engines.external.requirements import Requirement
 
 _IO = "sglang.srt.managers.io_struct"
 _ENGINE = "sglang.srt.entrypoints.engine:Engine"

@@ -15,22 +15,22 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import KvChange
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.bell import Bell
-from kvolt.engines.foreign.answers import Choice, News
-from kvolt.engines.foreign.shell import ForeignEngine
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.external.answers import Choice, News
+from kvolt.engines.external.base import ExternalEngine
 from kvolt.engines.trtllm.arguments import TrtllmArguments
 from kvolt.engines.trtllm.launch import Launched, launch
 from kvolt.engines.trtllm.prefills import states_of
 from kvolt.engines.trtllm.requests import check_resumable, check_supported
 from kvolt.engines.trtllm.running import Running
+from kvolt.engines.wakeup import Wakeup
 from kvolt.runtime.clock import SystemClock
 
 _LONGEST_POLL_S = 1.0
 """While nothing runs."""
 
 
-class TrtllmEngine(ForeignEngine[Running]):
+class TrtllmEngine(ExternalEngine[Running]):
     """See the module. For one loop. `close` it, also after it died."""
 
     name, title = "trtllm", "TensorRT-LLM"
@@ -47,7 +47,7 @@ class TrtllmEngine(ForeignEngine[Running]):
         self._spec = spec
         self._arguments = arguments
         self._launcher = launcher
-        self._bell = Bell()
+        self._bell = Wakeup()
         self._has_ended_one = False
         """Whether an answer ended since TensorRT-LLM was asked for its events."""
         self._changes: tuple[KvChange, ...] = ()

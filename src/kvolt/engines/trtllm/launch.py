@@ -15,17 +15,17 @@ from msgspec.structs import replace
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
-from kvolt.engines.foreign.arguments import blind, check_not_given
-from kvolt.engines.foreign.description import card_of, config_of, limits_of
-from kvolt.engines.foreign.requirements import check_requirement
-from kvolt.engines.models.fetch_progress import ProgressLog
-from kvolt.engines.models.folder_export import folder_of
-from kvolt.engines.models.resolve import resolve
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.step_plan import Limits
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.external.arguments import blind, check_not_given
+from kvolt.engines.external.description import card_of, config_of, limits_of
+from kvolt.engines.external.requirements import check_requirement
 from kvolt.engines.trtllm.arguments import TrtllmArguments
 from kvolt.engines.trtllm.symbols import REQUIREMENT
+from kvolt.models.fetch_progress import ProgressLog
+from kvolt.models.folder_export import folder_of
+from kvolt.models.resolve import resolve
 from kvolt.runtime.clock import Clock
+from kvolt.scheduler.step_plan import Limits
 
 _KEY = "args.llm_args"
 EVENT_BUFFER = 1 << 16

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.engines.foreign.loras import LoadedLoras
+from kvolt.engines.external.loras import LoadedLoras
 
 
 @dataclass(slots=True)

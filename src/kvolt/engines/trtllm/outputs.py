@@ -14,8 +14,8 @@ import msgspec
 
 from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineFailed
-from kvolt.engines.foreign.answers import Choice, News
-from kvolt.engines.foreign.ending import ending
+from kvolt.engines.external.answers import Choice, News
+from kvolt.engines.external.ending import ending
 
 _ENDS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 

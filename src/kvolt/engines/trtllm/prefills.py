@@ -15,8 +15,8 @@ from typing import Any
 from kvolt.core.errors import Cancelled, InvalidRequest, KvoltError
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.foreign.answers import Choice
-from kvolt.engines.foreign.ending import ends
+from kvolt.engines.external.answers import Choice
+from kvolt.engines.external.ending import ends
 from kvolt.engines.trtllm.arguments import Seeds
 from kvolt.engines.trtllm.requests import is_drawn_anew
 from kvolt.engines.trtllm.tickets import ContextState, Ticket, decode_ticket, encode_ticket, state_of

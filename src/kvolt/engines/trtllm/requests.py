@@ -12,9 +12,9 @@ from xxhash import xxh3_64_intdigest
 
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request
-from kvolt.engines.foreign import resuming
-from kvolt.engines.foreign.answers import Choice
-from kvolt.engines.foreign.extras import refuse_extra
+from kvolt.engines.external import resuming
+from kvolt.engines.external.answers import Choice
+from kvolt.engines.external.extras import refuse_extra
 from kvolt.engines.trtllm.arguments import Seeds
 
 _MAX_SEED = (1 << 63) - 1

@@ -14,10 +14,9 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import KvChange
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, StopConditions
-from kvolt.engines.foreign.answers import Choice
+from kvolt.engines.external.answers import Choice
 from kvolt.engines.kv_formats.trtllm_seeds import SeedBook
 from kvolt.engines.kv_formats.trtllm_translator import KvTranslator
-from kvolt.engines.step_plan import Limits
 from kvolt.engines.trtllm.admission import Admission
 from kvolt.engines.trtllm.arguments import TrtllmArguments
 from kvolt.engines.trtllm.launch import Launched
@@ -27,6 +26,7 @@ from kvolt.engines.trtllm.prefills import Prefills
 from kvolt.engines.trtllm.requests import sampling_params
 from kvolt.engines.trtllm.sequences import Fail, Sequences, Tell
 from kvolt.runtime.tasks import Crew
+from kvolt.scheduler.step_plan import Limits
 
 log = logging.getLogger(__name__)
 

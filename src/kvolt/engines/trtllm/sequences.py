@@ -14,8 +14,8 @@ from typing import Any
 
 from kvolt.core.errors import EngineFailed, InvalidRequest, KvoltError
 from kvolt.core.hashing import request_seed
-from kvolt.engines.foreign.answers import Choice, News
-from kvolt.engines.foreign.resuming import given_tokens
+from kvolt.engines.external.answers import Choice, News
+from kvolt.engines.external.resuming import given_tokens
 from kvolt.engines.kv_formats.trtllm_seeds import SeedBook
 from kvolt.engines.trtllm.admission import Admission
 from kvolt.engines.trtllm.launch import Launched

@@ -3,7 +3,7 @@ later. Of what is only used where it is there (newer fields of DisaggregatedPara
 
 from __future__ import annotations
 
-from kvolt.engines.foreign.requirements import Requirement
+from kvolt.engines.external.requirements import Requirement
 
 _API = "tensorrt_llm.llmapi"
 _PARAMS = f"{_API}:SamplingParams"

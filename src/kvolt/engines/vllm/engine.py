@@ -29,10 +29,10 @@ from kvolt.core.errors import (
 )
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.foreign.answers import Choice
-from kvolt.engines.foreign.metrics import engine_metrics
-from kvolt.engines.foreign.shell import ForeignEngine
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.external.answers import Choice
+from kvolt.engines.external.base import ExternalEngine
+from kvolt.engines.external.metrics import engine_metrics
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.extras import check_extra
 from kvolt.engines.vllm.figures import Figures
@@ -57,7 +57,7 @@ _STOP_S = 10.0
 """For vLLM's processes to end by themselves."""
 
 
-class VllmEngine(ForeignEngine[Launched]):
+class VllmEngine(ExternalEngine[Launched]):
     """See the module. For one loop. `close` it, also after it died."""
 
     name, title = "vllm", "vLLM"

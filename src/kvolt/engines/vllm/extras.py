@@ -15,7 +15,7 @@ import msgspec
 
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.request import Request
-from kvolt.engines.foreign.extras import refuse_extra
+from kvolt.engines.external.extras import refuse_extra
 from kvolt.engines.vllm.prompt_embeds import EMBEDS
 
 RESUMED = "kvolt_resumed"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvolt.core.errors import EngineFailed
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.launch import configure, socket_folder
 from kvolt.runtime.clock import SystemClock

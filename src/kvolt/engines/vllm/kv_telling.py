@@ -12,8 +12,8 @@ from kvolt.core.card import EngineInfo
 from kvolt.core.delta import StepOutput
 from kvolt.core.kv_events import Cleared, KvChange
 from kvolt.core.load import WorkerLoad
-from kvolt.engines.foreign.held_blocks import HeldBlocks
-from kvolt.engines.foreign.kv_feed import KvFeed
+from kvolt.engines.external.held_blocks import HeldBlocks
+from kvolt.engines.external.kv_feed import KvFeed
 from kvolt.engines.kv_formats.schema import Engine as EventsOf
 from kvolt.engines.unread_steps import UnreadSteps
 from kvolt.runtime.tasks import Crew

@@ -19,21 +19,21 @@ import msgspec
 from kvolt.core.card import Capacity, EngineInfo, ModelCard, card_hash
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
-from kvolt.engines.foreign.arguments import blind, check_names, check_not_given
-from kvolt.engines.foreign.description import card_of, limits_of
-from kvolt.engines.foreign.requirements import check_requirement
-from kvolt.engines.models.fetch_progress import ProgressLog
-from kvolt.engines.models.folder_export import folder_of
-from kvolt.engines.models.resolve import resolve
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.step_plan import Limits
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.external.arguments import blind, check_names, check_not_given
+from kvolt.engines.external.description import card_of, limits_of
+from kvolt.engines.external.requirements import check_requirement
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.extras import XARGS, loaded_processors
 from kvolt.engines.vllm.prompt_embeds import EMBEDS
 from kvolt.engines.vllm.refusals import refusals
 from kvolt.engines.vllm.symbols import REQUIREMENT, tell_log_level
+from kvolt.models.fetch_progress import ProgressLog
+from kvolt.models.folder_export import folder_of
+from kvolt.models.resolve import resolve
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.environment import set_default
+from kvolt.scheduler.step_plan import Limits
 
 _KEY = "args.engine_args"
 EXTENSION = "kvolt.engines.vllm_plugins.worker_extension.KvoltWorkerExtension"

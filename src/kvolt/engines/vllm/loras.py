@@ -10,7 +10,7 @@ from typing import Any
 
 from kvolt.core.errors import InvalidRequest
 from kvolt.core.ids import RequestId
-from kvolt.engines.foreign.loras import LoadedLoras, LoraUsers
+from kvolt.engines.external.loras import LoadedLoras, LoraUsers
 
 _STEPS = {"0": "/.", "1": "//."}
 

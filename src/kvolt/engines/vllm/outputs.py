@@ -8,7 +8,7 @@ from typing import Any
 from kvolt.core.delta import FinishReason, TokenLogprobs
 from kvolt.core.errors import EngineDied, EngineFailed
 from kvolt.core.load import WorkerLoad
-from kvolt.engines.foreign.answers import Choice, News
+from kvolt.engines.external.answers import Choice, News
 
 _STOP, _LENGTH, _REPETITION, _ERROR = "stop", "length", "repetition", "error"
 _FINISHES = {_STOP: FinishReason.STOP, _LENGTH: FinishReason.LENGTH, _REPETITION: FinishReason.STOP}

@@ -18,7 +18,7 @@ from msgspec import Meta
 from kvolt.core.errors import Cancelled, EngineFailed, InvalidRequest, KvoltError
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
-from kvolt.engines.foreign.answers import Choice
+from kvolt.engines.external.answers import Choice
 from kvolt.engines.vllm_plugins.side_channel import DEADLINE_S, HOLD_S
 
 MAX_TICKET_BYTES = 1 << 20

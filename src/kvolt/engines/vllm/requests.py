@@ -10,15 +10,15 @@ from typing import Any
 
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request
-from kvolt.engines.foreign.answers import Choice
-from kvolt.engines.foreign.resuming import (
+from kvolt.engines.external.answers import Choice
+from kvolt.engines.external.resuming import (
     OUTPUT_PENALTIES,
     asks_prompt_logprobs,
     check_resumable,
     given_tokens,
     is_under_way,
 )
-from kvolt.engines.foreign.sampling import common_sampling
+from kvolt.engines.external.sampling import common_sampling
 from kvolt.engines.kv_formats.translator import SALT_TAG
 from kvolt.engines.vllm.extras import RESUMED, extra_args
 from kvolt.engines.vllm.prompt_embeds import embedded_input

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 
-from kvolt.engines.foreign.requirements import Requirement
+from kvolt.engines.external.requirements import Requirement
 from kvolt.runtime.environment import set_default
 
 _CORE = "vllm.v1.engine.core_client:EngineCoreClient"

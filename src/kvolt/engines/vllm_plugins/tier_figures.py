@@ -14,8 +14,8 @@ import msgspec
 from prometheus_client.core import Metric
 
 from kvolt.core.kv_events import Tier
-from kvolt.engines.tier_metrics import TierMetrics
 from kvolt.kv.tiers.lower import TierStats
+from kvolt.kv.tiers.tier_metrics import TierMetrics
 
 CONNECTOR = "KvoltTierConnector"
 """Under this name its statistics are found among others'."""

@@ -18,11 +18,11 @@ import msgspec
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Tier
 from kvolt.core.load import StepStats
-from kvolt.engines.tier_hits import HitWindow
 from kvolt.engines.vllm_plugins.tier_events import TierEvents
 from kvolt.engines.vllm_plugins.tier_messages import Move, Orders, TierFigures, Told, hash_of, key_of
 from kvolt.engines.vllm_plugins.tier_names import Described, packed_tokens
 from kvolt.engines.vllm_plugins.tier_worth import TierWorth
+from kvolt.kv.tiers.hit_window import HitWindow
 
 _TIERS = (Tier.HOST, Tier.DISK)
 _MOST_TIMED = 64

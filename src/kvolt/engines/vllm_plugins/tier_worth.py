@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from kvolt.core.kv_events import Tier
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats
-from kvolt.engines.fetch_or_compute import FetchOrCompute
-from kvolt.engines.least_squares import independent_columns, nonnegative_fit
+from kvolt.latency.least_squares import independent_columns, nonnegative_fit
+from kvolt.scheduler.fetch_or_compute import FetchOrCompute
 
 _ENOUGH_STEPS = 8
 _LATEST_STEPS = 64

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvolt.core.errors import ConfigError
-from kvolt.engines.foreign.requirements import check_requirement
+from kvolt.engines.external.requirements import check_requirement
 from kvolt.engines.vllm import symbols
 from kvolt.frontend.preprocess import NO_PARSER, ParserNames
 

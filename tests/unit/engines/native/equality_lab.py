@@ -21,10 +21,10 @@ from kvolt.core.delta import Delta, FinishReason, StepOutput, TokenLogprobs, Usa
 from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, load_core
-from kvolt.engines.registry import EngineSpec
 
 disable_progress_bar()
 

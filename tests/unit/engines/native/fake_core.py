@@ -31,14 +31,13 @@ from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Request, Role
-from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, SealedKv
+from kvolt.engines.contract import EngineSpec, KvHeld, KvRoom, KvTaken, SealedKv
 from kvolt.engines.kv_exchange import KvExchange
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.prefills import Done, Prefills, Told
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.scheduler import Advanced, Limits, Scheduler, Work
-from kvolt.engines.sim_model import sim_card
+from kvolt.engines.sim.model import sim_card
 from kvolt.kv import BlockId, BlockPool
+from kvolt.scheduler.scheduler import Advanced, Limits, Scheduler, Work
 from kvolt.transfer.device_memory import DeviceHandle
 
 VOCABULARY = 1000

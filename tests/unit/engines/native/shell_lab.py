@@ -15,9 +15,9 @@ from kvolt.core.errors import ErrorInfo
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, Role, Sampling, StopConditions
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell.engine import NativeEngine
-from kvolt.engines.registry import EngineSpec
 from kvolt.runtime.tasks import Scope
 
 DEADLINE_S = 30.0

@@ -11,9 +11,9 @@ from kvolt.core.block_key import BlockKeyContext
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, StopConditions
 from kvolt.engines.native.batch import Batch, BatchBuilder
-from kvolt.engines.scheduler import Scheduler
-from kvolt.engines.step_plan import Limits, StepPlan
 from kvolt.kv import BlockPool
+from kvolt.scheduler.scheduler import Scheduler
+from kvolt.scheduler.step_plan import Limits, StepPlan
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")

@@ -25,15 +25,14 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_block import KvBlock
 from kvolt.core.kv_events import Cleared, Removed, Stored
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Request, Role
-from kvolt.engines.contract import KvHeld, Pooling
-from kvolt.engines.models.checkpoint import open_checkpoint
+from kvolt.engines.contract import EngineSpec, KvHeld, Pooling
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, build_core
 from kvolt.engines.prefills import HOLD_S
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sequence import TokenNaming
-from kvolt.engines.sim_model import EOS
+from kvolt.engines.sim.model import EOS
+from kvolt.models.checkpoint import open_checkpoint
+from kvolt.scheduler.sequence import TokenNaming
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 PROMPTS = make_prompts(seed=9, vocabulary=900, count=6, longest=80)

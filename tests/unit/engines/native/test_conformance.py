@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from tests.unit.engines.native.shell_lab import Reader, make_engine, request
 
 from kvolt.core.request import Role, Sampling, StopConditions
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell.engine import NativeEngine
-from kvolt.engines.registry import EngineSpec
 from kvolt.runtime.tasks import Scope
 from kvolt.testing.engine_cancel_cases import abort_storms
 from kvolt.testing.engine_event_cases import CASES as EVENTS

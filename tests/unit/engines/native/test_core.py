@@ -25,14 +25,14 @@ from kvolt.core.errors import EngineFailed, InvalidRequest, NotFound, Unsupporte
 from kvolt.core.ids import RequestId
 from kvolt.core.load import StepStats, decode_step_log
 from kvolt.core.request import MediaSpan, Role
-from kvolt.engines.models.checkpoint import open_checkpoint
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native import core as core_module
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, build_core
 from kvolt.engines.native.sampling import processors
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim_model import EOS
+from kvolt.engines.sim.model import EOS
+from kvolt.models.checkpoint import open_checkpoint
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 PROMPTS = make_prompts(seed=7, vocabulary=900, count=6, longest=60)

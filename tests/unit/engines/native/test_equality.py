@@ -26,8 +26,8 @@ from tests.unit.engines.native.equality_lab import (
     make_prompts,
 )
 
-from kvolt.engines.models.config import ARCHITECTURES
 from kvolt.engines.native.kernels import cpu_kernels
+from kvolt.models.config import ARCHITECTURES
 from kvolt.testing.tiny_models import tiny_checkpoint, tiny_gguf
 
 MAX_TOKENS = 12
@@ -116,10 +116,10 @@ def test_a_memory_file_holds_the_blocks_as_well(models: dict[str, tuple[Path, Re
     import os
 
     from kvolt.core.request import Role
+    from kvolt.engines.contract import EngineSpec
     from kvolt.engines.native.arguments import NativeArguments
     from kvolt.engines.native.loading import CoreHooks, load_core
     from kvolt.engines.native.slab import create_memory
-    from kvolt.engines.registry import EngineSpec
 
     folder, reference = models["LlamaForCausalLM"]
     made: list[int] = []

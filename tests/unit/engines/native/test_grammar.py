@@ -21,7 +21,7 @@ from kvolt.engines.native.grammar import compiler as grammar_module
 from kvolt.engines.native.grammar.compiler import CompiledGrammar, GrammarCompiler
 from kvolt.engines.native.grammar.gbnf import lark_of_gbnf
 from kvolt.engines.native.sampling.sampler import Row, sample
-from kvolt.engines.sim_model import EOS, SPECIAL, tokenizer_json
+from kvolt.engines.sim.model import EOS, SPECIAL, tokenizer_json
 
 TOKENIZER = Tokenizer.from_buffer(tokenizer_json())
 VOCABULARY = TOKENIZER.get_vocab_size()

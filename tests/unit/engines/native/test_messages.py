@@ -23,7 +23,7 @@ from kvolt.engines.native.shell.messages import (
     StepWording,
     decode_answer,
 )
-from kvolt.engines.step_plan import check_vocabulary
+from kvolt.scheduler.step_plan import check_vocabulary
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 

@@ -36,7 +36,7 @@ from tests.unit.engines.native.lora_lab import merged, write_adapter
 from kvolt.core.errors import ConfigError, EngineFailed, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Role
-from kvolt.engines.models.checkpoint import open_checkpoint
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.capabilities import Capabilities
 from kvolt.engines.native.core import EngineCore
@@ -45,7 +45,7 @@ from kvolt.engines.native.loading import CoreHooks, _allocate_others
 from kvolt.engines.native.parallel import check_degree, share
 from kvolt.engines.native.setup import device_of
 from kvolt.engines.native.slab import KvSlab, create_memory
-from kvolt.engines.registry import EngineSpec
+from kvolt.models.checkpoint import open_checkpoint
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 PROMPTS = make_prompts(seed=1, vocabulary=900)
@@ -253,7 +253,7 @@ if __name__ == "__main__":
     from kvolt.core.request import Role
     from kvolt.engines.native.arguments import NativeArguments
     from kvolt.engines.native.loading import load_core
-    from kvolt.engines.registry import EngineSpec
+    from kvolt.engines.contract import EngineSpec
     spec = EngineSpec(model=sys.argv[1], role=Role.AGGREGATED)
     core = load_core(spec, NativeArguments(kv_blocks=8, tensor_parallel=2, threads=1))
     print(*[process.pid for process in multiprocessing.active_children()], flush=True)

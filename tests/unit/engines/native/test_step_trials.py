@@ -10,7 +10,7 @@ import pytest
 
 from kvolt.core.latency import LatencyModel, at_speed
 from kvolt.engines.native.step_trials import BUDGET_S, Trial, TrialRoom, Trials, measure_steps
-from kvolt.engines.step_plan import Limits
+from kvolt.scheduler.step_plan import Limits
 
 GPU = LatencyModel(
     base_s=5e-3,

@@ -15,7 +15,7 @@ from tests.unit.engines.native.equality_lab import answer, ask, assert_at_rest, 
 from kvolt.core.latency import LatencyModel
 from kvolt.core.load import StepStats, decode_step_log
 from kvolt.core.request import Role
-from kvolt.engines.models.checkpoint import open_checkpoint
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native import loading
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.batch import Batch
@@ -23,9 +23,9 @@ from kvolt.engines.native.core import EngineCore
 from kvolt.engines.native.loading import CoreHooks, build_core, load_core
 from kvolt.engines.native.step_trials import Trial, Trials
 from kvolt.engines.native.trial_runner import TrialRunner, told
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.step_pace import StepPace
+from kvolt.models.checkpoint import open_checkpoint
 from kvolt.runtime.cores import usable_cores
+from kvolt.scheduler.step_pace import StepPace
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 PROMPTS = make_prompts(seed=2, vocabulary=900)

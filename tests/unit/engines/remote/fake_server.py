@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from kvolt.core.errors import ConfigError
-from kvolt.engines.sim_model import EOS, tokenizer_json
+from kvolt.engines.sim.model import EOS, tokenizer_json
 
 DATA = Path(__file__).parent / "data"
 PATHS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.remote import RemoteArguments, RemoteEngine
 from kvolt.testing.engine_harness import Run, engine_run
 

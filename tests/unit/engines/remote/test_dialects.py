@@ -14,7 +14,7 @@ from tests.unit.engines.remote.lab import SAID, greedy
 from kvolt.core.delta import FinishReason
 from kvolt.core.errors import EngineDied, InvalidRequest, KvoltError, ProtocolError, Unsupported
 from kvolt.core.request import Grammar, GrammarKind, Request, Sampling
-from kvolt.engines.foreign.answers import News
+from kvolt.engines.external.answers import News
 from kvolt.engines.remote.dialect import Dialect, check_asked
 from kvolt.engines.remote.events import DONE, EventReader
 from kvolt.engines.remote.refusals import refusal

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.engines.remote.fake_server import ModelServer, length_of_answer, model_folder
 
 from kvolt.core.request import Role
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.remote import RemoteArguments, RemoteEngine
 from kvolt.testing.engine_answer_cases import prompt_logprobs_come_once
 from kvolt.testing.engine_suite import CASES, NotRun

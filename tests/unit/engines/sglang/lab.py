@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvolt.core.delta import StepOutput
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.engine import SglangEngine
 from kvolt.engines.sglang_host.messages import (
@@ -32,7 +32,7 @@ from kvolt.engines.sglang_host.messages import (
     decode_answer,
     decode_command,
 )
-from kvolt.engines.sim_model import EOS, SPECIAL, tokenizer_json
+from kvolt.engines.sim.model import EOS, SPECIAL, tokenizer_json
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "recorded.json").read_text())
 FACTS = replace(

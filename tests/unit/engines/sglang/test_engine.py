@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.unit.engines.foreign.publisher import AllBlocksCleared, Publisher, payload_of
+from tests.unit.engines.external.publisher import AllBlocksCleared, Publisher, payload_of
 from tests.unit.engines.sglang.lab import (
     FACTS,
     LENGTH,
@@ -39,7 +39,8 @@ from kvolt.core.hashing import SequenceHasher, request_seed
 from kvolt.core.ids import RequestId, SequenceHash
 from kvolt.core.kv_events import Cleared, Stored, Tier
 from kvolt.core.request import Role, RoutingHints, Sampling, StopConditions
-from kvolt.engines.registry import EngineSpec, build_engine, check_arguments
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.registry import build_engine, check_arguments
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.engine import SglangEngine
 from kvolt.engines.sglang.kv_order import KvOrder

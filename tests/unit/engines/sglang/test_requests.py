@@ -20,7 +20,7 @@ from kvolt.core.request import (
     Sampling,
     StopConditions,
 )
-from kvolt.engines.foreign.answers import Answers
+from kvolt.engines.external.answers import Answers
 from kvolt.engines.sglang.requests import check_supported, generation
 from kvolt.engines.sglang_host.messages import Generate
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang_host.launch import launch, server_args
 from kvolt.engines.sglang_host.messages import Start

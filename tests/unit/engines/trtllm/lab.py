@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from tests.unit.engines.trtllm import stand_in
 
 from kvolt.core.request import Role
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim_model import tokenizer_json
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.sim.model import tokenizer_json
 from kvolt.engines.trtllm.arguments import Seeds, TrtllmArguments
 from kvolt.engines.trtllm.engine import TrtllmEngine
 

@@ -746,7 +746,7 @@ def _stored(blocks: list[_Block]) -> dict[str, Any]:
 
 def install(monkeypatch: Any, version: str = "1.2.1") -> ModuleType:
     """As if the package were installed, for the time of a test. Its `llmapi`."""
-    from kvolt.engines.foreign import requirements
+    from kvolt.engines.external import requirements
 
     package, api = ModuleType("tensorrt_llm"), ModuleType("tensorrt_llm.llmapi")
     names = (

@@ -25,8 +25,9 @@ from kvolt.core.errors import (
     Unsupported,
 )
 from kvolt.core.request import Grammar, GrammarKind, Handoff, Role, Sampling
-from kvolt.engines.foreign import requirements
-from kvolt.engines.registry import EngineSpec, build_engine, check_arguments
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.external import requirements
+from kvolt.engines.registry import build_engine, check_arguments
 from kvolt.engines.trtllm.arguments import Seeds, TrtllmArguments
 from kvolt.engines.trtllm.engine import TrtllmEngine
 from kvolt.engines.trtllm.launch import llm_args

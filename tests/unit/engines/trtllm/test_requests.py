@@ -9,7 +9,7 @@ from kvolt.core.delta import FinishReason
 from kvolt.core.errors import EngineFailed, InvalidRequest, Unsupported
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Grammar, GrammarKind, Handoff, MediaSpan, Request, Sampling, StopConditions
-from kvolt.engines.foreign.answers import Choice
+from kvolt.engines.external.answers import Choice
 from kvolt.engines.trtllm.arguments import Seeds
 from kvolt.engines.trtllm.outputs import Reader, stats_of
 from kvolt.engines.trtllm.requests import check_resumable, check_supported, sampling_params

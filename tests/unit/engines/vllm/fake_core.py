@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
-from tests.unit.engines.foreign.publisher import (
+from tests.unit.engines.external.publisher import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -13,8 +13,8 @@ from tests.unit.engines.vllm.fake_core import ENDS, EOS, OTHER_EOS, VOCAB_SIZE, 
 from tests.unit.engines.vllm.stand_in import AsyncLLM, SamplingParams
 
 from kvolt.core.request import Role
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.sim_model import SPECIAL, tokenizer_json
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.sim.model import SPECIAL, tokenizer_json
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.engine import VllmEngine
 from kvolt.engines.vllm.launch import NIXL, Launched, launch

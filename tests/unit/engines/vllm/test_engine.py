@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.unit.engines.foreign.publisher import AllBlocksCleared, Publisher, payload_of
+from tests.unit.engines.external.publisher import AllBlocksCleared, Publisher, payload_of
 from tests.unit.engines.vllm.fake_core import (
     EngineCoreOutput,
     EngineCoreOutputs,

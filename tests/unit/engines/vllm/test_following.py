@@ -14,7 +14,8 @@ import pytest
 
 from kvolt.core.errors import ConfigError, EngineFailed
 from kvolt.core.request import Role
-from kvolt.engines.registry import EngineSpec, build_follower
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.registry import build_follower
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.following import Part, VllmFollower
 
@@ -104,7 +105,7 @@ def test_the_process_ends_while_one_waits_for_its_leader() -> None:
     code = """
         import asyncio, threading
         from kvolt.core.request import Role
-        from kvolt.engines.registry import EngineSpec
+        from kvolt.engines.contract import EngineSpec
         from kvolt.engines.vllm.arguments import VllmArguments
         from kvolt.engines.vllm.following import VllmFollower
 

@@ -17,8 +17,8 @@ from tests.unit.engines.vllm.stand_in import AsyncEngineArgs, AsyncLLM, KVEvents
 
 from kvolt.core.errors import ConfigError
 from kvolt.core.request import Role
-from kvolt.engines.foreign.requirements import check_requirement
-from kvolt.engines.registry import EngineSpec
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.external.requirements import check_requirement
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.launch import (
     EXTENSION,

@@ -20,7 +20,7 @@ from kvolt.core.errors import EngineFailed
 from kvolt.core.ids import RequestId
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Request, Sampling, StopConditions
-from kvolt.engines.foreign.answers import Choice, News
+from kvolt.engines.external.answers import Choice, News
 from kvolt.engines.vllm.outputs import load_of, news_of
 
 

@@ -20,8 +20,8 @@ from kvolt.core.request import (
     Sampling,
     StopConditions,
 )
-from kvolt.engines.foreign.answers import Answers, Choice
-from kvolt.engines.foreign.resuming import given_tokens
+from kvolt.engines.external.answers import Answers, Choice
+from kvolt.engines.external.resuming import given_tokens
 from kvolt.engines.vllm.requests import check_supported, prompt_input, sampling_params
 
 pytestmark = pytest.mark.usefixtures("model")

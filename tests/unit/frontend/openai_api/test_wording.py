@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvolt.core.delta import TokenLogprobs
-from kvolt.engines.sim_model import tokenizer_json
+from kvolt.engines.sim.model import tokenizer_json
 from kvolt.frontend.choice import Placed
 from kvolt.frontend.detokenizer import Vocabulary
 from kvolt.frontend.openai_api.responses import ChatCompletion, ChatCompletionChunk, Completion

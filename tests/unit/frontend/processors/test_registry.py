@@ -10,7 +10,7 @@ import pytest
 from tests.unit.frontend.processors import vllm_stand_in
 
 from kvolt.core.errors import ConfigError
-from kvolt.engines.foreign import requirements
+from kvolt.engines.external import requirements
 from kvolt.frontend.preprocess import CardProcessor, ParserNames
 from kvolt.frontend.processors import registry, vllm_symbols
 from kvolt.frontend.processors.registry import GROUP, ProcessorKind, find_processor, processor_names

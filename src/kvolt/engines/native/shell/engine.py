@@ -36,7 +36,7 @@ from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Handoff, Request, Role
-from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, Pooling, SealedKv, features_of
+from kvolt.engines.contract import EngineSpec, KvHeld, KvRoom, KvTaken, Pooling, SealedKv, features_of
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell import messages
 from kvolt.engines.native.shell.host import Host, ProcessHost, ThreadHost
@@ -55,11 +55,10 @@ from kvolt.engines.native.shell.messages import (
     Submit,
 )
 from kvolt.engines.native.shell.progress_lines import ProgressLines
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.step_pace import StepPace
-from kvolt.engines.step_plan import check_request, check_vocabulary
 from kvolt.engines.unread_steps import tells_of, without
 from kvolt.runtime.tasks import Crew
+from kvolt.scheduler.step_pace import StepPace
+from kvolt.scheduler.step_plan import check_request, check_vocabulary
 from kvolt.transfer.device_memory import DeviceHandle
 from kvolt.transfer.layout import SlabLayout
 from kvolt.transfer.memory import Slab

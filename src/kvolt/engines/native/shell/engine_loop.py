@@ -43,8 +43,8 @@ from kvolt.engines.native.shell.messages import (
     decode_command,
     decode_start,
 )
-from kvolt.engines.scheduler import Scheduler
 from kvolt.runtime.clock import Clock
+from kvolt.scheduler.scheduler import Scheduler
 from kvolt.transfer.device_memory import DeviceHandle
 
 log = logging.getLogger(__name__)

@@ -21,10 +21,9 @@ from kvolt.core.kv_events import KvChange, Stored
 from kvolt.core.load import WorkerLoad
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.child_messages import raw
-from kvolt.engines.contract import KvHeld, KvRoom, KvTaken, Pooling, SealedKv
+from kvolt.engines.contract import EngineSpec, KvHeld, KvRoom, KvTaken, Pooling, SealedKv
 from kvolt.engines.native.arguments import NativeArguments
-from kvolt.engines.registry import EngineSpec
-from kvolt.engines.step_plan import Limits
+from kvolt.scheduler.step_plan import Limits
 from kvolt.transfer.device_memory import DeviceHandle
 
 _NOTHING = raw(None)

@@ -1,0 +1,67 @@
+"""Prometheus metrics of transfer paths: speed by host, and slow paths by reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvolt.transfer.agent import TransferAgent
+from kvolt.transfer.path_watch import PathWatch
+
+
+class PathMetrics(Collector):
+    """Of one process; nothing where nothing moves KV."""
+
+    def __init__(
+        self,
+        paths: Callable[[], PathWatch | None],
+        agent: Callable[[], TransferAgent | None] = lambda: None,
+    ) -> None:
+        self._paths = paths
+        self._agent = agent
+
+    def collect(self) -> Iterator[Metric]:
+        paths = self._paths()
+        if paths is None:
+            return
+        slow = CounterMetricFamily(
+            "kvolt_transfer_slow_path",
+            "Peers whose KV took this path, and what a faster one lacks",
+            labels=("path", "lack"),
+        )
+        for (path, lack), count in sorted(paths.slow_paths().items()):
+            slow.add_metric((path, lack), count)
+        yield slow
+        speed = GaugeMetricFamily(
+            "kvolt_transfer_link_bytes_per_second", "Measured speed of a path", labels=("path", "peer")
+        )
+        latency = GaugeMetricFamily(
+            "kvolt_transfer_link_latency_seconds",
+            "What a read over it costs whatever its size",
+            labels=("path", "peer"),
+        )
+        for name, link in paths.links().items():
+            labels = (link.path, name.rpartition("@")[2])
+            speed.add_metric(labels, link.bytes_per_s)
+            latency.add_metric(labels, link.latency_s)
+        yield speed
+        yield latency
+        agent = self._agent()
+        if agent is not None:
+            yield from _limits(agent)
+
+
+def _limits(agent: TransferAgent) -> Iterator[Metric]:
+    budget = agent.unfinished
+    for name, text, value in (
+        ("unfinished_bytes", "Bytes kept for messages that peers have not finished", budget.used_bytes),
+        ("unfinished_limit_bytes", "Budget for them; one address gets half of it", budget.limit_bytes),
+    ):
+        yield GaugeMetricFamily(f"kvolt_transfer_{name}", text, value)
+    for name, text, value in (
+        ("shed_connections", "Connections closed because that budget was exceeded", budget.num_shed),
+        ("refused_connections", "Connections refused over the limits", agent.num_refused),
+    ):
+        yield CounterMetricFamily(f"kvolt_transfer_{name}", text, value)

@@ -1,0 +1,38 @@
+"""Paths in Prometheus: speeds by peer, slow paths by what they lack."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from kvolt.transfer.capabilities import MachineFacts, capabilities_of
+from kvolt.transfer.lanes import MemoryKind
+from kvolt.transfer.link_speeds import LARGE_BYTES, SMALL_BYTES
+from kvolt.transfer.path_watch import Ends, PathWatch, Way
+from kvolt.worker.path_metrics import PathMetrics
+
+PLAIN = capabilities_of(MachineFacts())
+
+
+def told(watch: PathWatch | None) -> set[str]:
+    registry = CollectorRegistry()
+    registry.register(PathMetrics(lambda: watch))
+    return {line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")}
+
+
+def test_nothing_is_told_while_nothing_moves() -> None:
+    assert told(None) == set()
+
+
+def test_speeds_and_slow_paths_are_told() -> None:
+    watch = PathWatch("10.0.0.1", "me", PLAIN)
+    peer = watch.peer("10.0.0.2", "you", is_near=False, can=PLAIN)
+    way = Way(Ends(MemoryKind.SHARED, MemoryKind.SHARED), "tcp")
+    watch.observe(peer, way, SMALL_BYTES, 0.25)
+    watch.observe(peer, way, LARGE_BYTES, 0.5)  # half of it is the latency
+    watch.judge(peer, way)
+    assert told(watch) == {
+        'kvolt_transfer_slow_path_total{lack="nixl",path="tcp"} 1.0',
+        'kvolt_transfer_slow_path_total{lack="rdma",path="tcp"} 1.0',
+        'kvolt_transfer_link_bytes_per_second{path="tcp",peer="10.0.0.2"} 1.6777216e+07',
+        'kvolt_transfer_link_latency_seconds{path="tcp",peer="10.0.0.2"} 0.25',
+    }
