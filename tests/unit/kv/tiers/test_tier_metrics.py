@@ -34,7 +34,7 @@ async def test_what_moved_and_what_is_there_is_told(tmp_path: Path) -> None:
         "kvbm_host_cache_hit_rate 0.5",
     ):
         assert line in told, told
-    dashboard = (Path(__file__).parents[3] / "deploy" / "grafana" / "kv-tiers.json").read_text()
+    dashboard = (Path(__file__).parents[4] / "deploy" / "grafana" / "kv-tiers.json").read_text()
     shown = set(re.findall(r"\bkvolt_tier_\w+", dashboard))
     assert len(shown) > 8
     missing = {name for name in shown if f"\n{name}{{" not in told and f"\n{name} " not in told}
