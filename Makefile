@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # More than two cores: half of the tests wait for processes most of the time.
-PYTEST_WORKERS ?= 4
+PYTEST_WORKERS ?= 3
 ARGS ?=
 # Where torch comes from, for example https://download.pytorch.org/whl/cu130; empty for pip's own index.
 TORCH_INDEX ?=

@@ -294,10 +294,10 @@ async def test_a_second_one_says_whom_it_joins_and_keeps_its_logs_apart(bench: B
 
 async def test_it_says_what_it_waits_for(bench: Bench) -> None:
     (bench.folder / "kvolt.toml").write_text(
-        '[runtime]\nstart_timeout_s = 3\n[[workers]]\nengine = "sim"\nmodel = "sim-tiny"\nrole = "prefill"\n'
+        '[runtime]\nstart_timeout_s = 15\n[[workers]]\nengine = "sim"\nmodel = "sim-tiny"\nrole = "prefill"\n'
     )
     serve = bench.start("serve", "--port", "0")
-    await serve.says(r"not ready after 3 s: no worker has the role aggregated or decode \(only prefill\)")
+    await serve.says(r"not ready after 15 s: no worker has the role aggregated or decode \(only prefill\)")
     await asyncio.sleep(0.5)
     assert serve.exit_code is None
     assert serve.out.count("not ready") == 1

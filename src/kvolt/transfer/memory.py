@@ -238,7 +238,10 @@ class Slab:
             return
         self.memory.release()
         if self._map is not None:
-            self._map.close()
+            with contextlib.suppress(
+                BufferError
+            ):  # the mapping ends with its last view, in a traceback for example
+                self._map.close()
             self._map = None
         for descriptor in (self.descriptor, self._read_only):
             if descriptor is not None:

@@ -37,3 +37,15 @@ def test_all_of_a_shared_slab_is_there_at_once() -> None:
     assert slab.descriptor is not None
     assert os.fstat(slab.descriptor).st_blocks * 512 == 64 * BLOCK
     slab.close()
+
+
+def test_a_view_that_is_left_does_not_fail_the_close() -> None:
+    """A traceback that somebody keeps has the locals of its frames."""
+    slab = Slab.shared(2, BLOCK)
+    assert slab._map is not None
+    view, descriptor = memoryview(slab._map), slab.descriptor
+    assert descriptor is not None
+    slab.close()
+    view[:5] = b"there"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
