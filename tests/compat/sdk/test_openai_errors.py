@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 import httpx
@@ -9,7 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from tests.compat.sdk.server import SPEAKS, Server, ask, occupied, say
-from tests.integration.processes import MODEL, until
+from tests.integration.processes import MODEL, PATIENCE_S, until
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "temperature": ({"temperature": 9}, "temperature", "2"),
@@ -161,12 +163,14 @@ async def test_busy_workers(server: Server, narrow: OpenAI, aclient: AsyncOpenAI
     async with httpx.AsyncClient() as http:
         streams = []
         try:
-            for _ in range(6):  # so that both workers have some
+            (await http.post(url, json={"model": MODEL, threshold: 0.0})).raise_for_status()
+            deadline = time.monotonic() + PATIENCE_S
+            while not refused():  # until both workers have some: the router may prefer one for a while
+                assert time.monotonic() < deadline, "no refusal"
                 streams.append(
                     await aclient.chat.completions.create(model=MODEL, messages=ask(), stream=True)
                 )
-            (await http.post(url, json={"model": MODEL, threshold: 0.0})).raise_for_status()
-            await until(refused, what="a refusal")
+                await asyncio.sleep(0.1)
         finally:
             for stream in streams:
                 await stream.close()
