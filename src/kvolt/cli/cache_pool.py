@@ -151,8 +151,8 @@ def serve_pool(args: argparse.Namespace, loaded: LoadedConfig) -> int:
 async def _serve_and_tell(path: Path, new_server: Callable[[], PoolServer], process: Process) -> None:
     """Until cancelled. Routers know its name before the first worker says it."""
     server = new_server()
-    telling = PoolEventPublisher(process.runtime, process.settings.namespace)
-    telling.follow(server, await telling.start())
+    publisher = PoolEventPublisher(process.runtime, process.settings.namespace)
+    publisher.follow(server, await publisher.start())
     try:
         await server.start()
         print(f"kvolt: a pool of KV for workers with --kv-pool {path}", flush=True)

@@ -1,4 +1,4 @@
-"""Wakeup: one task waits, anyone rings."""
+"""Wakeup: wakes the one task that waits for work."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ What counts is the relative error: a decode of 5 ms that is told as 10 is as wro
 Steps that are far off (the first ones, a pause of the machine) pull with bounded force (Huber). They are not left out:
 by the measure of many regular decodes the few prefills of a log would all be outliers.
 
-Four fifths of the log make the model; it is judged on the rest. PeerWorkers in a log are almost the same step, so whole
+Four fifths of the log make the model; it is judged on the rest. Neighbours in a log are almost the same step, so whole
 stretches are held out. Pure: a log in, a Fit out.
 """
 

@@ -77,17 +77,17 @@ def stored(request: Request, tier: Tier, start: int = 0, end: int | None = None)
 
 
 class Pool:
-    def __init__(self, runtime: Runtime, telling: PoolEventPublisher, name: InstanceId) -> None:
-        self.runtime, self.telling, self.name = runtime, telling, name
+    def __init__(self, runtime: Runtime, publisher: PoolEventPublisher, name: InstanceId) -> None:
+        self.runtime, self.publisher, self.name = runtime, publisher, name
 
     @classmethod
     async def of(cls, lab: Lab, process: str) -> Pool:
         runtime = await lab.runtime(process)
-        telling = PoolEventPublisher(runtime, NAMESPACE)
-        return cls(runtime, telling, await telling.start())
+        publisher = PoolEventPublisher(runtime, NAMESPACE)
+        return cls(runtime, publisher, await publisher.start())
 
     def tell(self, *changes: KvChange) -> None:
-        self.telling.tell(changes)
+        self.publisher.tell(changes)
 
 
 class Scene:

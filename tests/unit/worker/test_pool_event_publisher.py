@@ -38,15 +38,15 @@ NOW = SystemClock().monotonic
 class Told:
     """A pool's process: its server, and what it has told."""
 
-    def __init__(self, server: PoolServer, telling: PoolEventPublisher, name: InstanceId | None) -> None:
-        self.server, self.telling, self.name = server, telling, name
+    def __init__(self, server: PoolServer, publisher: PoolEventPublisher, name: InstanceId | None) -> None:
+        self.server, self.publisher, self.name = server, publisher, name
 
     def blocks(self, tier: Tier) -> set[int]:
         """As a router is answered that asks for all."""
-        assert self.telling.journal is not None
+        assert self.publisher.journal is not None
         parts = [
             each
-            for each in self.telling.journal.answer(KvContents())
+            for each in self.publisher.journal.answer(KvContents())
             if isinstance(each, KvSnapshotPart) and each.tier is tier
         ]
         return {name for part in parts for name in unpacked(part.hashes)}
@@ -68,10 +68,10 @@ async def pool(
     )
     server = PoolServer(folder / "pool.sock", new)
     async with running(settings, "pool") as process:
-        telling = PoolEventPublisher(process.runtime, "test")
-        told = Told(server, telling, await telling.start() if tells else None)
+        publisher = PoolEventPublisher(process.runtime, "test")
+        told = Told(server, publisher, await publisher.start() if tells else None)
         if told.name is not None:
-            telling.follow(server, told.name)
+            publisher.follow(server, told.name)
         try:
             await server.start()
             yield told
@@ -118,11 +118,11 @@ async def test_what_workers_bring_is_told_once_by_the_pool(tmp_path: Path) -> No
         async with pool(tmp_path) as told, worker(memory, tmp_path) as one, worker(memory, tmp_path) as two:
             await asyncio.gather(one.offload(blocks, range(8)), two.offload(blocks, range(8)))
             await until(lambda: told.blocks(Tier.HOST) == told.blocks(Tier.DISK) == hashes(blocks))
-            assert told.telling.journal is not None
-            assert told.telling.journal.counts["stored"] == 16, "each block once in each tier"
-            status = await told.telling._runtime.status()
+            assert told.publisher.journal is not None
+            assert told.publisher.journal.counts["stored"] == 16, "each block once in each tier"
+            status = await told.publisher._runtime.status()
             assert status.details["pool"] == {"host": 8, "disk": 8}
-            batches = [_decode(each) for each in told.telling.journal.since(0) or ()]
+            batches = [_decode(each) for each in told.publisher.journal.since(0) or ()]
             assert {batch.instance for batch in batches} == {told.name}
             for cache in (one, two):
                 tiers = {each.tier for each in cache.host.take_changes()}
@@ -140,8 +140,8 @@ async def test_what_goes_from_a_pool_is_told(tmp_path: Path) -> None:
             host = told.server.host
             assert host is not None
             assert len(told.blocks(Tier.HOST)) == len(host.books) == 8
-            assert told.telling.journal is not None
-            assert told.telling.journal.counts["removed"] == 4
+            assert told.publisher.journal is not None
+            assert told.publisher.journal.counts["removed"] == 4
 
 
 async def test_what_a_pool_brings_from_its_disk_is_told(tmp_path: Path) -> None:

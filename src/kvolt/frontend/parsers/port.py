@@ -59,7 +59,7 @@ class TextParser(Protocol):
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """PeerWorkers of one kind become one, empty ones go: fewer events for the client."""
+    """Merge adjacent pieces of one kind and drop empty ones: fewer events for the client."""
     if len(pieces) == 1 and (isinstance(pieces[0], ToolStart) or pieces[0].text):
         return pieces
     result: list[Piece] = []
