@@ -99,7 +99,7 @@ test-long: $(VENV)/.test ## what takes minutes: the long tests and a thousand vi
 	$(MAKE) seeds
 
 seeds: $(VENV)/.test ## a thousand seeds of a virtual cluster under faults, each run twice
-	$(BIN)/python -m kvolt.testing.faults --seeds 1000 $(ARGS)
+	$(BIN)/python -m kvolt.testing.cluster.faults --seeds 1000 $(ARGS)
 
 mutants: $(VENV)/.test ## known defects, each of which the seeds must find (some minutes)
 	$(BIN)/python -m tests.mutants $(ARGS)

@@ -20,10 +20,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES = Path("src")
 MODULES = (
-    "kvolt/router/_index_native",
-    "kvolt/router/_prices_native",
-    "kvolt/kv/tiers/_eight_bits_native",
-    "kvolt/transfer/_bytes_native",
+    "kvolt/router/index/_index_native",
+    "kvolt/router/policy/_cost_model_native",
+    "kvolt/kv/disk/_fp8_native",
+    "kvolt/transfer/memory/_bytes_native",
 )
 FLAGS = ("-std=c11", "-O3", "-g0", "-fPIC", "-fvisibility=hidden")
 SECONDS = 300

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling, StopConditions
-from kvolt.testing.engine_harness import Run
+from kvolt.testing.engines.harness import Run
 
 
 async def prompt_that_ends(run: Run) -> tuple[int, ...]:

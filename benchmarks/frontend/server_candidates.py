@@ -67,8 +67,8 @@ class Mailbox:
 
 async def serve_kvolt(port: int) -> None:
     from kvolt.runtime.clock import SystemClock
-    from kvolt.runtime.http import HttpRequest, HttpServer, Routes, WrittenResponse
-    from kvolt.runtime.http_writer import ResponseWriter
+    from kvolt.runtime.http.server import HttpRequest, HttpServer, Routes, WrittenResponse
+    from kvolt.runtime.http.writer import ResponseWriter
     from kvolt.runtime.network import SocketNetwork
 
     async def handle(request: HttpRequest) -> WrittenResponse:

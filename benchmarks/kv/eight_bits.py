@@ -37,9 +37,10 @@ from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.batch import Batch
 from kvolt.engines.native.loading import load_core
 from kvolt.engines.native.runner import ModelRunner
-from kvolt.kv.tiers import eight_bits, eight_bits_python
-from kvolt.kv.tiers.eight_bits_python import KINDS, WIDTHS, packed_bytes
-from kvolt.kv.tiers.packing import pack, unpack
+from kvolt.kv.disk import fp8 as eight_bits
+from kvolt.kv.disk import fp8_python as eight_bits_python
+from kvolt.kv.disk.fp8_python import KINDS, WIDTHS, packed_bytes
+from kvolt.kv.object_store.packing import pack, unpack
 from kvolt.models.checkpoint import open_checkpoint
 from kvolt.models.fetch_progress import ProgressLog
 from kvolt.models.resolve import resolve

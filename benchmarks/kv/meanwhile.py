@@ -29,14 +29,14 @@ from kvolt.core.request import Request, Role, Sampling, StopConditions
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell.engine import NativeEngine
-from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.disk.files import DiskFiles
+from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.tiers.cache import TieredCache
-from kvolt.kv.tiers.disk import DiskFiles
-from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
+from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.tasks import Scope
 from kvolt.scheduler.fetch_or_compute import FetchOrCompute, Verdict
-from kvolt.transfer.memory import Numbers
+from kvolt.transfer.memory.slabs import Numbers
 from kvolt.worker.tiering import Tiering
 
 RESULTS = Path(__file__).parent / "results" / "meanwhile_cpu.json"

@@ -29,11 +29,11 @@ from benchmarks.frontend.report import goal
 from benchmarks.runtime.report import keep_results, machine
 
 from kvolt.core.ids import BlockKey, SequenceHash
-from kvolt.kv.tiers.books import TierBlock
-from kvolt.kv.tiers.disk import DiskFiles
-from kvolt.kv.tiers.disk_tier import DiskTier
-from kvolt.kv.tiers.disk_view import parts_in, verify
+from kvolt.kv.disk.files import DiskFiles
+from kvolt.kv.disk.tier import DiskTier
+from kvolt.kv.disk.view import parts_in, verify
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
+from kvolt.kv.tiers.slot_table import TierBlock
 
 _RESULTS = Path(__file__).parent / "results" / "recovery"
 SHAPE = BlockShape(64 << 10)

@@ -42,14 +42,14 @@ from benchmarks.twin.accuracy_runs import System, served
 
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Tier
-from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.disk.direct_reads import DirectReads
+from kvolt.kv.disk.files import DiskFiles
+from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.tiers.cache import TieredCache
-from kvolt.kv.tiers.direct_reads import DirectReads
-from kvolt.kv.tiers.disk import DiskFiles
-from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.testing.tiny_models import tiny_checkpoint
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.slabs import Slab
 
 RESULTS = Path(__file__).parent / "results"
 _ASK_S = 300.0
@@ -183,7 +183,7 @@ def copies(device: str) -> dict[str, float]:
     """GB/s of a tier's own copies of blocks of 2 MiB, checksums included, beside one plain copy of as many bytes."""
     import torch
 
-    from kvolt.transfer.cuda_memory import CudaMemory
+    from kvolt.transfer.cuda.memory import CudaMemory
 
     memory = torch.randint(0, 255, (NUM_COPIED * COPIED_BYTES,), dtype=torch.uint8, device=device)
     slab = Slab.on_device(CudaMemory(memory), COPIED_BYTES)
@@ -232,7 +232,7 @@ def disk_reads(device: str, folder: Path) -> dict[str, float]:
     """GB/s of blocks from a disk into an engine's memory, checksums included, by both ways in turn."""
     import torch
 
-    from kvolt.transfer.cuda_memory import CudaMemory
+    from kvolt.transfer.cuda.memory import CudaMemory
 
     memory = torch.randint(0, 255, (NUM_READ * COPIED_BYTES,), dtype=torch.uint8, device=device)
     before = memory.clone()

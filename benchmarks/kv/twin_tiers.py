@@ -29,8 +29,8 @@ from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.kv.tiers.eviction import EVICTIONS
 from kvolt.twin.cluster import TwinSettings
-from kvolt.twin.paper_tiers import TwinTiers
 from kvolt.twin.replay import TwinRun, new_tally
+from kvolt.twin.trace_block_tiers import TwinTiers
 
 _RESULTS = Path(__file__).parent / "results" / "twin_tiers"
 BLOCK = 16

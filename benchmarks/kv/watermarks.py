@@ -31,13 +31,13 @@ import numpy as np
 from benchmarks.runtime.report import keep_results, machine
 
 from kvolt.core.ids import BlockKey, SequenceHash
-from kvolt.kv.tiers.books import TierBlock
-from kvolt.kv.tiers.disk import DiskFiles
-from kvolt.kv.tiers.disk_tier import DiskTier, Watermarks
+from kvolt.kv.disk.files import DiskFiles
+from kvolt.kv.disk.tier import DiskTier, Watermarks
 from kvolt.kv.tiers.host_tier import HostTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
-from kvolt.transfer.device_memory import Sums
-from kvolt.transfer.memory import Numbers
+from kvolt.kv.tiers.slot_table import TierBlock
+from kvolt.transfer.memory.device_memory import Sums
+from kvolt.transfer.memory.slabs import Numbers
 
 _RESULTS = Path(__file__).parent / "results" / "watermarks"
 SHAPE = BlockShape(16 << 10)

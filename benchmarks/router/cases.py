@@ -36,8 +36,8 @@ from kvolt.bench.load.sample import Sample
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.twin.cluster import TwinSettings
+from kvolt.twin.faults import Trouble
 from kvolt.twin.replay import TwinRun, new_tally
-from kvolt.twin.trouble import Trouble
 
 ROUTERS = (LATENCY, CLASSIC, ROUND_ROBIN)
 FIGURES = {

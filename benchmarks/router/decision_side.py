@@ -24,9 +24,9 @@ from kvolt.core.card import Capacity, EngineInfo
 from kvolt.core.ids import CardHash, InstanceId, RequestId, SequenceHash
 from kvolt.core.request import Request, Role, StopConditions
 from kvolt.latency.presets import find_model
-from kvolt.router.index import IS_NATIVE, BlockIndex
-from kvolt.router.policy import Policy, classic, latency
-from kvolt.router.selector import Selector
+from kvolt.router.index.prefix_index import IS_NATIVE, BlockIndex
+from kvolt.router.policy.policy import Policy, classic, latency
+from kvolt.router.policy.selector import Selector
 
 BLOCK_SIZE = 64
 NUM_DECODING, MOST_PREFILLING = 8, 64

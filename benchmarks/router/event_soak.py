@@ -36,24 +36,24 @@ from kvolt.core.ids import CardHash, InstanceId, SequenceHash
 from kvolt.core.kv_events import KvChange, Removed, Stored
 from kvolt.core.kv_recovery import KvAnswer, KvQuestion
 from kvolt.core.request import Role
-from kvolt.router.index import BlockIndex
-from kvolt.router.ingest import IngestOptions, KvIngest
-from kvolt.router.ingest_state import IngestStats
-from kvolt.runtime.address import EndpointAddress
-from kvolt.runtime.client import EndpointClient
+from kvolt.router.index.prefix_index import BlockIndex
+from kvolt.router.ingest.feed import IngestStats
+from kvolt.router.ingest.ingest import IngestOptions, KvIngest
 from kvolt.runtime.clock import new_id
-from kvolt.runtime.connection import ConnectionOptions
-from kvolt.runtime.connections import tcp_plane
-from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
-from kvolt.runtime.events_mem import MemEvents
-from kvolt.runtime.plane import IncomingStream
+from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
+from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.runtime.endpoint.client import EndpointClient
+from kvolt.runtime.endpoint.server import decoder
+from kvolt.runtime.events.mem import MemEvents
+from kvolt.runtime.plane.connection import ConnectionOptions
+from kvolt.runtime.plane.connections import tcp_plane
+from kvolt.runtime.plane.port import IncomingStream
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
-from kvolt.runtime.server import decoder
-from kvolt.testing.link import LinkProfile
-from kvolt.testing.loop import run_virtual
-from kvolt.testing.network import VirtualNetwork
-from kvolt.testing.ports import VirtualProcess
-from kvolt.twin.trouble import LossyBus
+from kvolt.testing.virtual.link import LinkProfile
+from kvolt.testing.virtual.loop import run_virtual
+from kvolt.testing.virtual.network import VirtualNetwork
+from kvolt.testing.virtual.ports import VirtualProcess
+from kvolt.twin.faults import LossyBus
 from kvolt.worker.kv_event_publisher import KvJournal
 
 _RESULTS = Path(__file__).parent / "results" / "event_soak"

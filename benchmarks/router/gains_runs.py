@@ -34,7 +34,7 @@ from kvolt.bench.traces import (
 )
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
-from kvolt.runtime.settings_router import RouterSettings
+from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.replay import TwinRun, new_tally
 

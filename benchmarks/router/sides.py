@@ -44,7 +44,7 @@ class Kvolt:
 
     def __init__(self, num_workers: int, make: Any = None) -> None:
         if make is None:
-            from kvolt.router import index
+            from kvolt.router.index import prefix_index as index
 
             if not index.IS_NATIVE:
                 raise RuntimeError(
@@ -80,7 +80,7 @@ class Kvolt:
 
 class KvoltPython(Kvolt):
     def __init__(self, num_workers: int) -> None:
-        from kvolt.router.index_python import BlockIndex
+        from kvolt.router.index.prefix_index_python import BlockIndex
 
         super().__init__(num_workers, BlockIndex)
 

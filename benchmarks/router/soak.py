@@ -32,12 +32,12 @@ from kvolt.bench.load.sample import Sample
 from kvolt.bench.traces import Recipe, make_trace
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
-from kvolt.router.exact import ExactRouter
-from kvolt.router.queued import who_decides
-from kvolt.runtime.settings_router import RouterSettings
+from kvolt.router.event_fed_router import ExactRouter
+from kvolt.router.queue.queue_router import who_decides
+from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.twin.cluster import TwinSettings
+from kvolt.twin.faults import Trouble
 from kvolt.twin.replay import TwinRun, new_tally
-from kvolt.twin.trouble import Trouble
 
 _RESULTS = Path(__file__).parent / "results" / "soak"
 _BLOCK_SIZE = 64

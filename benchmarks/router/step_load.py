@@ -34,10 +34,10 @@ import numpy as np
 from kvolt.bench.load.sample import Sample
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
-from kvolt.runtime.settings_router import RouterSettings
+from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.twin.cluster import TwinSettings
+from kvolt.twin.faults import Trouble
 from kvolt.twin.replay import TwinRun, new_tally
-from kvolt.twin.trouble import Trouble
 
 RESULTS = Path(__file__).parent / "results"
 NUM_WORKERS, NUM_SEQS, BLOCK_SIZE = 8, 64, 16

@@ -30,15 +30,15 @@ from benchmarks.runtime.workload import (
 
 from kvolt.core.delta import Delta, plain_delta
 from kvolt.core.errors import KvoltError
-from kvolt.runtime.address import EndpointAddress
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
-from kvolt.runtime.connections import tcp_plane
-from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
-from kvolt.runtime.events_mem import MemBus, MemEvents
+from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
+from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.network import Listener, ProtocolFactory, SocketNetwork
+from kvolt.runtime.plane.connections import tcp_plane
+from kvolt.runtime.plane.steps import StepSender
+from kvolt.runtime.plane.streams import ServedStream, Sink
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
-from kvolt.runtime.steps import StepSender
-from kvolt.runtime.streams import ServedStream, Sink
 from kvolt.runtime.tasks import Crew
 
 ENDPOINT = EndpointAddress.parse("bench.worker.generate")

@@ -16,8 +16,8 @@ from typing import Any, cast
 from benchmarks.runtime.workload import WAIT_S, Arrivals, Job, Tally, Work, sample_steps
 
 from kvolt.core.delta import plain_delta
-from kvolt.runtime import wire
 from kvolt.runtime.network import SocketNetwork, tune_socket
+from kvolt.runtime.plane import wire
 
 BARE = "bare socket"
 CODEC = "bare msgpack"

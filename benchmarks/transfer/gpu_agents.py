@@ -31,9 +31,9 @@ import torch
 
 from kvolt.core.errors import KvoltError
 from kvolt.transfer.agent import TransferAgent, TransferOptions
-from kvolt.transfer.cuda_memory import CudaMemory
-from kvolt.transfer.device_memory import DeviceHandle
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.cuda.memory import CudaMemory
+from kvolt.transfer.memory.device_memory import DeviceHandle
+from kvolt.transfer.memory.slabs import Slab
 
 SIZES = (16 << 10, 64 << 10, 256 << 10, 2 << 20)
 TOTAL, STAGED_TOTAL = 1 << 30, 128 << 20

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvolt.transfer.checksum import checksums
-from kvolt.transfer.cuda_blocks import DeviceBlocks
+from kvolt.transfer.cuda.triton_blocks import DeviceBlocks
+from kvolt.transfer.memory.checksum import checksums
 
 SHAPES = [(8, 1), (24, 3), (4096, 1), (4096, 4), (16384, 1), (16392, 2), (65536, 2), ((1 << 20) + 16, 1)]
 """Bytes of a piece, pieces of a block."""

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.transfer.memories import Bytes, Memories, order
 
 from kvolt.transfer.agent import Offering, TransferAgent, TransferOptions
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.slabs import Slab
 
 FEW_BYTES = 64
 """Of a block whose bytes do not matter."""

@@ -45,7 +45,7 @@ from benchmarks.transfer.pair import Pair, open_pair
 from benchmarks.transfer.report import CpuRow, Row
 from msgspec.structs import replace
 
-from kvolt.transfer import block_bytes
+from kvolt.transfer.memory import block_bytes
 
 _RESULTS = Path(__file__).parent / "results" / "paths"
 

@@ -20,7 +20,8 @@ from benchmarks.router.sides import DYNAMO
 from benchmarks.router.workload import Change, Prompt, Shape, history, prompts
 
 from kvolt.core.kv_digest import mix
-from kvolt.router import index, index_python
+from kvolt.router.index import prefix_index as index
+from kvolt.router.index import prefix_index_python as index_python
 
 PYTHON = peer.default_folder() / "dyn" / "bin" / "python"
 IMPLEMENTATIONS = [index_python.BlockIndex, *([index.BlockIndex] if index.IS_NATIVE else [])]

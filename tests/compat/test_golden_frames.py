@@ -15,14 +15,14 @@ import msgspec
 import pytest
 
 from kvolt.core.errors import KvoltError, VersionMismatch
-from kvolt.runtime import wire
-from kvolt.runtime.byte_budget import ByteBudget
-from kvolt.runtime.connection import Connection, ConnectionOptions
-from kvolt.runtime.connections import Connections
-from kvolt.runtime.plane_stats import PlaneStats
-from kvolt.runtime.wire import FrameDecoder, FrameKind
-from kvolt.testing.loop import run_virtual
-from kvolt.testing.network import VirtualNetwork
+from kvolt.runtime.plane import wire
+from kvolt.runtime.plane.byte_budget import ByteBudget
+from kvolt.runtime.plane.connection import Connection, ConnectionOptions
+from kvolt.runtime.plane.connections import Connections
+from kvolt.runtime.plane.stats import PlaneStats
+from kvolt.runtime.plane.wire import FrameDecoder, FrameKind
+from kvolt.testing.virtual.loop import run_virtual
+from kvolt.testing.virtual.network import VirtualNetwork
 
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "data" / "golden_frames.json").read_text())

@@ -26,8 +26,8 @@ from kept import SMALL, KeptHost, SglangHarness, spec_of
 from tests.ending import prompt_that_ends
 
 from kvolt.engines.sglang.arguments import SglangArguments
-from kvolt.engines.sglang_host.messages import Start
-from kvolt.testing.engine_harness import engine_run
+from kvolt.engines.sglang.host.messages import Start
+from kvolt.testing.engines.harness import engine_run
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 _LEVEL = 30

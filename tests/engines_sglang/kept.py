@@ -15,8 +15,7 @@ from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.engine import SglangEngine
-from kvolt.engines.sglang.process import HostProcess
-from kvolt.engines.sglang_host.messages import (
+from kvolt.engines.sglang.host.messages import (
     Abort,
     Answer,
     Command,
@@ -28,6 +27,7 @@ from kvolt.engines.sglang_host.messages import (
     Start,
     Stop,
 )
+from kvolt.engines.sglang.process import HostProcess
 
 SMALL: dict[str, Any] = {
     "device": "cpu",

@@ -56,9 +56,9 @@ def main(model: str) -> None:
     from kept import SMALL, spec_of
 
     from kvolt.engines.sglang.arguments import SglangArguments
-    from kvolt.engines.sglang_host import host as module
-    from kvolt.engines.sglang_host.launch import launch
-    from kvolt.engines.sglang_host.messages import Batch, Generate, Start
+    from kvolt.engines.sglang.host import host as module
+    from kvolt.engines.sglang.host.launch import launch
+    from kvolt.engines.sglang.host.messages import Batch, Generate, Start
     from kvolt.runtime.clock import SystemClock
 
     folder = tempfile.mkdtemp()

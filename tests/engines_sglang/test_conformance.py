@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from kept import SglangHarness
 
-from kvolt.testing.engine_harness import Case, NotRun
-from kvolt.testing.engine_tiers import TIERS
+from kvolt.testing.engines.harness import Case, NotRun
+from kvolt.testing.engines.tiers import TIERS
 
 CASES = [case for tier in TIERS if tier.name in ("core", "events") for case in tier.cases]
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvolt.core.request import Role
 from kvolt.engines.vllm.arguments import VllmArguments
-from kvolt.testing.engine_harness import engine_run
+from kvolt.testing.engines.harness import engine_run
 from kvolt.testing.tiny_models import tiny_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvolt.engines.vllm_plugins import nixl_connector
-from kvolt.engines.vllm_plugins.nixl_reader import ReaderWorker
+from kvolt.engines.vllm.plugins import nixl_connector
+from kvolt.engines.vllm.plugins.nixl_reader import ReaderWorker
 
 FOLDER = "LATE_READER_FOLDER"
 READ, CHECK = "read", "check"

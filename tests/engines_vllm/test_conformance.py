@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvolt.testing.engine_harness import NotRun
-from kvolt.testing.engine_tiers import TIERS
+from kvolt.testing.engines.harness import NotRun
+from kvolt.testing.engines.tiers import TIERS
 
 CASES = [case for tier in TIERS if tier.name in ("core", "events") for case in tier.cases]
 

@@ -9,7 +9,7 @@ from kept import Kept, VllmHarness
 from kvolt.core.delta import FinishReason
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling, StopConditions
-from kvolt.testing.engine_harness import engine_run
+from kvolt.testing.engines.harness import engine_run
 
 PROMPTS = [tuple(range(start, start + 3 * start)) for start in range(5, 45, 5)]
 SAMPLED = Sampling(temperature=0.8, top_p=0.9, top_k=40, min_p=0.02, repetition_penalty=1.1, seed=7)

@@ -14,8 +14,8 @@ from kvolt.core.request import Role
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.engine import VllmEngine
 from kvolt.engines.vllm.launch import NIXL
-from kvolt.testing.engine_harness import NotRun
-from kvolt.testing.engine_tiers import TIERS
+from kvolt.testing.engines.harness import NotRun
+from kvolt.testing.engines.tiers import TIERS
 
 CASES = [case for tier in TIERS if tier.name == "handoff" for case in tier.cases]
 

@@ -19,7 +19,7 @@ from tests.served import Served
 
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling, StopConditions
-from kvolt.testing.engine_harness import engine_run
+from kvolt.testing.engines.harness import engine_run
 
 ENGINE_ARGS = {
     "dtype": "float32",

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from kvolt.core.request import Role
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.launch import NIXL
-from kvolt.testing.engine_handoff_cases import hand_over, prefill_of, prefilled, whole_answer
-from kvolt.testing.engine_harness import Run, engine_run
+from kvolt.testing.engines.handoff_cases import hand_over, prefill_of, prefilled, whole_answer
+from kvolt.testing.engines.harness import Run, engine_run
 
 HOLD_S = 3.0
 NUM_OTHERS = 16

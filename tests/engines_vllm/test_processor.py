@@ -36,9 +36,9 @@ from kvolt.frontend.parsers.port import (
     ToolStart,
     joined,
 )
-from kvolt.frontend.preprocess import AskedChat, ParserNames, Processor, ProcessorSpec, Reading
 from kvolt.frontend.processors.registry import find_processor
 from kvolt.frontend.processors.vllm_symbols import REQUIREMENT, check_vllm
+from kvolt.frontend.tokenization.preprocess import AskedChat, ParserNames, Processor, ProcessorSpec, Reading
 from kvolt.models.card import model_card
 from kvolt.models.checkpoint import open_checkpoint
 from kvolt.models.fetch_progress import ProgressLog
@@ -46,7 +46,7 @@ from kvolt.models.folder_export import folder_of
 from kvolt.models.resolve import resolve
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
 
-TEMPLATES = Path(__file__).parents[1] / "unit" / "frontend" / "templates"
+TEMPLATES = Path(__file__).parents[1] / "unit" / "frontend" / "templates" / "jinja"
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 NONE = ParserNames(None, None)
 READY_S = 180.0

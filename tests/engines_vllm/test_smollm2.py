@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Grammar, GrammarKind, Request, Role, Sampling, StopConditions
 from kvolt.engines.vllm.arguments import VllmArguments
-from kvolt.frontend.template import ChatTemplate
-from kvolt.testing.engine_harness import engine_run
+from kvolt.frontend.templates.template import ChatTemplate
+from kvolt.testing.engines.harness import engine_run
 
 SCHEMA = {
     "type": "object",

@@ -14,10 +14,10 @@ from kvolt.core.ids import SequenceHash
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import Request, Role
 from kvolt.engines.vllm.arguments import VllmArguments
-from kvolt.engines.vllm_plugins.tier_settings import VllmTiers
-from kvolt.testing.engine_handoff_cases import hand_over, prefill_of, whole_answer
-from kvolt.testing.engine_harness import Answer, Run, engine_run
-from kvolt.testing.engine_replica import block_hashes
+from kvolt.engines.vllm.plugins.tier_settings import VllmTiers
+from kvolt.testing.engines.handoff_cases import hand_over, prefill_of, whole_answer
+from kvolt.testing.engines.harness import Answer, Run, engine_run
+from kvolt.testing.engines.replica import block_hashes
 
 NUM_BLOCKS = 25
 """In vLLM's memory: three prompts, no more."""

@@ -41,12 +41,12 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import WORDS, tokenizer_json, word_token_ids
-from kvolt.runtime.address import EndpointAddress
-from kvolt.runtime.config import load
+from kvolt.runtime.config.loader import load
+from kvolt.runtime.config.settings import Settings
+from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.settings import Settings
 from kvolt.runtime.stop import die_with_parent
-from kvolt.runtime.supervisor import read_status
+from kvolt.runtime.supervisor.supervisor import read_status
 
 PATIENCE_S = 60.0
 """For what takes milliseconds on an idle machine and seconds on a busy one."""

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.processes import MODEL, Bench, free_port, until
 from tests.unit.cli.chat_lab import Terminal
 
-from kvolt.runtime.supervisor import read_status
+from kvolt.runtime.supervisor.supervisor import read_status
 
 WORKERS = """
 [[workers]]

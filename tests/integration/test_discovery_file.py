@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
-from kvolt.runtime.discovery_file import FileDiscovery
-from kvolt.testing.discovery_observer import observing
+from kvolt.runtime.discovery.file import FileDiscovery
+from kvolt.testing.discovery.observer import observing
 
 TTL_S = 1.2
 
@@ -21,7 +21,7 @@ OWNER = """
 import asyncio, random, sys
 from kvolt.core.errors import DiscoveryLost
 from kvolt.runtime.clock import SystemClock, ThreadBlocking
-from kvolt.runtime.discovery_file import FileDiscovery
+from kvolt.runtime.discovery.file import FileDiscovery
 
 async def main(directory, name, ttl_s, num_keys):
     client = FileDiscovery(directory, SystemClock(), ThreadBlocking(), random.Random(), 0.05)

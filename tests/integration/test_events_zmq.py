@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
-from kvolt.runtime.discovery_file import FileDiscovery
-from kvolt.runtime.events import Event
-from kvolt.runtime.events_zmq import ZmqEvents, ZmqOptions
+from kvolt.runtime.discovery.file import FileDiscovery
+from kvolt.runtime.events.port import Event
+from kvolt.runtime.events.zmq_plane import ZmqEvents, ZmqOptions
 
 ECHO = """
 import asyncio, random, sys
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
-from kvolt.runtime.discovery_file import FileDiscovery
-from kvolt.runtime.events_zmq import ZmqEvents, ZmqOptions
+from kvolt.runtime.discovery.file import FileDiscovery
+from kvolt.runtime.events.zmq_plane import ZmqEvents, ZmqOptions
 from kvolt.runtime.tasks import Scope
 
 async def main():

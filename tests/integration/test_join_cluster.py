@@ -21,7 +21,7 @@ from tests.integration.processes import (
     until_ready,
 )
 
-from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.endpoint.client import EndpointClient
 
 TTL_S = "1.5"
 LONG = 3000

@@ -27,8 +27,8 @@ from tests.integration.processes import (
 )
 
 from kvolt.core.errors import KvoltError, WorkerLost
-from kvolt.runtime.address import Instance
-from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.endpoint.address import Instance
+from kvolt.runtime.endpoint.client import EndpointClient
 
 NUM_STREAMS = 200
 

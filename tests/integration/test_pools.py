@@ -12,8 +12,8 @@ import pytest
 from tests.integration.processes import MODEL, PATIENCE_S, Bench, Kvolt, until_ready
 
 from kvolt.core.kv_events import Tier
-from kvolt.kv.tiers.pool_link import PoolLink
-from kvolt.kv.tiers.pool_wire import PoolStatus, Status
+from kvolt.kv.shared_pool.link import PoolLink
+from kvolt.kv.shared_pool.wire import PoolStatus, Status
 from kvolt.runtime.clock import SystemClock
 
 BLOCK_SIZE = 16

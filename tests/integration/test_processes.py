@@ -17,7 +17,7 @@ import psutil
 import pytest
 from tests.integration.processes import MODEL, PATIENCE_S, Bench, Kvolt, until
 
-from kvolt.runtime.supervisor import read_status
+from kvolt.runtime.supervisor.supervisor import read_status
 
 HTTP = ("frontend-0", "frontend-1")
 ALL = (*HTTP, "router", "worker-0", "worker-1")

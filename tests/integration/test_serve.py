@@ -16,7 +16,7 @@ import httpx
 import pytest
 from tests.integration.processes import MODEL, PATIENCE_S, Bench, Kvolt, free_port, until, until_ready
 
-from kvolt.runtime.supervisor import read_status
+from kvolt.runtime.supervisor.supervisor import read_status
 
 FAST = """
 [[workers]]

@@ -20,11 +20,11 @@ import pytest
 from tests.integration.processes import MODEL, PATIENCE_S, Bench, free_port, until_ready
 
 from kvolt.core.errors import KeyConflict
-from kvolt.runtime import wire
-from kvolt.runtime.address import INSTANCES, decode_instance, encode_instance
+from kvolt.runtime.endpoint.address import INSTANCES, decode_instance, encode_instance
 from kvolt.runtime.network import split_address
-from kvolt.runtime.wire import FrameKind
-from kvolt.transfer.wire import Hello, to_frame
+from kvolt.runtime.plane import wire
+from kvolt.runtime.plane.wire import FrameKind
+from kvolt.transfer.peer.wire import Hello, to_frame
 
 MB = 1 << 20
 ASK = {"model": MODEL, "prompt": "Hi", "max_tokens": 5}

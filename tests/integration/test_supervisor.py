@@ -21,8 +21,7 @@ import pytest
 from kvolt.core.errors import ConfigError
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.stop import StopSignal, die_with_parent
-from kvolt.runtime.supervisor import ChildSpec, ChildStatus, Supervisor, SupervisorConfig, read_status
-from kvolt.runtime.supervisor_output import (
+from kvolt.runtime.supervisor.output import (
     LINE_LIMIT_BYTES,
     ChildOutput,
     LineCutter,
@@ -30,7 +29,14 @@ from kvolt.runtime.supervisor_output import (
     TerminalView,
     render_line,
 )
-from kvolt.runtime.supervisor_plan import ChildState, Level, RestartRule
+from kvolt.runtime.supervisor.plan import ChildState, Level, RestartRule
+from kvolt.runtime.supervisor.supervisor import (
+    ChildSpec,
+    ChildStatus,
+    Supervisor,
+    SupervisorConfig,
+    read_status,
+)
 
 PATIENCE_S = 60.0
 QUICK = SupervisorConfig(
@@ -299,7 +305,7 @@ import asyncio, sys
 from pathlib import Path
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.stop import StopSignal
-from kvolt.runtime.supervisor import ChildSpec, Supervisor
+from kvolt.runtime.supervisor.supervisor import ChildSpec, Supervisor
 
 async def main():
     stop = StopSignal()

@@ -13,7 +13,7 @@ from tests.integration.processes import MODEL, PATIENCE_S, Bench, until_ready
 
 from kvolt.core.card import EngineInfo, Link
 from kvolt.core.request import Role
-from kvolt.runtime.address import decode_instance
+from kvolt.runtime.endpoint.address import decode_instance
 
 PROMPT = " ".join(f"w{number}" for number in range(200))
 

@@ -67,7 +67,7 @@ def judge(mutation: Mutation, num_seeds: int) -> Verdict:
 
 def _run_seeds(folder: Path, first: int, count: int) -> Verdict:
     """Until a seed fails. A run that dies before any seed is no verdict."""
-    command = [sys.executable, "-m", "kvolt.testing.faults", "--digests", "--until-bad"]
+    command = [sys.executable, "-m", "kvolt.testing.cluster.faults", "--digests", "--until-bad"]
     command += ["--first", str(first), "--seeds", str(count)]
     environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONHASHSEED": "1"}
     try:

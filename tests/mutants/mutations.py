@@ -91,7 +91,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- KV events
     Mutation(
         name="gaps in KV events are not noticed",
-        path="router/ingest_state.py",
+        path="router/ingest/feed.py",
         old="            self._keep_for_later(told)\n            return []\n",
         new="            pass\n",
         why="a router counts on blocks that are gone, until the next digest",
@@ -99,14 +99,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="snapshots of KV are ignored",
-        path="router/ingest.py",
+        path="router/ingest/ingest.py",
         old="                followed.slots.replace(blocks)\n",
         new="                pass\n",
         why="a router that restarts does not know what workers hold",
     ),
     Mutation(
         name="KV events of a batch are applied in reverse",
-        path="router/ingest_slots.py",
+        path="router/ingest/slots.py",
         old="        for event in events:\n",
         new="        for event in reversed(events):\n",
         why="a block that was removed and stored again counts as gone",
@@ -166,14 +166,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- migration and retries
     Mutation(
         name="tokens are resumed in reverse",
-        path="journey/resuming.py",
+        path="journey/migration.py",
         old="resume=(*request.resume, *(heard[0] or ())))",
         new="resume=(*request.resume, *(heard[0] or ())[::-1]))",
         why="the model continues another text than the client has",
     ),
     Mutation(
         name="the last token is dropped at a migration",
-        path="journey/resuming.py",
+        path="journey/migration.py",
         old="resume=(*request.resume, *(heard[0] or ())))",
         new="resume=(*request.resume, *(heard[0] or ())[:-1]))",
         why="the client gets a token twice",
@@ -194,7 +194,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="the router ignores who is excluded",
-        path="router/eligible.py",
+        path="router/filters.py",
         old="        left = [instance for instance in able if instance.id not in excluded]\n",
         new="        left = list(able)\n",
         why="a retry goes to the worker that has just failed, as long as that can be reached",
@@ -202,7 +202,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         name="a stalled worker whose lease ended is forgotten",
-        path="runtime/client.py",
+        path="runtime/endpoint/client.py",
         old="                        self._expect_registration(gone)\n",
         new="                        pass\n",
         why="requests fail after stalls of a frontend and the last worker that overlap",
@@ -234,14 +234,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- routing
     Mutation(
         name="a reservation outlives its request",
-        path="journey/booked.py",
+        path="journey/reservations.py",
         old="            self._router.free(decision, usage, outcome)\n",
         new="            if usage is None:\n                self._router.free(decision, usage, outcome)\n",
         why="a router believes in load that is gone",
     ),
     Mutation(
         name="a reservation is released twice",
-        path="journey/booked.py",
+        path="journey/reservations.py",
         old="        decision, self._decision = self._decision, None\n        if outcome",
         new="        decision = self._decision\n        if outcome",
         why="a router counts less load than there is",
@@ -250,7 +250,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- processes
     Mutation(
         name="leases never expire",
-        path="runtime/join_server.py",
+        path="runtime/discovery/join_server.py",
         old="            lease.expiry = loop.call_at(expires_at, self._expire, lease)\n",
         new="            lease.expiry = loop.call_at(1e6 + expires_at, self._expire, lease)\n",
         why="dead workers stay registered",

@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from kvolt.core.errors import InvalidRequest
 from kvolt.engines.sim.model import tokenizer_json
-from kvolt.frontend import bounded_tokenizer
-from kvolt.frontend.bounded_tokenizer import BoundedTokenizer, TooManyTokens
+from kvolt.frontend.tokenization import bounded_tokenizer
+from kvolt.frontend.tokenization.bounded_tokenizer import BoundedTokenizer, TooManyTokens
 
 DEEPSEEK = [
     r"\p{N}{1,3}",

@@ -17,16 +17,20 @@ from kvolt.engines.child_messages import FrameCutter
 from kvolt.engines.kv_formats.schema import decode_batch
 from kvolt.frontend.openai_api.decoding import RequestDecoder
 from kvolt.frontend.openai_api.requests import ChatRequest, CompletionRequest
-from kvolt.kv.tiers import pool_wire
-from kvolt.router import http_messages, service_messages
-from kvolt.runtime import discovery_directory, events_zmq, join_server, wire
-from kvolt.runtime.address import decode_instance
-from kvolt.runtime.plane_stats import PlaneStats
-from kvolt.runtime.session import Session, SessionLimits
-from kvolt.runtime.streams import ServedStream
-from kvolt.transfer import wire as transfer_wire
-from kvolt.transfer.capabilities import Capabilities
-from kvolt.transfer.wire import FrameReader, read_ticket
+from kvolt.kv.shared_pool import wire as pool_wire
+from kvolt.router.service import http_messages
+from kvolt.router.service import messages as service_messages
+from kvolt.runtime.discovery import directory as discovery_directory
+from kvolt.runtime.discovery import join_server
+from kvolt.runtime.endpoint.address import decode_instance
+from kvolt.runtime.events import zmq_plane as events_zmq
+from kvolt.runtime.plane import wire
+from kvolt.runtime.plane.session import Session, SessionLimits
+from kvolt.runtime.plane.stats import PlaneStats
+from kvolt.runtime.plane.streams import ServedStream
+from kvolt.transfer.paths.capabilities import Capabilities
+from kvolt.transfer.peer import wire as transfer_wire
+from kvolt.transfer.peer.wire import FrameReader, read_ticket
 from kvolt.worker import handoffs
 from kvolt.worker import rendezvous as meetings
 from kvolt.worker.kv_moving import _read_tickets

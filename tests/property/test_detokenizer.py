@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from kvolt.engines.sim.model import tokenizer_json
-from kvolt.frontend.detokenizer import Detokenizer, Vocabulary
+from kvolt.frontend.detokenizer.detokenizer import Detokenizer, Vocabulary
 
 CORPUS = [
     "the water and the country, the mother of the water",

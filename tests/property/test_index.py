@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvolt.core.kv_digest import digest_of
-from kvolt.router import index, index_python
+from kvolt.router.index import prefix_index as index
+from kvolt.router.index import prefix_index_python as index_python
 
 NUM_TIERS = index.NUM_TIERS
 NUM_WORKERS = 64

@@ -17,9 +17,8 @@ from kvolt.core.kv_events import (
     Tier,
 )
 from kvolt.core.kv_recovery import KvReplay, KvSnapshot, KvSnapshotPart
-from kvolt.router.index import BlockIndex
-from kvolt.router.ingest_slots import InstanceSlots
-from kvolt.router.ingest_state import (
+from kvolt.router.index.prefix_index import BlockIndex
+from kvolt.router.ingest.feed import (
     Apply,
     Check,
     Clear,
@@ -34,6 +33,7 @@ from kvolt.router.ingest_state import (
     Snapshotted,
     Told,
 )
+from kvolt.router.ingest.slots import InstanceSlots
 from kvolt.worker.held_blocks import Holdings
 from kvolt.worker.kv_event_publisher import KvJournal
 

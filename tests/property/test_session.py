@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import Cancelled, EngineFailed, KvoltError
-from kvolt.runtime.plane_stats import PlaneStats
-from kvolt.runtime.session import Session, SessionLimits
-from kvolt.runtime.steps import StepSender
-from kvolt.runtime.streams import CallerStream, ServedStream
-from kvolt.runtime.wire import CHUNK_BYTES, Hello
+from kvolt.runtime.plane.session import Session, SessionLimits
+from kvolt.runtime.plane.stats import PlaneStats
+from kvolt.runtime.plane.steps import StepSender
+from kvolt.runtime.plane.streams import CallerStream, ServedStream
+from kvolt.runtime.plane.wire import CHUNK_BYTES, Hello
 
 WINDOW = 4
 LIMITS = SessionLimits(window_items=WINDOW, max_message_bytes=1 << 20)

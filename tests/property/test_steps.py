@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from kvolt.core.delta import Delta, FinishReason
 from kvolt.core.errors import KvoltError
-from kvolt.runtime.plane_stats import PlaneStats
-from kvolt.runtime.session import Session, SessionLimits
-from kvolt.runtime.steps import StepSender
-from kvolt.runtime.streams import CallerStream, ServedStream
-from kvolt.runtime.wire import Hello
+from kvolt.runtime.plane.session import Session, SessionLimits
+from kvolt.runtime.plane.stats import PlaneStats
+from kvolt.runtime.plane.steps import StepSender
+from kvolt.runtime.plane.streams import CallerStream, ServedStream
+from kvolt.runtime.plane.wire import Hello
 
 ACTIONS = [
     "step",

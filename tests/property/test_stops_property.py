@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvolt.frontend.stops import StopMatcher
+from kvolt.frontend.answers.stops import StopMatcher
 
 quick = settings(deadline=None, max_examples=80)
 

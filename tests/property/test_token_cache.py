@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from kvolt.engines.sim.model import tokenizer_json
-from kvolt.frontend.token_cache import CachedEncoder
+from kvolt.frontend.tokenization.token_cache import CachedEncoder
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|im_end|>\n", "[INST]", "<|im_start|><|im_end|>")
 ORDINARY = ("<think>", "\n\n")

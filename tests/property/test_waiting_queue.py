@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvolt.router.queue import KEPT_ONE_IN, PROMOTED_ONE_IN, Order, QueueLimits, Waiting, WaitingQueue
+from kvolt.router.queue.waiting_queue import (
+    KEPT_ONE_IN,
+    PROMOTED_ONE_IN,
+    Order,
+    QueueLimits,
+    Waiting,
+    WaitingQueue,
+)
 
 KINDS = (None, "pinned", "adapter")
 TENANTS = (None, "a", "b", "c")

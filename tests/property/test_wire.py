@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from kvolt.core.delta import Delta
 from kvolt.core.errors import ErrorInfo, KvoltError, ProtocolError
-from kvolt.runtime import wire
-from kvolt.runtime.bulk import BULK_STREAMS
-from kvolt.runtime.plane_stats import PlaneStats
-from kvolt.runtime.session import Session, SessionLimits
-from kvolt.runtime.streams import ServedStream
-from kvolt.runtime.wire import HEADER, FrameDecoder, FrameKind, Hello, Open, encode, frame
+from kvolt.runtime.plane import wire
+from kvolt.runtime.plane.bulk import BULK_STREAMS
+from kvolt.runtime.plane.session import Session, SessionLimits
+from kvolt.runtime.plane.stats import PlaneStats
+from kvolt.runtime.plane.streams import ServedStream
+from kvolt.runtime.plane.wire import HEADER, FrameDecoder, FrameKind, Hello, Open, encode, frame
 
 MAX_FRAME_BYTES = 4096
 MAX_MESSAGE_BYTES = 16384

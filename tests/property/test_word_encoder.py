@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from kvolt.engines.sim.model import tokenizer_json
-from kvolt.frontend.word_encoder import MAX_CHARACTERS, WordEncoder
+from kvolt.frontend.tokenization.word_encoder import MAX_CHARACTERS, WordEncoder
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -189,7 +189,7 @@ def test_what_is_not_taken() -> None:
 
 
 def test_long_and_rare_words_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvolt.frontend.word_encoder._MAX_WORDS", 10)
+    monkeypatch.setattr("kvolt.frontend.tokenization.word_encoder._MAX_WORDS", 10)
     encoder = word_encoder(trained("gpt2"))
     assert encoder is not None
     for number in range(100):

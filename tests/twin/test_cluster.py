@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from kvolt.core.ids import RequestId
-from kvolt.runtime import backlog
-from kvolt.runtime.server import OWN_ENDPOINTS
-from kvolt.runtime.session import Session
-from kvolt.runtime.streams import ServedStream
+from kvolt.runtime.endpoint.server import OWN_ENDPOINTS
+from kvolt.runtime.plane import backlog
+from kvolt.runtime.plane.session import Session
+from kvolt.runtime.plane.streams import ServedStream
 from kvolt.scheduler.scheduler import Scheduler
-from kvolt.testing import faults
-from kvolt.testing.cluster import Violation
+from kvolt.testing.cluster import faults
+from kvolt.testing.cluster.cluster import Violation
 from kvolt.worker.open_requests import OpenRequests
 
 SAMPLE = range(8)
@@ -148,7 +148,7 @@ def test_a_run_that_dies_is_bad(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
 def test_a_terminal_shows_progress_and_an_interrupt_ends_both_runs() -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "kvolt.testing.faults", "--seeds", "100000"]
+    command = [sys.executable, "-m", "kvolt.testing.cluster.faults", "--seeds", "100000"]
     with open(ours, "rb", buffering=0) as terminal, subprocess.Popen(command, stderr=theirs) as process:
         os.close(theirs)
         shown = b""

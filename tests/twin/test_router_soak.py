@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from benchmarks.router.soak import GOAL_POINTS, growth, plans, solve
 
-from kvolt.twin.trouble import Trouble
+from kvolt.twin.faults import Trouble
 
 
 @pytest.fixture(autouse=True)

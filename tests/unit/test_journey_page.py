@@ -20,15 +20,15 @@ from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.frontend.admission import Admission, WorkerLoads
 from kvolt.frontend.app import FrontendApp
 from kvolt.frontend.generate import GenerateOptions, Generation
-from kvolt.frontend.metrics import FrontendMetrics
+from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
 from kvolt.frontend.models import Models
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
-from kvolt.runtime.connections import tcp_plane
-from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
-from kvolt.runtime.events_mem import MemBus, MemEvents
-from kvolt.runtime.http import HttpServer
+from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
+from kvolt.runtime.events.mem import MemBus, MemEvents
+from kvolt.runtime.http.server import HttpServer
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import SocketNetwork, split_address
+from kvolt.runtime.plane.connections import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.tasks import Crew
 from kvolt.worker.worker import Worker

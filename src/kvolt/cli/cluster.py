@@ -11,17 +11,17 @@ from prometheus_client import CollectorRegistry
 
 from kvolt.cli.process import check_directory, make_ports
 from kvolt.core.errors import KvoltError
-from kvolt.runtime.address import INSTANCES, EndpointAddress, Instance, decode_instance
-from kvolt.runtime.call import Deadlines, ResponseStream
-from kvolt.runtime.client import open_stream
 from kvolt.runtime.clock import ThreadBlocking
-from kvolt.runtime.discovery import Discovery
+from kvolt.runtime.config.settings import Settings
+from kvolt.runtime.discovery.port import Discovery
+from kvolt.runtime.endpoint.address import INSTANCES, EndpointAddress, Instance, decode_instance
+from kvolt.runtime.endpoint.call import Deadlines, ResponseStream
+from kvolt.runtime.endpoint.client import open_stream
+from kvolt.runtime.endpoint.server import EndpointServer
 from kvolt.runtime.metrics import Metrics
-from kvolt.runtime.plane import Destination, RequestPlane
+from kvolt.runtime.plane.port import Destination, RequestPlane
+from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.runtime import STATUS_ENDPOINT, ProcessStatus
-from kvolt.runtime.server import EndpointServer
-from kvolt.runtime.settings import Settings
-from kvolt.runtime.streams import Decode
 from kvolt.runtime.tasks import Scope
 
 _MAX_ASKED_AT_ONCE = 32

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from kvolt.cli.flags import add_settings
-from kvolt.cli.worker import check_engine
+from kvolt.cli.worker.command import check_engine
 from kvolt.core.errors import ConfigError
-from kvolt.runtime.config import LoadedConfig, check_file, nearest
-from kvolt.runtime.config_toml import to_toml
-from kvolt.runtime.settings import leaves, sections, worker_leaves
+from kvolt.runtime.config.loader import LoadedConfig, check_file, nearest
+from kvolt.runtime.config.settings import leaves, sections, worker_leaves
+from kvolt.runtime.config.toml_writer import to_toml
 
 HELP = """
 Settings come from defaults, a TOML file, the environment and flags; the later wins.

@@ -17,7 +17,7 @@ from msgspec.inspect import StructType, type_info
 
 from kvolt.core.errors import ConfigError
 from kvolt.engines.registry import GROUP, engine_names, find_engine
-from kvolt.runtime.config import LoadedConfig
+from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """
 Engines compute. kvolt brings some; a package adds its own under the entry point group `kvolt.engines`.
@@ -28,7 +28,7 @@ Engines compute. kvolt brings some; a package adds its own under the entry point
   kvolt engine check mine --model M --arg dtype=float32 --only events
 """
 
-_CHECKER = "kvolt.testing.engine_check"
+_CHECKER = "kvolt.testing.engines.check"
 _WIDEST = 20
 """Of a column: what is wider moves the rest of its line."""
 

@@ -15,7 +15,7 @@ from kvolt.core.load import StepLogHeader, decode_step_log
 from kvolt.latency.aiconfigurator import AicTarget, header_of, load_predictor, predicted_steps
 from kvolt.latency.fit import BadStep, Errors, Fit, fit_latency
 from kvolt.latency.presets import PresetFile
-from kvolt.runtime.config import LoadedConfig
+from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """
 Fits a step model to what an engine measured, so that the sim engine takes as long as that engine did.

@@ -1,7 +1,7 @@
 """Command-line flags, derived from the config tree.
 
 A verb's home section gives short flags (`--port`), the other sections it uses long ones (`--log-level`).
-A flag only records what was typed: checking a value, and every default, is `kvolt.runtime.config`'s work.
+A flag only records what was typed: checking a value, and every default, is `kvolt.runtime.config.loader`'s work.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from kvolt.core.errors import ConfigError
-from kvolt.runtime.config import Override, nearest
-from kvolt.runtime.settings import Leaf, leaves, sections
+from kvolt.runtime.config.loader import Override, nearest
+from kvolt.runtime.config.settings import Leaf, leaves, sections
 
 _ALIASES = {"discovery.join": "--join"}
 """Short names for settings that people type often."""

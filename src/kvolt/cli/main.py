@@ -53,47 +53,61 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "serve": Verb(
-        "kvolt.cli.serve", "frontend and workers on this machine, kept alive", "start", "frontend", _ALL
+        "kvolt.cli.serve.command",
+        "frontend and workers on this machine, kept alive",
+        "start",
+        "frontend",
+        _ALL,
     ),
     "frontend": Verb(
-        "kvolt.cli.frontend",
+        "kvolt.cli.frontend.command",
         "only the OpenAI-compatible HTTP edge",
         "start",
         "frontend",
         (*_PROCESS, "router", "supervisor"),
     ),
     "router": Verb(
-        "kvolt.cli.router",
+        "kvolt.cli.router.command",
         "only the process that decides for several frontends",
         "start",
         None,
         (*_PROCESS, "router"),
-        parts=(("explain", "kvolt.cli.router_explain"),),
+        parts=(("explain", "kvolt.cli.router.explain"),),
     ),
     "worker": Verb(
-        "kvolt.cli.worker",
+        "kvolt.cli.worker.command",
         "only one worker, here or joined to another machine",
         "start",
         None,
         (*_PROCESS, "transfer"),
     ),
-    "chat": Verb("kvolt.cli.chat", "talk to a model, here or behind any OpenAI-compatible URL", "ask"),
-    "bench": Verb("kvolt.cli.bench", "load on any OpenAI-compatible server, and what its users see", "ask"),
+    "chat": Verb(
+        "kvolt.cli.chat.command", "talk to a model, here or behind any OpenAI-compatible URL", "ask"
+    ),
+    "bench": Verb(
+        "kvolt.cli.bench.command", "load on any OpenAI-compatible server, and what its users see", "ask"
+    ),
     "status": Verb("kvolt.cli.status", "what is running, and is it ready", "look", None, _VISITOR),
     "top": Verb("kvolt.cli.top", "the same, live", "look", None, _VISITOR),
     "doctor": Verb(
-        "kvolt.cli.doctor", "what this machine has, what it lacks, what to do", "look", "frontend", _ALL
+        "kvolt.cli.doctor.command",
+        "what this machine has, what it lacks, what to do",
+        "look",
+        "frontend",
+        _ALL,
     ),
-    "trace": Verb("kvolt.cli.trace", "traces of requests: look into, change, make, find public ones", "look"),
-    "cache": Verb("kvolt.cli.cache", "KV on this machine's disk: list, check, forget", "look"),
+    "trace": Verb(
+        "kvolt.cli.trace.command", "traces of requests: look into, change, make, find public ones", "look"
+    ),
+    "cache": Verb("kvolt.cli.cache.command", "KV on this machine's disk: list, check, forget", "look"),
     "model": Verb("kvolt.cli.model", "models on this machine: list, fetch, show", "look"),
     "engine": Verb("kvolt.cli.engine", "engines: what there is, and does one keep the contract", "look"),
     "fit": Verb("kvolt.cli.fit", "a step model from an engine's step log, for the sim engine", "look"),
     "twin": Verb(
-        "kvolt.cli.twin",
+        "kvolt.cli.twin.command",
         "a trace through a model of the cluster, on virtual time",
         "look",
-        parts=(("sweep", "kvolt.cli.twin_sweep"),),
+        parts=(("sweep", "kvolt.cli.twin.sweep"),),
     ),
     "config": Verb("kvolt.cli.config", "settings: values, origins, checks, names", "look"),
 }
@@ -134,7 +148,7 @@ def _dispatch(argv: list[str]) -> int:
 
 def _run_verb(name: str, argv: list[str]) -> int:
     from kvolt.cli import flags
-    from kvolt.runtime.config import load, nearest
+    from kvolt.runtime.config.loader import load, nearest
 
     verb = VERBS.get(name)
     if verb is None:

@@ -21,20 +21,20 @@ from prometheus_client import CollectorRegistry
 
 from kvolt.core.errors import ConfigError, DeadlineExceeded
 from kvolt.runtime.admin import AdminServer
-from kvolt.runtime.call import Deadlines
 from kvolt.runtime.clock import SystemClock, ThreadBlocking, new_id
-from kvolt.runtime.config import default_discovery_path
-from kvolt.runtime.connection import ConnectionOptions
-from kvolt.runtime.connections import tcp_plane
-from kvolt.runtime.discovery import Discovery
-from kvolt.runtime.discovery_file import FileDiscovery
-from kvolt.runtime.discovery_join import JoinDiscovery
-from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
-from kvolt.runtime.events import EventPlane
-from kvolt.runtime.events_mem import MemBus, MemEvents
-from kvolt.runtime.events_queue import EventCounters
-from kvolt.runtime.events_zmq import ZmqEvents, ZmqOptions
-from kvolt.runtime.join_server import JoinServer
+from kvolt.runtime.config.loader import default_discovery_path
+from kvolt.runtime.config.settings import Settings
+from kvolt.runtime.discovery.file import FileDiscovery
+from kvolt.runtime.discovery.join import JoinDiscovery
+from kvolt.runtime.discovery.join_server import JoinServer
+from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
+from kvolt.runtime.discovery.port import Discovery
+from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.events.mem import MemBus, MemEvents
+from kvolt.runtime.events.port import EventPlane
+from kvolt.runtime.events.subscriber_queue import EventCounters
+from kvolt.runtime.events.zmq_plane import ZmqEvents, ZmqOptions
+from kvolt.runtime.host.private_directory import distrust, make_private
 from kvolt.runtime.logs import setup_logs
 from kvolt.runtime.metrics import LoopLag, Metrics
 from kvolt.runtime.network import (
@@ -45,12 +45,12 @@ from kvolt.runtime.network import (
     split_address,
     split_host,
 )
-from kvolt.runtime.plane import RequestPlane
-from kvolt.runtime.plane_metrics import PlaneCollector
-from kvolt.runtime.private_directory import distrust, make_private
+from kvolt.runtime.plane.connection import ConnectionOptions
+from kvolt.runtime.plane.connections import tcp_plane
+from kvolt.runtime.plane.metrics import PlaneCollector
+from kvolt.runtime.plane.port import RequestPlane
+from kvolt.runtime.plane.session import SessionLimits
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
-from kvolt.runtime.session import SessionLimits
-from kvolt.runtime.settings import Settings
 from kvolt.runtime.stop import StopSignal
 from kvolt.runtime.tasks import Scope
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from kvolt.cli.cluster import ProcessView, visit
 from kvolt.cli.process import run_loop
 from kvolt.router.breaker_report import BREAKER_DETAILS
-from kvolt.runtime.config import LoadedConfig
+from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """
 Show what is running: processes, their endpoints and state, load and streams. Exit code 1 when nothing

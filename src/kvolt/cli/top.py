@@ -13,7 +13,7 @@ from kvolt.cli.cluster import Cluster, ProcessView, visit
 from kvolt.cli.process import run_loop
 from kvolt.cli.status import console, picture
 from kvolt.core.errors import DiscoveryLost
-from kvolt.runtime.config import LoadedConfig
+from kvolt.runtime.config.loader import LoadedConfig
 
 HELP = """
 Show the live cluster, refreshed until Ctrl-C.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from kvolt.runtime.stop import die_with_parent
-from kvolt.runtime.supervisor_output import LineCutter
+from kvolt.runtime.supervisor.output import LineCutter
 
 log = logging.getLogger(__name__)
 

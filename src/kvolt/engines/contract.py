@@ -38,7 +38,7 @@ Load. While there is work every step tells it; `kv_used_blocks` counts blocks th
 taken, and KV that came for requests not yet admitted) hold, so an engine at rest has 0, however much it keeps cached.
 
 What an engine may offer besides is in the capability protocols below, each with a tier of the conformance suite
-(`kvolt.testing.engine_tiers`). A worker asks with `features_of`.
+(`kvolt.testing.engines.tiers`). A worker asks with `features_of`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Stored
 from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Handoff, Request, Role
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.slabs import Slab
 
 __all__ = [
     "FEATURES",

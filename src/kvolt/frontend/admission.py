@@ -16,9 +16,9 @@ from kvolt.core.errors import Overloaded
 from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.frontend.openai_api.responses import BusyThreshold
 from kvolt.frontend.shared_count import SharedSlot
-from kvolt.runtime.address import Instance
-from kvolt.runtime.events import EventPlane
-from kvolt.runtime.wire import MALFORMED
+from kvolt.runtime.endpoint.address import Instance
+from kvolt.runtime.events.port import EventPlane
+from kvolt.runtime.plane.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 

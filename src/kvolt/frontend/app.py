@@ -9,21 +9,21 @@ import msgspec
 
 from kvolt.core.errors import InvalidRequest
 from kvolt.frontend.admission import Admission
-from kvolt.frontend.docs_page import docs_page
 from kvolt.frontend.generate import Generation
 from kvolt.frontend.models import Model, Models
-from kvolt.frontend.off_loop import INLINE_TOKENS
 from kvolt.frontend.openai_api import responses
 from kvolt.frontend.openai_api.checks import check_vocabulary
 from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES, RequestDecoder
 from kvolt.frontend.openai_api.headers import check_json
 from kvolt.frontend.openai_api.requests import parse_detokenize, parse_tokenize
 from kvolt.frontend.openai_api.templating import template_input
-from kvolt.frontend.openapi import openapi
-from kvolt.frontend.preprocess import MOST_CONTEXTS
+from kvolt.frontend.openapi.docs_page import docs_page
+from kvolt.frontend.openapi.document import openapi
 from kvolt.frontend.roles import missing_roles, readiness, workers_of
 from kvolt.frontend.siblings import Siblings
-from kvolt.runtime.http import Handler, HttpRequest, Response, Routes
+from kvolt.frontend.tokenization.off_loop import INLINE_TOKENS
+from kvolt.frontend.tokenization.preprocess import MOST_CONTEXTS
+from kvolt.runtime.http.server import Handler, HttpRequest, Response, Routes
 from kvolt.runtime.metrics import Metrics
 
 T = TypeVar("T")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from kvolt.frontend.admin.trace_recorder import TraceRecorder
 from kvolt.frontend.admission import Admission
 from kvolt.frontend.app import FrontendApp
 from kvolt.frontend.generate import GenerateOptions, Generation
-from kvolt.frontend.metrics import FrontendMetrics
+from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
+from kvolt.frontend.metrics.models_metrics import ModelsCollector
 from kvolt.frontend.models import Models
-from kvolt.frontend.models_metrics import ModelsCollector
 from kvolt.frontend.openai_api.errors import openai_error
 from kvolt.frontend.openai_api.headers import REQUEST_ID
 from kvolt.frontend.siblings import Siblings
-from kvolt.frontend.trace_recorder import TraceRecorder
 from kvolt.router.breaker_report import BREAKER_DETAILS, describe_breakers
 from kvolt.router.kv_metrics import KvCollector
-from kvolt.runtime.http import HttpLimits, HttpServer
+from kvolt.runtime.http.server import HttpLimits, HttpServer
 from kvolt.runtime.metrics import Metrics
 from kvolt.runtime.network import Network
 from kvolt.runtime.runtime import Runtime

@@ -18,13 +18,15 @@ from kvolt.core.card import ModelCard
 from kvolt.core.errors import InvalidRequest, KvoltError
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Sampling
+from kvolt.frontend.admin.trace_recorder import TraceRecorder
 from kvolt.frontend.admission import Admission
-from kvolt.frontend.answer import Answer, Plan
-from kvolt.frontend.embedded import embedded_prompts, stand_ins
-from kvolt.frontend.live import LiveAnswer, TokenFan
-from kvolt.frontend.metrics import FrontendMetrics
+from kvolt.frontend.answers.answer import Answer, Plan
+from kvolt.frontend.answers.live import LiveAnswer, TokenFan
+from kvolt.frontend.answers.whole import WholeAnswer
+from kvolt.frontend.filters import to_takers
+from kvolt.frontend.metrics.edge_metrics import FrontendMetrics
+from kvolt.frontend.metrics.request_record import RequestRecord
 from kvolt.frontend.models import Model, Models
-from kvolt.frontend.off_loop import INLINE_LOGPROBS, INLINE_TOKENS, OffLoop
 from kvolt.frontend.openai_api.checks import check_vocabulary
 from kvolt.frontend.openai_api.decoding import SMALL_BODY_BYTES, Parsed
 from kvolt.frontend.openai_api.generation import (
@@ -43,17 +45,15 @@ from kvolt.frontend.openai_api.requests import (
     parse_chat,
     parse_completion,
 )
+from kvolt.frontend.openai_api.serializer import ChatWording, CompletionWording, Wording
 from kvolt.frontend.openai_api.templating import TemplateInput, template_input
-from kvolt.frontend.openai_api.wording import ChatWording, CompletionWording, Wording
 from kvolt.frontend.parsers.chain import ParserChain
 from kvolt.frontend.parsers.guided import NamedToolParser, RequiredToolParser
-from kvolt.frontend.preprocess import AskedChat, Reading
 from kvolt.frontend.query import check_one, query_body
-from kvolt.frontend.record import RequestRecord
 from kvolt.frontend.roles import with_roles
-from kvolt.frontend.takers import to_takers
-from kvolt.frontend.trace_recorder import TraceRecorder
-from kvolt.frontend.whole import WholeAnswer
+from kvolt.frontend.tokenization.embedded import embedded_prompts, stand_ins
+from kvolt.frontend.tokenization.off_loop import INLINE_LOGPROBS, INLINE_TOKENS, OffLoop
+from kvolt.frontend.tokenization.preprocess import AskedChat, Reading
 from kvolt.frontend.worker_request import (
     PROMPT_EMBEDS,
     VLLM_XARGS,
@@ -62,10 +62,10 @@ from kvolt.frontend.worker_request import (
     too_long,
 )
 from kvolt.journey.journey import Journey, Receiver
-from kvolt.runtime.call import Deadlines
 from kvolt.runtime.clock import Clock, new_id
-from kvolt.runtime.http import HttpRequest, Response, WrittenResponse
-from kvolt.runtime.http_writer import ResponseWriter
+from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.http.server import HttpRequest, Response, WrittenResponse
+from kvolt.runtime.http.writer import ResponseWriter
 from kvolt.runtime.logs import bind
 from kvolt.runtime.runtime import Runtime
 

@@ -13,8 +13,8 @@ from collections import Counter
 from kvolt.core.card import KvSlabs
 from kvolt.core.ids import InstanceId
 from kvolt.journey.prefill import Leg
-from kvolt.runtime.address import Instance
-from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.endpoint.address import Instance
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.worker.kv_compatibility import slabs_of, why_unfit
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ from kvolt.core.ids import CardHash
 from kvolt.core.request import Role, Sampling
 from kvolt.frontend.kv_pairs import paired
 from kvolt.frontend.openai_api.generation import sampling_defaults
-from kvolt.frontend.preprocess import (
+from kvolt.frontend.templates.process import Renderer
+from kvolt.frontend.tokenization.preprocess import (
     CardProcessor,
     NewProcessor,
     ParserNames,
@@ -29,21 +30,20 @@ from kvolt.frontend.preprocess import (
     ProcessorSpec,
     new_large_texts,
 )
-from kvolt.frontend.template_process import Renderer
 from kvolt.journey.journey import Road
 from kvolt.journey.prefill import Leg
-from kvolt.journey.ways import Chooser, OneWay, WayRule, Ways
+from kvolt.journey.prefill_mode import Chooser, OneWay, WayRule, Ways
 from kvolt.router.adapters import Adapters
-from kvolt.router.policies import ROUTERS, NewRouter
 from kvolt.router.port import Router, RouterContext
-from kvolt.runtime.address import INSTANCES, EndpointAddress, Instance, decode_instance
-from kvolt.runtime.client import EndpointClient, open_stream
-from kvolt.runtime.discovery import Delete, Put, Synced
-from kvolt.runtime.plane import Destination
+from kvolt.router.registry import ROUTERS, NewRouter
+from kvolt.runtime.config.router_settings import RouterSettings
+from kvolt.runtime.discovery.port import Delete, Put, Synced
+from kvolt.runtime.endpoint.address import INSTANCES, EndpointAddress, Instance, decode_instance
+from kvolt.runtime.endpoint.client import EndpointClient, open_stream
+from kvolt.runtime.plane.port import Destination
+from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.settings_router import RouterSettings
 from kvolt.runtime.tasks import Crew
-from kvolt.runtime.wire import MALFORMED
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ import msgspec
 
 from kvolt.core.errors import DeadlineExceeded, InvalidRequest, KvoltError
 from kvolt.core.request import Handoff, Request
-from kvolt.frontend.answer import Plan, prefill_told, workers_told
-from kvolt.frontend.openai_api.wording import DONE, Envelope
+from kvolt.frontend.answers.answer import Plan, prefill_told, workers_told
+from kvolt.frontend.openai_api.serializer import DONE, Envelope
 from kvolt.journey.journey import Road
 from kvolt.journey.links import with_links
-from kvolt.journey.ways import Way
+from kvolt.journey.prefill_mode import Way
 from kvolt.router.port import Decision, Router
 
 

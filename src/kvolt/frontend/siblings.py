@@ -19,13 +19,13 @@ from prometheus_client.registry import Collector
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import InstanceId
 from kvolt.frontend.admission import Admission
-from kvolt.frontend.merged_metrics import Exposition, merge, render, snapshot
+from kvolt.frontend.metrics.merged_metrics import Exposition, merge, render, snapshot
 from kvolt.frontend.openai_api.responses import BusyThreshold
-from kvolt.runtime.address import EndpointAddress, Instance
-from kvolt.runtime.call import Deadlines
-from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance
+from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.endpoint.client import EndpointClient
+from kvolt.runtime.plane.streams import Decode
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.streams import Decode
 from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ import msgspec
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError
 from kvolt.core.ids import RequestId
 from kvolt.core.request import LinkCosts, Rendezvous, Request
-from kvolt.journey.meeting import new_meeting
 from kvolt.journey.prefill import PrefillCall
-from kvolt.journey.prompt import Prompt
-from kvolt.runtime.call import Deadlines
+from kvolt.journey.remote_prompt import Prompt
+from kvolt.journey.rendezvous import new_meeting
+from kvolt.runtime.endpoint.call import Deadlines
 
 _PLACE_S = 5.0
 """For a prefill worker to have room, while a decode worker has the request already."""

@@ -33,7 +33,7 @@ from kvolt.journey.machine import (
     TakenBack,
 )
 from kvolt.router.port import Decision
-from kvolt.runtime.address import EndpointAddress, Instance
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 
 BEGIN, END = "<!-- begin: journey machine -->", "<!-- end: journey machine -->"
 

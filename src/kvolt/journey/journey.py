@@ -17,10 +17,10 @@ from kvolt.core.delta import Delta, StageTimes, Usage
 from kvolt.core.errors import DeadlineExceeded, KvoltError, with_fields
 from kvolt.core.request import Handoff, Request
 from kvolt.core.withdrawal import was_withdrawn
-from kvolt.journey.asked import Asked
-from kvolt.journey.booked import Booked
-from kvolt.journey.decided import as_decided, deadlines_for
+from kvolt.journey.attempt_state import Asked
+from kvolt.journey.context import Receiver, Road
 from kvolt.journey.decode_first import meet
+from kvolt.journey.dispatch import as_decided, deadlines_for
 from kvolt.journey.links import with_links
 from kvolt.journey.machine import (
     Action,
@@ -42,17 +42,17 @@ from kvolt.journey.machine import (
     Stopped,
     TakenBack,
 )
+from kvolt.journey.migration import is_over, lost_ends
 from kvolt.journey.prefill import Leg
-from kvolt.journey.prompt import Prompt
+from kvolt.journey.prefill_mode import Way
 from kvolt.journey.reachable import route_when_reachable
-from kvolt.journey.resuming import is_over, lost_ends
-from kvolt.journey.road import Receiver, Road
+from kvolt.journey.remote_prompt import Prompt
+from kvolt.journey.reservations import Booked
 from kvolt.journey.stats import Outcome
-from kvolt.journey.take_back import ask_back
-from kvolt.journey.ways import Way
+from kvolt.journey.withdrawal import ask_back
 from kvolt.router import breaker
 from kvolt.router.port import Decision
-from kvolt.runtime.call import Call, Deadlines
+from kvolt.runtime.endpoint.call import Call, Deadlines
 
 __all__ = ["Journey", "Receiver", "Road"]
 

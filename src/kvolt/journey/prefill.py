@@ -17,15 +17,15 @@ from kvolt.core.delta import Delta
 from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError, ProtocolError
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Handoff, LinkCosts, Rendezvous, Request
-from kvolt.journey.decided import as_decided, deadlines_for
+from kvolt.journey.dispatch import as_decided, deadlines_for
 from kvolt.journey.links import with_links
-from kvolt.journey.take_back import let_go
+from kvolt.journey.withdrawal import let_go
 from kvolt.router.breaker import Outcome, outcome_of
 from kvolt.router.port import Decision, Router
-from kvolt.runtime.address import Instance
-from kvolt.runtime.call import Call, Deadlines
-from kvolt.runtime.client import EndpointClient
-from kvolt.runtime.streams import StepSink
+from kvolt.runtime.endpoint.address import Instance
+from kvolt.runtime.endpoint.call import Call, Deadlines
+from kvolt.runtime.endpoint.client import EndpointClient
+from kvolt.runtime.plane.streams import StepSink
 from kvolt.runtime.tasks import Crew
 
 _decode_delta = msgspec.msgpack.Decoder(Delta).decode

@@ -13,7 +13,7 @@ from kvolt.core.errors import KvoltError, Unavailable, reworded
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
 from kvolt.router.port import Decision, Router
-from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.endpoint.client import EndpointClient
 
 _OUT_OF_REACH = frozenset(
     ("none_reachable", "no_instances", "none_left", "none_fits", "none_allowed", "no_adapter", "pin")

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from kvolt.core.errors import ConfigError
 from kvolt.models.config import ModelConfig, read_hf_config
 from kvolt.models.folder_texts import FolderTexts, decoded, required
-from kvolt.runtime.cores import usable_cores
+from kvolt.runtime.host.cores import usable_cores
 
 Shape = tuple[int, ...]
 

@@ -32,8 +32,8 @@ from kvolt.models.model_files import (
     refuse_pickle,
 )
 from kvolt.models.package_weights import SMOLLM2_135M, PackageWeights
-from kvolt.runtime.cache_directory import cache_directory
-from kvolt.runtime.config import nearest
+from kvolt.runtime.config.loader import nearest
+from kvolt.runtime.host.cache_directory import cache_directory
 
 _log = logging.getLogger(__name__)
 

@@ -3,11 +3,10 @@
 What is named here can be used with no runtime: a Selector, its index and its policies, or all of it in a Standalone.
 """
 
-from kvolt.router.by_hand import hashes_of, prompt_of, request_of, worker_info
-from kvolt.router.index import BlockIndex
-from kvolt.router.overlap import Holders, NoHolders
+from kvolt.router.index.overlap import Holders, NoHolders
+from kvolt.router.index.prefix_index import BlockIndex
 from kvolt.router.place import Place
-from kvolt.router.policy import (
+from kvolt.router.policy.policy import (
     ClassicWeights,
     LatencyWeights,
     Policy,
@@ -16,9 +15,10 @@ from kvolt.router.policy import (
     classic,
     latency,
 )
-from kvolt.router.posted import EventsMissed, PostedEvent, PostedIndex
-from kvolt.router.selector import Choice, Explained, PlaceLoad, Selector
-from kvolt.router.standalone import Reservation, Standalone, StandaloneOptions
+from kvolt.router.policy.selector import Choice, Explained, PlaceLoad, Selector
+from kvolt.router.service.builders import hashes_of, prompt_of, request_of, worker_info
+from kvolt.router.service.standalone import Reservation, Standalone, StandaloneOptions
+from kvolt.router.service.standalone_state import EventsMissed, PostedEvent, PostedIndex
 
 __all__ = [
     "BlockIndex",

@@ -11,9 +11,9 @@ import msgspec
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.ids import InstanceId
-from kvolt.runtime.address import Instance
-from kvolt.runtime.client import EndpointClient
-from kvolt.runtime.wire import MALFORMED
+from kvolt.runtime.endpoint.address import Instance
+from kvolt.runtime.endpoint.client import EndpointClient
+from kvolt.runtime.plane.wire import MALFORMED
 
 _decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
 

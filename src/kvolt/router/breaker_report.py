@@ -8,9 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvolt.router.breaker import Breakers, BreakerState
-from kvolt.router.eligible import Eligible
+from kvolt.router.filters import Eligible
 from kvolt.router.port import Router
-from kvolt.router.queued import who_decides
+from kvolt.router.queue.queue_router import who_decides
 
 BREAKER_DETAILS = "breakers"
 """In a process's status: see `describe_breakers`."""

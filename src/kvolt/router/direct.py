@@ -7,9 +7,9 @@ from kvolt.core.errors import InvalidRequest
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
 from kvolt.router.breaker import Breakers, Outcome
-from kvolt.router.eligible import Eligible
+from kvolt.router.filters import Eligible
 from kvolt.router.port import Decision
-from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.endpoint.client import EndpointClient
 
 
 class DirectRouter:

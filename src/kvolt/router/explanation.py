@@ -11,11 +11,11 @@ from kvolt.core.errors import Unavailable, Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request
 from kvolt.router.kv_router import KvRouter
+from kvolt.router.policy.selector import Explained
 from kvolt.router.port import Router
-from kvolt.router.queued import QueueRouter, who_decides
-from kvolt.router.selector import Explained
-from kvolt.runtime.address import Instance
-from kvolt.runtime.server import OWN_ENDPOINTS
+from kvolt.router.queue.queue_router import QueueRouter, who_decides
+from kvolt.runtime.endpoint.address import Instance
+from kvolt.runtime.endpoint.server import OWN_ENDPOINTS
 
 EXPLAIN_ENDPOINT = f"{OWN_ENDPOINTS}router.explain"
 """For a RouteQuestion, at the address of the router's endpoint; answered by an Explanation."""

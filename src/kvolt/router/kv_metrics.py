@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvolt.router.custom_policy import REASONS
-from kvolt.router.exact import ExactRouter
-from kvolt.router.ingest_state import FeedState
+from kvolt.router.event_fed_router import ExactRouter
+from kvolt.router.ingest.feed import FeedState
+from kvolt.router.policy.custom import REASONS
 from kvolt.router.port import Router
-from kvolt.router.queued import who_decides
+from kvolt.router.queue.queue_router import who_decides
 from kvolt.runtime.histogram import Histogram
 
 Labels = tuple[str, ...]

@@ -15,20 +15,20 @@ from kvolt.core.kv_events import Tier
 from kvolt.core.load import LoadReport
 from kvolt.core.request import KvSource, Request, Role
 from kvolt.router.breaker import Breakers, Outcome
-from kvolt.router.eligible import Eligible
-from kvolt.router.forecast import Forecast
-from kvolt.router.gossip import PlaceBookings
-from kvolt.router.learning import Watch
-from kvolt.router.overlap import Holders
+from kvolt.router.filters import Eligible
+from kvolt.router.index.overlap import Holders
 from kvolt.router.place import Place
-from kvolt.router.policy import Policy
+from kvolt.router.policy.forecast import Forecast
+from kvolt.router.policy.learning import Watch
+from kvolt.router.policy.policy import Policy
+from kvolt.router.policy.roster import ranks_of
+from kvolt.router.policy.selector import Choice, Explained, PlaceLoad, Selector
 from kvolt.router.port import Decision
-from kvolt.router.roster import ranks_of
-from kvolt.router.selector import Choice, Explained, PlaceLoad, Selector
+from kvolt.router.service.gossip import PlaceBookings
 from kvolt.router.stats import RouterStats
-from kvolt.runtime.address import EndpointAddress, Instance
-from kvolt.runtime.client import EndpointClient
-from kvolt.runtime.settings_router import RouterSettings
+from kvolt.runtime.config.router_settings import RouterSettings
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance
+from kvolt.runtime.endpoint.client import EndpointClient
 
 
 class KvRouter:

@@ -12,10 +12,10 @@ from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role
 from kvolt.router.breaker import Breakers, Outcome
-from kvolt.router.eligible import Eligible
+from kvolt.router.filters import Eligible
 from kvolt.router.port import Decision
-from kvolt.runtime.address import Instance
-from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.endpoint.address import Instance
+from kvolt.runtime.endpoint.client import EndpointClient
 
 
 class LeastLoadedRouter:

@@ -12,11 +12,11 @@ from kvolt.core.delta import Usage
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import KvSource, Request, Role
 from kvolt.router.breaker import Attempt, Breakers, Outcome
-from kvolt.router.eligible import Eligible
-from kvolt.runtime.address import Instance
-from kvolt.runtime.client import EndpointClient
+from kvolt.router.filters import Eligible
+from kvolt.runtime.config.router_settings import RouterSettings
+from kvolt.runtime.endpoint.address import Instance
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.settings_router import RouterSettings
 
 
 class Recall:

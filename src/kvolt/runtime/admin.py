@@ -14,7 +14,7 @@ import msgspec
 from kvolt.core.errors import InvalidRequest
 from kvolt.runtime.clock import Clock
 from kvolt.runtime.health import Health
-from kvolt.runtime.http import (
+from kvolt.runtime.http.server import (
     AnyResponse,
     Handler,
     HttpLimits,

@@ -16,17 +16,17 @@ import msgspec
 
 from kvolt.core.errors import ConfigError, DiscoveryLost, KvoltError, Unsupported
 from kvolt.core.ids import InstanceId
-from kvolt.runtime.address import EndpointAddress, Instance, InstanceState, encode_instance
-from kvolt.runtime.call import Deadlines
-from kvolt.runtime.client import EndpointClient
 from kvolt.runtime.clock import Blocking, Clock, new_id
-from kvolt.runtime.discovery import Discovery, LeaseId
-from kvolt.runtime.events import EventPlane
+from kvolt.runtime.discovery.port import Discovery, LeaseId
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance, InstanceState, encode_instance
+from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.endpoint.client import EndpointClient
+from kvolt.runtime.endpoint.registration import RegisteredKey
+from kvolt.runtime.endpoint.server import EndpointServer, Handler, StreamHandler, decoder
+from kvolt.runtime.events.port import EventPlane
 from kvolt.runtime.health import Health, State
 from kvolt.runtime.network import Network
-from kvolt.runtime.plane import PlaneFactory, RequestPlane
-from kvolt.runtime.registration import RegisteredKey
-from kvolt.runtime.server import EndpointServer, Handler, StreamHandler, decoder
+from kvolt.runtime.plane.port import PlaneFactory, RequestPlane
 from kvolt.runtime.stop import graceful_stop
 from kvolt.runtime.tasks import Crew, Scope
 

@@ -4,9 +4,12 @@ There is a suite for Discovery, one for EventPlane, and one in two parts for the
 Blocking and Clock have none.
 """
 
-from kvolt.testing import discovery_suite, events_suite, plane_faults_suite, plane_suite
-from kvolt.testing.link import LinkProfile
-from kvolt.testing.loop import (
+from kvolt.testing import events_suite
+from kvolt.testing.discovery import suite as discovery_suite
+from kvolt.testing.plane import faults_suite as plane_faults_suite
+from kvolt.testing.plane import suite as plane_suite
+from kvolt.testing.virtual.link import LinkProfile
+from kvolt.testing.virtual.loop import (
     Deadlock,
     InlineBlocking,
     Leak,
@@ -16,8 +19,8 @@ from kvolt.testing.loop import (
     VirtualLoop,
     run_virtual,
 )
-from kvolt.testing.network import VirtualHost, VirtualNetwork
-from kvolt.testing.ports import VirtualProcess
+from kvolt.testing.virtual.network import VirtualHost, VirtualNetwork
+from kvolt.testing.virtual.ports import VirtualProcess
 
 __all__ = [
     "Deadlock",

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from kvolt.core.errors import InvalidRequest
-from kvolt.runtime.events import Event, EventPlane, EventStream
+from kvolt.runtime.events.port import Event, EventPlane, EventStream
 from kvolt.runtime.tasks import Scope
 
 _DEADLINE_S = 10.0

@@ -16,11 +16,11 @@ from typing import Protocol
 import numpy as np
 
 from kvolt.core.ids import BlockKey, SequenceHash
-from kvolt.kv.tiers.books import TierBlock
-from kvolt.kv.tiers.lower import LowerTier
+from kvolt.kv.tiers.lower_tier import LowerTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
-from kvolt.testing.discovery_observer import expect
-from kvolt.transfer.memory import Numbers
+from kvolt.kv.tiers.slot_table import TierBlock
+from kvolt.testing.discovery.observer import expect
+from kvolt.transfer.memory.slabs import Numbers
 
 SHAPE = BlockShape(3000, 2, "float16")
 """No whole number of pages, of two ranks."""

@@ -27,20 +27,19 @@ import msgspec
 import numpy as np
 
 from kvolt.core.errors import Cancelled, InvalidRequest, KvoltError, Overloaded, PayloadTooLarge
-from kvolt.runtime.byte_budget import ByteBudget
 from kvolt.runtime.clock import Clock, SystemClock
-from kvolt.transfer.capabilities import MachineFacts, capabilities_of
-from kvolt.transfer.hub import Hub, Writable
-from kvolt.transfer.machine import look
-from kvolt.transfer.memory import Numbers, Slab
-from kvolt.transfer.offered import Offered
-from kvolt.transfer.path_watch import PathOptions, PathWatch
-from kvolt.transfer.reading import Reading
-from kvolt.transfer.rooms import LAST_ROOM, Guest, Posted
-from kvolt.transfer.undertaking import Meeting, Posting, Undertaking
-from kvolt.transfer.wanted import ALL, Wanted, new_wanted
-from kvolt.transfer.where import read_where, where_of
-from kvolt.transfer.wire import (
+from kvolt.runtime.plane.byte_budget import ByteBudget
+from kvolt.transfer.address import read_where, where_of
+from kvolt.transfer.memory.slabs import Numbers, Slab
+from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
+from kvolt.transfer.paths.machine import look
+from kvolt.transfer.paths.path_watch import PathOptions, PathWatch
+from kvolt.transfer.peer.hub import Hub, Writable
+from kvolt.transfer.peer.mailbox import LAST_ROOM, Guest, Posted
+from kvolt.transfer.peer.offers import Offered
+from kvolt.transfer.peer.read_op import Reading
+from kvolt.transfer.peer.read_request import ALL, Wanted, new_wanted
+from kvolt.transfer.peer.wire import (
     MAX_BLOCKS,
     MAX_NOTE_BYTES,
     Address,
@@ -49,6 +48,7 @@ from kvolt.transfer.wire import (
     read_ticket,
     ticket_bytes,
 )
+from kvolt.transfer.transfer_handle import Meeting, Posting, Undertaking
 
 Blocks = Sequence[int] | Numbers
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from kvolt.core.errors import ConfigError
 from kvolt.engines.registry import check_arguments
 from kvolt.engines.sim.arguments import SimArguments
-from kvolt.runtime.settings_router import RouterSettings
+from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.twin.cluster import TwinSettings
 
 Axes = Mapping[str, Sequence[Any]]

@@ -24,27 +24,27 @@ from kvolt.engines.sim.links import Link
 from kvolt.engines.sim.transfers import SimTransfers
 from kvolt.journey.journey import Road
 from kvolt.journey.prefill import Leg
-from kvolt.journey.ways import Chooser, WayRule
-from kvolt.router.custom_policy import is_custom
-from kvolt.router.policies import ROUTERS, find_router, reads_kv_events
+from kvolt.journey.prefill_mode import Chooser, WayRule
+from kvolt.router.policy.custom import is_custom
 from kvolt.router.port import Router, RouterContext
-from kvolt.runtime.address import EndpointAddress
-from kvolt.runtime.client import EndpointClient
+from kvolt.router.registry import ROUTERS, find_router, reads_kv_events
 from kvolt.runtime.clock import new_id
-from kvolt.runtime.connection import ConnectionOptions
-from kvolt.runtime.connections import tcp_plane
-from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
-from kvolt.runtime.events_mem import MemEvents
+from kvolt.runtime.config.router_settings import RouterSettings
+from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
+from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.runtime.endpoint.client import EndpointClient
+from kvolt.runtime.events.mem import MemEvents
+from kvolt.runtime.plane.connection import ConnectionOptions
+from kvolt.runtime.plane.connections import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
-from kvolt.runtime.settings_router import RouterSettings
 from kvolt.runtime.tasks import Crew
-from kvolt.testing.link import LinkProfile
-from kvolt.testing.network import VirtualNetwork
-from kvolt.testing.ports import VirtualProcess
-from kvolt.twin.paper_mover import PaperBoard, PaperMover, link_in, link_out
-from kvolt.twin.paper_tiers import TwinTiers, tiering_on_paper
-from kvolt.twin.trouble import FailingEngine, Trouble, every, new_bus
-from kvolt.twin.watching import ClusterWatch, EngineWatch
+from kvolt.testing.virtual.link import LinkProfile
+from kvolt.testing.virtual.network import VirtualNetwork
+from kvolt.testing.virtual.ports import VirtualProcess
+from kvolt.twin.engine_watch import ClusterWatch, EngineWatch
+from kvolt.twin.faults import FailingEngine, Trouble, every, new_bus
+from kvolt.twin.trace_block_mover import PaperBoard, PaperMover, link_in, link_out
+from kvolt.twin.trace_block_tiers import TwinTiers, tiering_on_paper
 from kvolt.worker.worker import Worker
 
 MODEL = "sim-tiny"

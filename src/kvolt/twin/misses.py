@@ -19,7 +19,7 @@ import msgspec
 
 from kvolt.bench.load.sample import Failure, Sample
 from kvolt.bench.load.sla import Sla
-from kvolt.twin.watching import Visit
+from kvolt.twin.engine_watch import Visit
 
 NUM_WORST = 20
 _BARELY = 0.999

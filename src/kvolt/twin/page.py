@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvolt.bench.load.page import html_page, table
 from kvolt.bench.load.svg import Series, plot
 from kvolt.twin.report import TwinReport
-from kvolt.twin.wording import cluster_rows, reason_rows, worker_rows, worst_rows
+from kvolt.twin.report_text import cluster_rows, reason_rows, worker_rows, worst_rows
 
 
 def twin_page(report: TwinReport) -> str:

@@ -17,9 +17,9 @@ from kvolt.bench.load.sla import Sla
 from kvolt.core.errors import ConfigError
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.arguments import step_model_of
-from kvolt.router.custom_policy import is_custom, policy_text
+from kvolt.router.policy.custom import is_custom, policy_text
 from kvolt.twin.axes import Point, Setup
-from kvolt.twin.figures import Figures
+from kvolt.twin.objectives import Figures
 
 FORMAT = "kvolt-sweep/1"
 """In every digest: figures of a twin that counts otherwise are not taken for its own."""

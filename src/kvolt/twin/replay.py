@@ -25,14 +25,14 @@ from kvolt.core.ids import RequestId, SequenceHash
 from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.core.trace import TraceRecord
 from kvolt.journey.journey import Journey
-from kvolt.journey.resuming import Heard
-from kvolt.runtime.call import Deadlines
-from kvolt.runtime.streams import StepSink
+from kvolt.journey.migration import Heard
+from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.plane.streams import StepSink
 from kvolt.runtime.tasks import Crew, Scope
-from kvolt.testing.loop import run_virtual
+from kvolt.testing.virtual.loop import run_virtual
 from kvolt.twin.cluster import MODEL, TwinCluster, TwinSettings
+from kvolt.twin.engine_watch import ClusterWatch
 from kvolt.twin.misses import Misses
-from kvolt.twin.watching import ClusterWatch
 
 _PATIENCE_S = 10 * 86_400.0
 _DEADLINES = Deadlines(connect_s=60.0, first_s=_PATIENCE_S, between_s=_PATIENCE_S, total_s=_PATIENCE_S)

@@ -10,9 +10,9 @@ import msgspec
 from kvolt.bench.load.report import Report, RunFacts, make_report
 from kvolt.core.kv_events import Tier
 from kvolt.twin.activity import ActivityData
+from kvolt.twin.engine_watch import ClusterWatch, EngineWatch
 from kvolt.twin.misses import MissesData
 from kvolt.twin.replay import TwinRun
-from kvolt.twin.watching import ClusterWatch, EngineWatch
 
 
 class TierHits(msgspec.Struct, frozen=True, kw_only=True):

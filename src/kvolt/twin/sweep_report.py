@@ -12,9 +12,9 @@ import msgspec
 
 from kvolt.bench.load.page import html_file, table
 from kvolt.bench.load.report import Setting
+from kvolt.bench.load.report_text import milliseconds
 from kvolt.bench.load.svg import Series, plot
-from kvolt.bench.load.wording import milliseconds
-from kvolt.twin.figures import FIGURES, pareto
+from kvolt.twin.objectives import FIGURES, pareto
 from kvolt.twin.points import FORMAT, PointResult
 
 _BESIDE = ("goodput", "ttft_p90", "itl_p90", "hit_rate", "busy_share", "failed")

@@ -22,8 +22,8 @@ from kvolt.core.errors import InvalidRequest, KvoltError
 from kvolt.core.ids import BlockKey, InstanceId, RequestId, SequenceHash
 from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.engines.contract import KvRoom
+from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.tasks import Crew
-from kvolt.runtime.wire import MALFORMED
 from kvolt.worker.kv_moving import KvMover, KvOffer
 from kvolt.worker.kv_settling import KvSettling
 from kvolt.worker.rendezvous import WAIT_S, MeetingEngine, Parts, Receiving, compute, push

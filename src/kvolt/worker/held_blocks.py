@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvolt.core.kv_events import TIER_LEVEL, Cleared, KvChange, KvDigest, Removed, Stored, Tier
-from kvolt.router.index import MIN_MAX_BYTES, BlockIndex
+from kvolt.router.index.prefix_index import MIN_MAX_BYTES, BlockIndex
 
 MAX_BLOCKS = 2_000_000
 

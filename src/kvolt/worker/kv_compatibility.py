@@ -17,10 +17,10 @@ from kvolt.core.endpoints import GENERATE, component_name
 from kvolt.core.errors import ConfigError, DiscoveryLost, Unsupported
 from kvolt.core.request import Role
 from kvolt.engines.contract import Engine, KvPlaced
-from kvolt.runtime.address import EndpointAddress, Instance, InstanceState, decode_instance
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance, InstanceState, decode_instance
+from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.wire import MALFORMED
-from kvolt.transfer.layout import SlabLayout, why_incompatible
+from kvolt.transfer.memory.layout import SlabLayout, why_incompatible
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ import msgspec
 
 from kvolt.core.errors import KvoltError, ProtocolError
 from kvolt.core.ids import BlockKey
-from kvolt.runtime.wire import MALFORMED
+from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.transfer.agent import Offering, Operation, TransferAgent
-from kvolt.transfer.layout import SlabLayout, sources_for
-from kvolt.transfer.memory import Slab
-from kvolt.transfer.wire import read_ticket
+from kvolt.transfer.memory.layout import SlabLayout, sources_for
+from kvolt.transfer.memory.slabs import Slab
+from kvolt.transfer.peer.wire import read_ticket
 
 _SEED_BYTES = 8
 _MAX_RANKS = 1024

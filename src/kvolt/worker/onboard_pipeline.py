@@ -15,8 +15,8 @@ from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Tier
 from kvolt.engines.contract import KvRoom, KvTierable
 from kvolt.engines.wakeup import Wakeup
-from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.cache import Fetched, TieredCache
+from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.tasks import Scope
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvolt.core.delta import StageTimes
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request
-from kvolt.runtime.plane import IncomingStream
+from kvolt.runtime.plane.port import IncomingStream
 from kvolt.worker.metrics import WorkerMetrics
 from kvolt.worker.progress import Progress
 

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvolt.transfer.agent import TransferAgent
-from kvolt.transfer.path_watch import PathWatch
+from kvolt.transfer.paths.path_watch import PathWatch
 
 
 class PathMetrics(Collector):

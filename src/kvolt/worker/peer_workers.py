@@ -14,15 +14,15 @@ import msgspec
 from kvolt.core.endpoints import KV
 from kvolt.core.errors import ProtocolError
 from kvolt.core.ids import InstanceId
-from kvolt.kv.tiers.peer_giving import PeerGiving
+from kvolt.kv.shared_pool.wire import Bring, Brought
+from kvolt.kv.tiers.peer_server import PeerGiving
 from kvolt.kv.tiers.peer_tier import PeerTier
-from kvolt.kv.tiers.pool_wire import Bring, Brought
-from kvolt.runtime.address import EndpointAddress
-from kvolt.runtime.call import Deadlines
-from kvolt.runtime.client import EndpointClient, open_stream
-from kvolt.runtime.plane import Destination
+from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.endpoint.client import EndpointClient, open_stream
+from kvolt.runtime.endpoint.server import decoder
+from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.server import decoder
 
 _DEADLINES = Deadlines(connect_s=1.0, first_s=5.0, between_s=20.0, total_s=20.0)
 

@@ -13,11 +13,11 @@ from kvolt.core.endpoints import CONTROL, KV_POOL, KV_TOPIC
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvChange
 from kvolt.core.kv_recovery import KvAnswer, KvQuestion
+from kvolt.kv.shared_pool.server import PoolServer
+from kvolt.kv.shared_pool.tier import PoolTier
 from kvolt.kv.tiers.host_tier import HostTier
-from kvolt.kv.tiers.pool_server import PoolServer
-from kvolt.kv.tiers.pool_tier import PoolTier
-from kvolt.router.ingest_asking import MAX_BLOCKS
-from kvolt.runtime.address import EndpointAddress
+from kvolt.router.ingest.recovery import MAX_BLOCKS
+from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.runtime.runtime import Runtime
 from kvolt.worker.control import recall
 from kvolt.worker.held_blocks import Holdings

@@ -20,7 +20,7 @@ from kvolt.core.errors import KvoltError, NotFound, ProtocolError
 from kvolt.core.ids import BlockKey
 from kvolt.core.request import Handoff, Rendezvous, Request
 from kvolt.engines.contract import KvMovable, KvPlaced, KvRoom, Prefill
-from kvolt.runtime.wire import MALFORMED
+from kvolt.runtime.plane.wire import MALFORMED
 from kvolt.worker.kv_moving import KvMover, KvOffer, KvPost
 
 log = logging.getLogger(__name__)

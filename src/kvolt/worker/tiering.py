@@ -35,11 +35,11 @@ from kvolt.engines.contract import (
     SealedKv,
 )
 from kvolt.kv.tiers.admission import Admission
-from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.cache import Fetched, TieredCache
 from kvolt.kv.tiers.hit_window import HitWindow
-from kvolt.kv.tiers.peer_giving import PeerGiving
+from kvolt.kv.tiers.peer_server import PeerGiving
 from kvolt.kv.tiers.peer_tier import PeerTier
+from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.tasks import Crew
 from kvolt.scheduler.fetch_or_compute import FetchOrCompute
 from kvolt.worker.kv_settling import KvSettling

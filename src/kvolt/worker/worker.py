@@ -36,12 +36,12 @@ from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import MEETING, Request
 from kvolt.core.withdrawal import Withdraw, Withdrawn, withdrawn_error
 from kvolt.engines.contract import Calibrated, Engine, KvPlaced, Measured, features_of
-from kvolt.runtime.address import EndpointAddress
+from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.runtime.endpoint.server import decoder
 from kvolt.runtime.health import State
-from kvolt.runtime.plane import IncomingStream
+from kvolt.runtime.plane.port import IncomingStream
+from kvolt.runtime.plane.steps import StepSender
 from kvolt.runtime.runtime import Runtime
-from kvolt.runtime.server import decoder
-from kvolt.runtime.steps import StepSender
 from kvolt.runtime.tasks import Crew
 from kvolt.scheduler.step_pace import differ
 from kvolt.worker.control import ClearKv, ControlRequest, WorkerAnswer, loras_of, perform, recall

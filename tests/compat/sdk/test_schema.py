@@ -22,7 +22,7 @@ from schemathesis.schemas import BaseSchema
 from tests.compat.sdk.server import Server
 from tests.integration.processes import until
 
-from kvolt.frontend.openapi_operations import OPERATIONS
+from kvolt.frontend.openapi.operations import OPERATIONS
 
 MODEL = "sim-short"
 """Its context is so short that no case makes it talk for long."""

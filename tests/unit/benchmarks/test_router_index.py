@@ -23,7 +23,7 @@ from benchmarks.router.sides import (
 from benchmarks.router.workload import Shape, history, prompts
 from benchmarks.runtime.pair import BrokenRun
 
-from kvolt.router import index
+from kvolt.router.index import prefix_index as index
 
 SHAPE = Shape(num_workers=6, num_blocks=64, num_sessions=20)
 OURS = [KVOLT_PYTHON, *((KVOLT, KVOLT_EVENTS, KVOLT_JSON) if index.IS_NATIVE else ())]

@@ -6,7 +6,7 @@ import argparse
 
 from benchmarks.router.processes import CASES, LATENCY, ROUND_ROBIN, Row, _bench_command, report
 
-from kvolt.cli import bench
+from kvolt.cli.bench import command as bench
 
 
 def test_what_is_asked_is_a_command_of_kvolt() -> None:

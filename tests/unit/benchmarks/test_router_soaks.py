@@ -6,7 +6,7 @@ from benchmarks.router import event_soak, soak
 from benchmarks.router.event_soak import Look, Plan
 from msgspec.structs import replace
 
-from kvolt.twin.trouble import Trouble
+from kvolt.twin.faults import Trouble
 
 ROOMY = Plan("roomy", 2400, 6, 256, 8 << 20, True, num_churns=4, num_restarts=2)
 

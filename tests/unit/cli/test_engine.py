@@ -100,7 +100,7 @@ def test_a_check_is_another_process_of_this_python(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engine_verb.subprocess, "run", run)
     given = ["--model", "m", "--arg", "a=1", "--arg", "b=-2", "--only", "core", "--timeout", "3"]
     assert main(["engine", "check", "sim", *given]) == 1
-    head = [sys.executable, "-m", "kvolt.testing.engine_check", "sim"]
+    head = [sys.executable, "-m", "kvolt.testing.engines.check", "sim"]
     assert seen == [[*head, "--model=m", "--timeout=3.0", "--arg=a=1", "--arg=b=-2", "--only=core"]]
     assert main(["engine", "check", "nobody"]) == 2
     assert len(seen) == 1, "a wrong name is found before"

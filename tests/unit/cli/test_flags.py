@@ -6,8 +6,8 @@ import pytest
 
 from kvolt.cli.flags import Parser, add_settings, flag_name, given_overrides
 from kvolt.core.errors import ConfigError
-from kvolt.runtime.config import Override
-from kvolt.runtime.settings import leaves, sections
+from kvolt.runtime.config.loader import Override
+from kvolt.runtime.config.settings import leaves, sections
 
 
 def parser_for(home: str | None = None, used: tuple[str, ...] | None = None) -> Parser:

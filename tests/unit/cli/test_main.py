@@ -14,8 +14,8 @@ import pytest
 from kvolt import __version__
 from kvolt.cli.main import VERBS, Verb, main
 from kvolt.core.errors import ConfigError, Unavailable
-from kvolt.runtime.config import LoadedConfig
-from kvolt.runtime.settings import sections
+from kvolt.runtime.config.loader import LoadedConfig
+from kvolt.runtime.config.settings import sections
 
 Run = Callable[[argparse.Namespace, LoadedConfig], int]
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from kvolt.cli.cluster import ProcessView
 from kvolt.cli.status import picture
-from kvolt.runtime.address import InstanceState
+from kvolt.runtime.endpoint.address import InstanceState
 from kvolt.runtime.runtime import EndpointStatus, ProcessStatus
 
 

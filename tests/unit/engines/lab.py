@@ -24,21 +24,21 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, Sampling, StopConditions
 from kvolt.engines.contract import EngineSpec, KvPlaced
 from kvolt.engines.sim.engine import SimArguments, SimEngine
+from kvolt.frontend.admin.trace_recorder import TraceRecorder
 from kvolt.frontend.admission import Admission, WorkerLoads
 from kvolt.frontend.edge import edge_server
 from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.models import ModelOptions, Models
-from kvolt.frontend.trace_recorder import TraceRecorder
-from kvolt.router.policies import find_router
-from kvolt.runtime.address import EndpointAddress
-from kvolt.runtime.call import Deadlines, ResponseStream
-from kvolt.runtime.client import EndpointClient
+from kvolt.router.registry import find_router
 from kvolt.runtime.clock import new_id
-from kvolt.runtime.connections import tcp_plane
-from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
-from kvolt.runtime.events_mem import MemBus, MemEvents
-from kvolt.runtime.http import HttpLimits
+from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
+from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.runtime.endpoint.call import Deadlines, ResponseStream
+from kvolt.runtime.endpoint.client import EndpointClient
+from kvolt.runtime.events.mem import MemBus, MemEvents
+from kvolt.runtime.http.server import HttpLimits
 from kvolt.runtime.metrics import Metrics
+from kvolt.runtime.plane.connections import tcp_plane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.tasks import Crew
 from kvolt.testing import LinkProfile, VirtualNetwork, VirtualProcess

@@ -18,7 +18,7 @@ from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import EOS, tokenizer_json
 from kvolt.scheduler.step_plan import Scheduling
 from kvolt.testing import run_virtual
-from kvolt.testing.engine_answer_cases import (
+from kvolt.testing.engines.answer_cases import (
     choices_end_apart,
     ends_at_eos,
     eos_as_a_stop_token,
@@ -28,20 +28,20 @@ from kvolt.testing.engine_answer_cases import (
     prompt_logprobs_come_once,
     stops_at_a_stop_token,
 )
-from kvolt.testing.engine_cancel_cases import (
+from kvolt.testing.engines.cancel_cases import (
     abort_frees_everything,
     abort_in_the_middle_of_a_prompt,
     abort_storms,
     abort_while_it_waits,
 )
-from kvolt.testing.engine_suite import (
+from kvolt.testing.engines.suite import (
     each_choice_resumes_after_its_own_tokens,
     refuses_bad_requests,
     same_seed_same_tokens,
     streams_in_order_and_stops_at_max_tokens,
     two_hundred_at_once,
 )
-from kvolt.testing.engine_tiers import TIERS, suites_for
+from kvolt.testing.engines.tiers import TIERS, suites_for
 
 SPEC = EngineSpec(model="sim-tiny", role=Role.AGGREGATED)
 SMALL = SimArguments(

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 from kvolt.core.delta import Delta
 from kvolt.engines.sim.model import tokenizer_json, word_token_ids
-from kvolt.frontend.answer import Answer, Plan
-from kvolt.frontend.detokenizer import Vocabulary
-from kvolt.frontend.live import LiveAnswer, LiveReceiver, TokenFan
-from kvolt.frontend.openai_api.wording import ChatWording, CompletionWording
-from kvolt.frontend.whole import WholeAnswer
+from kvolt.frontend.answers.answer import Answer, Plan
+from kvolt.frontend.answers.live import LiveAnswer, LiveReceiver, TokenFan
+from kvolt.frontend.answers.whole import WholeAnswer
+from kvolt.frontend.detokenizer.detokenizer import Vocabulary
+from kvolt.frontend.openai_api.serializer import ChatWording, CompletionWording
 from kvolt.journey.journey import Journey
-from kvolt.runtime.http_writer import ResponseWriter, TickWrites
+from kvolt.runtime.http.writer import ResponseWriter, TickWrites
 
 WORDS = word_token_ids()
 

@@ -20,8 +20,8 @@ from kvolt.core.load import LoadReport, StepStats, WorkerLoad
 from kvolt.frontend import admission
 from kvolt.frontend.admission import Admission, WorkerLoads, is_busy
 from kvolt.frontend.openai_api.responses import BusyThreshold
-from kvolt.runtime.address import EndpointAddress, Instance
-from kvolt.runtime.events_mem import MemBus, MemEvents
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance
+from kvolt.runtime.events.mem import MemBus, MemEvents
 from kvolt.runtime.tasks import Crew
 from kvolt.testing import run_virtual
 

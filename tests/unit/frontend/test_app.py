@@ -11,7 +11,7 @@ from tests.unit.engines.lab import ARGUMENTS, MODEL, Frontend, Lab, RunningWorke
 from tests.unit.frontend.serving import TOOL, served
 
 from kvolt.core.card import EngineInfo, ModelCard, card_hash
-from kvolt.runtime.http import HttpLimits
+from kvolt.runtime.http.server import HttpLimits
 from kvolt.testing import run_virtual
 
 

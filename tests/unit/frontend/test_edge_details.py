@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, processors
 
 from kvolt.core.errors import ConfigError
 from kvolt.engines.sim.model import sim_card, tokenizer_json
-from kvolt.frontend import live
+from kvolt.frontend.answers import live
 from kvolt.frontend.models import ModelOptions, Models
-from kvolt.frontend.preprocess import CardProcessor, ParserNames, ProcessorSpec, check_parsers
+from kvolt.frontend.tokenization.preprocess import CardProcessor, ParserNames, ProcessorSpec, check_parsers
 from kvolt.runtime.clock import ThreadBlocking
 from kvolt.testing import run_virtual
 

@@ -13,10 +13,10 @@ import pytest
 from tests.unit.engines.lab import MODEL, Frontend, Lab, RunningWorker
 from tests.unit.frontend.serving import TOOL, served
 
-from kvolt.frontend.answer import Answer, ChoiceState
+from kvolt.frontend.answers.answer import Answer, ChoiceState
 from kvolt.journey.journey import Journey
-from kvolt.runtime.call import Call
-from kvolt.runtime.streams import CallerStream
+from kvolt.runtime.endpoint.call import Call
+from kvolt.runtime.plane.streams import CallerStream
 
 _OF_A_REQUEST = (Answer, ChoiceState, Journey, Call, CallerStream)
 

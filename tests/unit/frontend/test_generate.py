@@ -34,16 +34,16 @@ from kvolt.core.request import Request, Sampling
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import sim_card, word_token_ids
-from kvolt.frontend import preprocess
-from kvolt.frontend.detokenizer import Vocabulary
+from kvolt.frontend.detokenizer.detokenizer import Vocabulary
 from kvolt.frontend.generate import GenerateOptions
 from kvolt.frontend.models import ModelOptions
 from kvolt.frontend.openai_api.generation import GenerationOptions
 from kvolt.frontend.openai_api.headers import NO_HINTS, RequestHints
-from kvolt.frontend.token_cache import CachedEncoder
+from kvolt.frontend.tokenization import preprocess
+from kvolt.frontend.tokenization.token_cache import CachedEncoder
 from kvolt.frontend.worker_request import build_request, check_prompt_logprobs
-from kvolt.runtime.address import Instance, encode_instance
-from kvolt.runtime.http import HttpLimits
+from kvolt.runtime.endpoint.address import Instance, encode_instance
+from kvolt.runtime.http.server import HttpLimits
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import InlineBlocking
 

@@ -19,8 +19,8 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.request import Role
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.frontend.models import ModelOptions, Models
-from kvolt.frontend.preprocess import ParserNames
-from kvolt.runtime.address import EndpointAddress, Instance, encode_instance
+from kvolt.frontend.tokenization.preprocess import ParserNames
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance, encode_instance
 from kvolt.runtime.runtime import Runtime
 from kvolt.testing import run_virtual
 

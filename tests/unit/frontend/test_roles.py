@@ -12,7 +12,7 @@ from tests.unit.worker.test_roles import Air, engine_of, start
 from kvolt.core.errors import Unavailable
 from kvolt.core.request import Request, Role
 from kvolt.frontend.models import ModelOptions
-from kvolt.journey.ways import WayRule
+from kvolt.journey.prefill_mode import WayRule
 from kvolt.testing import run_virtual
 
 PROMPT = "the water " * 30

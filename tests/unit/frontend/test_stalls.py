@@ -11,7 +11,7 @@ from tests.unit.worker.test_roles import Air, start
 
 from kvolt.core.request import Role
 from kvolt.frontend.models import ModelOptions
-from kvolt.journey.ways import WayRule
+from kvolt.journey.prefill_mode import WayRule
 from kvolt.runtime.tasks import Crew
 from kvolt.testing import run_virtual
 

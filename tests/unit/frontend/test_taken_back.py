@@ -17,9 +17,9 @@ from kvolt.core.delta import StepOutput
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Stored
 from kvolt.core.request import Request
-from kvolt.frontend.explain import RouteExplainer
+from kvolt.frontend.admin.explain import RouteExplainer
 from kvolt.frontend.models import ModelOptions
-from kvolt.runtime.settings_router import RouterSettings
+from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import run_virtual
 

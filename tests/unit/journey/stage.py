@@ -13,11 +13,11 @@ from kvolt.core.errors import ErrorInfo, KvoltError
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Request
 from kvolt.journey.journey import Road
-from kvolt.journey.resuming import Heard, Hearing
+from kvolt.journey.migration import Heard, Hearing
 from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision, RoundRobinRouter, Router
-from kvolt.runtime.client import EndpointClient
-from kvolt.runtime.streams import StepSink
+from kvolt.runtime.endpoint.client import EndpointClient
+from kvolt.runtime.plane.streams import StepSink
 from kvolt.runtime.tasks import Crew
 from kvolt.testing import run_virtual
 

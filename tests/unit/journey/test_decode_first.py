@@ -21,7 +21,7 @@ from kvolt.journey.journey import Journey, Road
 from kvolt.journey.prefill import Leg
 from kvolt.router.breaker_report import describe_breakers
 from kvolt.router.port import Decision, RoundRobinRouter
-from kvolt.runtime.call import Deadlines
+from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.worker import rendezvous as meetings
 
 

@@ -15,8 +15,8 @@ from kvolt.core.request import Request
 from kvolt.journey.journey import Journey, Road
 from kvolt.router.breaker import MAX_BACKOFF_S, Outcome
 from kvolt.router.breaker_report import breaker_families, describe_breakers
-from kvolt.router.policies import ROUTERS
 from kvolt.router.port import Router, RouterContext
+from kvolt.router.registry import ROUTERS
 from kvolt.runtime.tasks import Crew
 from kvolt.testing import run_virtual
 

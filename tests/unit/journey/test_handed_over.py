@@ -17,13 +17,13 @@ from tests.unit.worker.test_roles import BLOCK, EXPECTED, Air, asked, at_rest, s
 from kvolt.core.errors import DeadlineExceeded, KvoltError, Unavailable
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, MediaSpan, Request, Role
-from kvolt.journey import take_back
+from kvolt.journey import withdrawal as take_back
 from kvolt.journey.journey import Journey, Road
 from kvolt.journey.prefill import Leg, PrefillCall
-from kvolt.journey.ways import OneWay, Plan, Way
+from kvolt.journey.prefill_mode import OneWay, Plan, Way
 from kvolt.router.port import Decision, RoundRobinRouter
-from kvolt.runtime.call import Deadlines
-from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.runtime.tasks import Crew
 from kvolt.testing import run_virtual
 

@@ -37,12 +37,12 @@ from kvolt.core.request import KvSource, Request
 from kvolt.engines.sim.engine import SimEngine
 from kvolt.journey.journey import Journey, Road
 from kvolt.journey.machine import State
-from kvolt.journey.take_back import ask_back
+from kvolt.journey.withdrawal import ask_back
 from kvolt.router.breaker import Outcome
 from kvolt.router.port import Decision, Recall
-from kvolt.runtime.call import Deadlines
+from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.tasks import Crew
-from kvolt.testing.deltas import Deltas
+from kvolt.testing.cluster.deltas import Deltas
 
 
 @pytest.fixture(autouse=True)

@@ -48,7 +48,7 @@ from kvolt.journey.machine import (
     Wait,
 )
 from kvolt.router.port import Decision
-from kvolt.runtime.address import EndpointAddress, Instance
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance
 
 RETRYABLE = [
     WorkerLost("w"),

@@ -29,7 +29,7 @@ from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.model import word_token_ids
 from kvolt.journey.journey import Journey, Road
 from kvolt.journey.machine import State
-from kvolt.journey.resuming import is_over
+from kvolt.journey.migration import is_over
 from kvolt.journey.stats import Elsewhere, Outcome
 from kvolt.router.port import Decision
 
@@ -130,7 +130,7 @@ def test_a_second_worker_may_be_lost_too(caplog: pytest.LogCaptureFixture) -> No
     async def body(stage: Stage) -> None:
         inbox, road = Inbox(), stage.road(in_turn(stage))
         Strikes(inbox, {4: crash(stage, 0), 8: crash(stage, 1)})
-        with caplog.at_level(logging.INFO, logger="kvolt.journey.asked"):
+        with caplog.at_level(logging.INFO, logger="kvolt.journey.attempt_state"):
             await begun(stage, road, inbox)
             await until(lambda: bool(inbox.ends))
         assert (inbox.ends, inbox.tokens()) == ([None], expected())

@@ -40,8 +40,8 @@ from kvolt.journey.machine import (
 )
 from kvolt.journey.prefill import Leg, PrefillCall
 from kvolt.router.port import Decision
-from kvolt.runtime.address import EndpointAddress, Instance
-from kvolt.runtime.call import Deadlines
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance
+from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.runtime.tasks import Crew
 
 P0, P1 = InstanceId("p0"), InstanceId("p1")

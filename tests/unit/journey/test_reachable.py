@@ -15,8 +15,8 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.journey.reachable import route_when_reachable
 from kvolt.router.port import Decision
-from kvolt.runtime.address import EndpointAddress, Instance
-from kvolt.testing.loop import run_virtual
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance
+from kvolt.testing.virtual.loop import run_virtual
 
 A, B = InstanceId("a"), InstanceId("b")
 

@@ -32,7 +32,7 @@ from kvolt.router.breaker import (
     Outcome,
     outcome_of,
 )
-from kvolt.router.policy import with_retries
+from kvolt.router.policy.policy import with_retries
 
 A, B, C = map(InstanceId, "abc")
 ALL = (A, B, C)

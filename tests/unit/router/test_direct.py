@@ -9,8 +9,8 @@ from tests.unit.engines.lab import Lab, make_request, until
 from kvolt.core.errors import InvalidRequest, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Role, RoutingHints
-from kvolt.router.policies import ROUTERS
 from kvolt.router.port import RouterContext
+from kvolt.router.registry import ROUTERS
 from kvolt.testing import run_virtual
 
 

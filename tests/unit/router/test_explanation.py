@@ -8,21 +8,21 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.unit.engines.lab import NAMESPACE, Lab, RunningWorker, sim, until
-from tests.unit.router.test_exact import BLOCK, PRICED, prompt
-from tests.unit.router.test_mixed import Foreign, engine
+from tests.unit.router.index.test_hybrid import Foreign, engine
+from tests.unit.router.test_event_fed_router import BLOCK, PRICED, prompt
 
 from kvolt.core.errors import Unsupported
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.explanation import Explanation, explain_route
-from kvolt.router.ingest_state import FeedState
-from kvolt.router.policies import find_router
+from kvolt.router.ingest.feed import FeedState
 from kvolt.router.port import RoundRobinRouter, Router, RouterContext
-from kvolt.router.queued import QueueRouter, who_decides
-from kvolt.router.remote import RemoteRouter, RouterLink
-from kvolt.router.service import RouterService
-from kvolt.router.service_messages import router_endpoint
-from kvolt.runtime.settings_router import RouterSettings
+from kvolt.router.queue.queue_router import QueueRouter, who_decides
+from kvolt.router.registry import find_router
+from kvolt.router.service.client import RemoteRouter, RouterLink
+from kvolt.router.service.messages import router_endpoint
+from kvolt.router.service.service import RouterService
+from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.testing import run_virtual
 
 TEXT = tuple(range(1, 6 * BLOCK + 4))

@@ -9,14 +9,14 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.engines.lab import Lab, sim, until
-from tests.unit.router.test_exact import BLOCK, PRICED, Scene, prompt
+from tests.unit.router.test_event_fed_router import BLOCK, PRICED, Scene, prompt
 
 from kvolt.journey.journey import Road
 from kvolt.router.kv_metrics import KvCollector
-from kvolt.router.policies import find_router
 from kvolt.router.port import RoundRobinRouter, Router, RouterContext
-from kvolt.router.queued import who_decides
-from kvolt.runtime.settings_router import RouterSettings
+from kvolt.router.queue.queue_router import who_decides
+from kvolt.router.registry import find_router
+from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.tasks import Crew
 from kvolt.testing import run_virtual
 

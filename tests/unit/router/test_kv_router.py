@@ -20,11 +20,11 @@ from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import KvSource, Request, Role, RoutingHints
 from kvolt.journey.journey import Journey, Road
 from kvolt.router.kv_router import KvRouter
-from kvolt.router.policy import Policy, classic, latency
-from kvolt.runtime.call import Deadlines
-from kvolt.runtime.client import EndpointClient
-from kvolt.runtime.settings_router import RouterSettings
-from kvolt.runtime.streams import StepSink
+from kvolt.router.policy.policy import Policy, classic, latency
+from kvolt.runtime.config.router_settings import RouterSettings
+from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.endpoint.client import EndpointClient
+from kvolt.runtime.plane.streams import StepSink
 from kvolt.runtime.tasks import Crew
 from kvolt.testing import run_virtual
 

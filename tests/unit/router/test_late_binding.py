@@ -14,13 +14,13 @@ from kvolt.core.request import Role, RoutingHints
 from kvolt.engines.sim.engine import SimArguments
 from kvolt.journey.journey import Road
 from kvolt.router.kv_router import KvRouter
-from kvolt.router.policies import ROUTERS
 from kvolt.router.port import RouterContext
-from kvolt.router.queued import QueueRouter, who_decides
-from kvolt.runtime.settings_router import RouterSettings
+from kvolt.router.queue.queue_router import QueueRouter, who_decides
+from kvolt.router.registry import ROUTERS
+from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.runtime.tasks import Crew
 from kvolt.testing import run_virtual
-from kvolt.testing.deltas import Deltas
+from kvolt.testing.cluster.deltas import Deltas
 
 TOKENS = 10
 ONE_BY_ONE = replace(

@@ -12,10 +12,10 @@ from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Role, RoutingHints
 from kvolt.router.least_loaded import LeastLoadedRouter, PowerOfTwoRouter, RandomRouter
-from kvolt.router.policies import ROUTERS, NewRouter
 from kvolt.router.port import RouterContext
-from kvolt.runtime.client import EndpointClient
-from kvolt.runtime.settings import FrontendSettings, leaves
+from kvolt.router.registry import ROUTERS, NewRouter
+from kvolt.runtime.config.settings import FrontendSettings, leaves
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
 
 

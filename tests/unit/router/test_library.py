@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kvolt.router
-from kvolt.router.http_service import RouterHttp
+from kvolt.router.service.http_service import RouterHttp
 from kvolt.runtime.clock import SystemClock
 from kvolt.runtime.network import SocketNetwork
 
@@ -25,7 +25,7 @@ _LOOK = "import json, sys, kvolt.router; print(json.dumps(sorted(sys.modules)))"
 def test_importing_it_starts_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, check=True, text=True)
     loaded = json.loads(done.stdout)
-    assert "kvolt.router.selector" in loaded
+    assert "kvolt.router.policy.selector" in loaded
     assert [name for name in loaded if name.partition(".")[0] in FORBIDDEN] == []
 
 

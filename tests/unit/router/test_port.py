@@ -13,7 +13,7 @@ from kvolt.core.errors import Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.request import Request, Role, RoutingHints
 from kvolt.router.port import RoundRobinRouter
-from kvolt.runtime.address import EndpointAddress
+from kvolt.runtime.endpoint.address import EndpointAddress
 from kvolt.testing import run_virtual
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvolt.runtime.lazy_timer import LazyTimer
-from kvolt.testing.loop import run_virtual
+from kvolt.testing.virtual.loop import run_virtual
 
 
 def test_it_fires_once_at_the_latest_deadline() -> None:

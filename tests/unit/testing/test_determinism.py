@@ -10,10 +10,10 @@ SCRIPT = """
 import asyncio, random, sys
 from kvolt.core.errors import ConnectFailed
 from kvolt.runtime.tasks import Crew
-from kvolt.testing.link import LinkProfile
-from kvolt.testing.loop import run_virtual
-from kvolt.testing.network import VirtualNetwork
-from kvolt.testing.ports import VirtualProcess
+from kvolt.testing.virtual.link import LinkProfile
+from kvolt.testing.virtual.loop import run_virtual
+from kvolt.testing.virtual.network import VirtualNetwork
+from kvolt.testing.virtual.ports import VirtualProcess
 
 
 class Echo(asyncio.Protocol):

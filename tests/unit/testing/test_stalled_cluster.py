@@ -25,26 +25,26 @@ from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import word_token_ids
 from kvolt.journey.journey import Road
-from kvolt.router.policies import ROUTERS
 from kvolt.router.port import RouterContext
-from kvolt.router.remote import RouterLink
-from kvolt.router.service import RouterService
-from kvolt.runtime.address import EndpointAddress
-from kvolt.runtime.call import Deadlines
+from kvolt.router.registry import ROUTERS
+from kvolt.router.service.client import RouterLink
+from kvolt.router.service.service import RouterService
 from kvolt.runtime.clock import new_id
-from kvolt.runtime.connections import tcp_plane
-from kvolt.runtime.discovery import Discovery
-from kvolt.runtime.discovery_join import JoinDiscovery
-from kvolt.runtime.discovery_mem import MemDiscovery, MemStore
-from kvolt.runtime.events_mem import MemBus, MemEvents
-from kvolt.runtime.join_server import JoinServer
-from kvolt.runtime.plane import RequestPlane
+from kvolt.runtime.discovery.join import JoinDiscovery
+from kvolt.runtime.discovery.join_server import JoinServer
+from kvolt.runtime.discovery.mem import MemDiscovery, MemStore
+from kvolt.runtime.discovery.port import Discovery
+from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.events.mem import MemBus, MemEvents
+from kvolt.runtime.plane.connections import tcp_plane
+from kvolt.runtime.plane.port import RequestPlane
 from kvolt.runtime.runtime import Ports, ProcessOptions, Runtime
 from kvolt.runtime.tasks import Crew
-from kvolt.testing.deltas import Deltas
-from kvolt.testing.loop import in_process, run_virtual
-from kvolt.testing.network import VirtualNetwork
-from kvolt.testing.ports import VirtualProcess, resume_process, stall_process
+from kvolt.testing.cluster.deltas import Deltas
+from kvolt.testing.virtual.loop import in_process, run_virtual
+from kvolt.testing.virtual.network import VirtualNetwork
+from kvolt.testing.virtual.ports import VirtualProcess, resume_process, stall_process
 from kvolt.worker.worker import Worker
 
 MODEL = "sim-tiny"

@@ -6,9 +6,9 @@ import asyncio
 import random
 
 from kvolt.runtime.tasks import Crew
-from kvolt.testing.loop import in_process, run_virtual
-from kvolt.testing.network import VirtualNetwork
-from kvolt.testing.ports import resume_process, stall_process
+from kvolt.testing.virtual.loop import in_process, run_virtual
+from kvolt.testing.virtual.network import VirtualNetwork
+from kvolt.testing.virtual.ports import resume_process, stall_process
 
 
 class Inbox(asyncio.Protocol):

@@ -26,7 +26,7 @@ from kvolt.core.load import StepStats, WorkerLoad
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.contract import EngineSpec, KvHeld, KvRoom, KvTaken, SealedKv, features_of
 from kvolt.engines.sim.model import EOS, sim_card
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.slabs import Slab
 
 BLOCK_BYTES = 32
 VOCABULARY = 48

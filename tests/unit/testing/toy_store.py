@@ -10,8 +10,8 @@ from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_block import KvBlock, KvLayout
 from kvolt.core.kv_events import Cleared, KvChange, Removed, Stored
 from kvolt.engines.contract import KvRoom
-from kvolt.transfer.layout import SlabLayout
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.layout import SlabLayout
+from kvolt.transfer.memory.slabs import Slab
 
 
 @dataclass(slots=True, eq=False)

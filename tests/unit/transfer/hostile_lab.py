@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvolt.transfer.agent import TransferAgent, TransferOptions
-from kvolt.transfer.lanes import MemoryKind
-from kvolt.transfer.memory import Slab, SlabInfo
-from kvolt.transfer.wire import (
+from kvolt.transfer.memory.slabs import Slab, SlabInfo
+from kvolt.transfer.paths.lanes import MemoryKind
+from kvolt.transfer.peer.wire import (
     Address,
     FrameReader,
     Hello,

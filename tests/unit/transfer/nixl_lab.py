@@ -16,9 +16,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvolt.transfer.agent import TransferAgent, TransferOptions
-from kvolt.transfer.layout import SlabLayout
-from kvolt.transfer.memory import Slab
-from kvolt.transfer.nixl_path import Nixl
+from kvolt.transfer.memory.layout import SlabLayout
+from kvolt.transfer.memory.slabs import Slab
+from kvolt.transfer.nixl.path import Nixl
 
 BLOCK = 4096
 NUM = 64

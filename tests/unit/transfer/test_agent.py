@@ -22,12 +22,14 @@ from kvolt.core.errors import (
     TransferFailed,
 )
 from kvolt.core.kv_block import KvLayout
-from kvolt.transfer import block_bytes, chunks, reading
 from kvolt.transfer.agent import Operation, TransferAgent, TransferOptions
-from kvolt.transfer.layout import IncompatibleLayout, SlabLayout
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory import block_bytes
+from kvolt.transfer.memory.layout import IncompatibleLayout, SlabLayout
+from kvolt.transfer.memory.slabs import Slab
 from kvolt.transfer.operation import OperationState
-from kvolt.transfer.wire import Address, Hello, read_ticket, ticket_bytes, to_frame
+from kvolt.transfer.peer import chunks
+from kvolt.transfer.peer import read_op as reading
+from kvolt.transfer.peer.wire import Address, Hello, read_ticket, ticket_bytes, to_frame
 
 BLOCK = 4096
 NUM = 64

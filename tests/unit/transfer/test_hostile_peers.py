@@ -23,12 +23,12 @@ from tests.unit.transfer.hostile_lab import (
 )
 
 from kvolt.core.errors import Cancelled, InvalidRequest, NetworkFault, ProtocolError, Unsupported, to_info
-from kvolt.transfer import connection, hub, serving
-from kvolt.transfer.lanes import MemoryKind
-from kvolt.transfer.memory import SlabInfo
-from kvolt.transfer.offered import Offered
-from kvolt.transfer.reading import Reading
-from kvolt.transfer.wire import (
+from kvolt.transfer.memory.slabs import SlabInfo
+from kvolt.transfer.paths.lanes import MemoryKind
+from kvolt.transfer.peer import connection, hub, serving
+from kvolt.transfer.peer.offers import Offered
+from kvolt.transfer.peer.read_op import Reading
+from kvolt.transfer.peer.wire import (
     CHUNK,
     MAX_FRAME_BYTES,
     Address,

@@ -26,12 +26,16 @@ from kvolt.core.errors import (
     TransferFailed,
 )
 from kvolt.core.kv_block import KvLayout
-from kvolt.transfer import nixl_library, nixl_read, reading, serving, summing
-from kvolt.transfer.layout import SlabLayout
-from kvolt.transfer.memory import Pieces, Slab
-from kvolt.transfer.nixl_memory import unit_bytes_of, units_of
-from kvolt.transfer.nixl_path import Nixl
-from kvolt.transfer.wire import Ready
+from kvolt.transfer.memory.layout import SlabLayout
+from kvolt.transfer.memory.slabs import Pieces, Slab
+from kvolt.transfer.nixl import library as nixl_library
+from kvolt.transfer.nixl import read as nixl_read
+from kvolt.transfer.nixl.memory import unit_bytes_of, units_of
+from kvolt.transfer.nixl.path import Nixl
+from kvolt.transfer.peer import checksum_task as summing
+from kvolt.transfer.peer import read_op as reading
+from kvolt.transfer.peer import serving
+from kvolt.transfer.peer.wire import Ready
 
 if nixl_library.find() is None:
     pytest.skip(f"NIXL is not installed: {nixl_library.REMEDY}", allow_module_level=True)

@@ -10,11 +10,11 @@ import pytest
 from tests.unit.transfer.nixl_lab import BLOCK, NUM, SOON_S, Side, new_sides, private_slab
 
 from kvolt.core.errors import ConfigError, Unsupported
-from kvolt.transfer import nixl_library
 from kvolt.transfer.agent import TransferAgent, TransferOptions
-from kvolt.transfer.memory import Slab
-from kvolt.transfer.nixl_path import Nixl
-from kvolt.transfer.wire import NixlSlab
+from kvolt.transfer.memory.slabs import Slab
+from kvolt.transfer.nixl import library as nixl_library
+from kvolt.transfer.nixl.path import Nixl
+from kvolt.transfer.peer.wire import NixlSlab
 
 if nixl_library.find() is None:
     pytest.skip(f"NIXL is not installed: {nixl_library.REMEDY}", allow_module_level=True)

@@ -21,10 +21,12 @@ from tests.unit.transfer.nixl_lab import (
 )
 
 from kvolt.core.errors import NetworkFault
-from kvolt.transfer import nixl_library, nixl_read, reading
 from kvolt.transfer.agent import Operation
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.slabs import Slab
+from kvolt.transfer.nixl import library as nixl_library
+from kvolt.transfer.nixl import read as nixl_read
 from kvolt.transfer.operation import OperationState
+from kvolt.transfer.peer import read_op as reading
 
 if nixl_library.find() is None:
     pytest.skip(f"NIXL is not installed: {nixl_library.REMEDY}", allow_module_level=True)

@@ -25,8 +25,11 @@ from kvolt.core.errors import (
     DeadlineExceeded,
     WorkerLost,
 )
-from kvolt.transfer import nixl_library, nixl_path, nixl_read, reading
+from kvolt.transfer.nixl import library as nixl_library
+from kvolt.transfer.nixl import path as nixl_path
+from kvolt.transfer.nixl import read as nixl_read
 from kvolt.transfer.operation import OperationState
+from kvolt.transfer.peer import read_op as reading
 
 if nixl_library.find() is None:
     pytest.skip(f"NIXL is not installed: {nixl_library.REMEDY}", allow_module_level=True)

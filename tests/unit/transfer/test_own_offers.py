@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvolt.core.errors import Cancelled, DeadlineExceeded, TransferFailed
-from kvolt.transfer import file_path, reading
 from kvolt.transfer.agent import TransferAgent
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.slabs import Slab
+from kvolt.transfer.paths import file_path
+from kvolt.transfer.peer import read_op as reading
 
 SOON_S = 20.0
 BLOCK = 4096

@@ -10,7 +10,7 @@ import pytest
 from kvolt.core.errors import ConfigError
 from kvolt.core.latency import LatencyModel
 from kvolt.engines.sim.engine import SimArguments
-from kvolt.runtime.settings_router import RouterSettings
+from kvolt.runtime.config.router_settings import RouterSettings
 from kvolt.scheduler.step_plan import Scheduling
 from kvolt.twin.axes import Setup, axis_names, check_axes, num_points, parse_axis, points_of, setup_of
 from kvolt.twin.cluster import TwinSettings

@@ -7,7 +7,7 @@ from tests.unit.twin.test_inside import ENGINE, ONE, record, reported
 
 from kvolt.bench.load.report import decode_report, encode_report
 from kvolt.twin.page import twin_page
-from kvolt.twin.wording import cluster_rows, period_rows, reason_rows, worker_rows, worst_rows
+from kvolt.twin.report_text import cluster_rows, period_rows, reason_rows, worker_rows, worst_rows
 
 
 def test_rows_tell_what_it_cost_and_how_it_was_used() -> None:

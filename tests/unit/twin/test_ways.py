@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from kvolt.bench.load.sample import Sample
 from kvolt.core.trace import TraceRecord
 from kvolt.engines.sim.engine import SimArguments
-from kvolt.journey.ways import Chooser, Way
+from kvolt.journey.prefill_mode import Chooser, Way
 from kvolt.twin.cluster import TwinSettings
 from kvolt.twin.replay import TwinRun, new_tally
 

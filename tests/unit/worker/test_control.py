@@ -40,11 +40,11 @@ from kvolt.core.kv_recovery import (
 )
 from kvolt.core.packed_hashes import HASHES_DTYPE
 from kvolt.core.withdrawal import was_withdrawn
-from kvolt.frontend.clear_kv import clear_kv_blocks
-from kvolt.journey.take_back import ask_back
-from kvolt.runtime.address import EndpointAddress, InstanceState
-from kvolt.runtime.client import EndpointClient, open_stream
-from kvolt.runtime.plane import Destination
+from kvolt.frontend.admin.clear_kv import clear_kv_blocks
+from kvolt.journey.withdrawal import ask_back
+from kvolt.runtime.endpoint.address import EndpointAddress, InstanceState
+from kvolt.runtime.endpoint.client import EndpointClient, open_stream
+from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.runtime import Runtime
 from kvolt.testing import run_virtual
 from kvolt.worker.control import ClearKv, ListFeatures, LoadLora, UnloadLora, WorkerAnswer

@@ -29,8 +29,8 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimEngine
 from kvolt.engines.sim.model import word_token_ids
-from kvolt.journey.take_back import ask_back
-from kvolt.runtime.client import EndpointClient
+from kvolt.journey.withdrawal import ask_back
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
 from kvolt.worker.engine_handoffs import EngineHandoffs
 from kvolt.worker.handoffs import Handoffs

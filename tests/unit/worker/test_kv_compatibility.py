@@ -15,10 +15,10 @@ from kvolt.core.errors import ConfigError, DiscoveryLost
 from kvolt.core.kv_block import KvLayout
 from kvolt.core.request import Role
 from kvolt.engines.sim.engine import SimEngine
-from kvolt.runtime.address import INSTANCES, decode_instance
+from kvolt.runtime.endpoint.address import INSTANCES, decode_instance
 from kvolt.testing import run_virtual
-from kvolt.transfer.layout import SlabLayout
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.layout import SlabLayout
+from kvolt.transfer.memory.slabs import Slab
 from kvolt.worker.kv_compatibility import slabs_of, why_unfit
 from kvolt.worker.worker import Worker
 

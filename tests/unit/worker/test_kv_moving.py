@@ -17,8 +17,8 @@ from kvolt.core.errors import Cancelled, DeadlineExceeded, InvalidRequest, Kvolt
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_block import KvLayout
 from kvolt.transfer.agent import TransferAgent, TransferOptions
-from kvolt.transfer.layout import IncompatibleLayout, MissingHeads, SlabLayout
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.layout import IncompatibleLayout, MissingHeads, SlabLayout
+from kvolt.transfer.memory.slabs import Slab
 from kvolt.worker.kv_moving import AgentMover
 
 NUM_BLOCKS = 8

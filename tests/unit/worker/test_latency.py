@@ -9,7 +9,7 @@ from tests.unit.engines.lab import Lab, ScriptedEngine, until
 
 from kvolt.core.card import EngineInfo
 from kvolt.core.latency import LatencyModel, at_speed
-from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
 
 MEASURED = LatencyModel(base_s=0.02, prefill_token_s=0.001, batch_s=0.001)

@@ -8,7 +8,7 @@ import msgspec
 from tests.unit.engines.lab import Lab, until
 
 from kvolt.core.card import EngineInfo, Link
-from kvolt.runtime.client import EndpointClient
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
 
 SHM = {"shm@10.0.0.1": Link("shm", 9e9, 1e-4)}

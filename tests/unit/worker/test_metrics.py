@@ -14,7 +14,7 @@ from kvolt.core.errors import EngineFailed, KvoltError, to_info
 from kvolt.core.ids import RequestId
 from kvolt.core.kv_events import Stored
 from kvolt.core.load import StepStats, WorkerLoad
-from kvolt.runtime.call import Deadlines
+from kvolt.runtime.endpoint.call import Deadlines
 from kvolt.testing import run_virtual
 from kvolt.worker.metrics import WorkerMetrics
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvolt.transfer.capabilities import MachineFacts, capabilities_of
-from kvolt.transfer.lanes import MemoryKind
-from kvolt.transfer.link_speeds import LARGE_BYTES, SMALL_BYTES
-from kvolt.transfer.path_watch import Ends, PathWatch, Way
+from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
+from kvolt.transfer.paths.lanes import MemoryKind
+from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES
+from kvolt.transfer.paths.path_watch import Ends, PathWatch, Way
 from kvolt.worker.path_metrics import PathMetrics
 
 PLAIN = capabilities_of(MachineFacts())

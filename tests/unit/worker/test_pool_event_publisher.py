@@ -16,18 +16,18 @@ from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import KvEventBatch, Tier
 from kvolt.core.kv_recovery import KvContents, KvSnapshotPart
 from kvolt.core.packed_hashes import unpacked
-from kvolt.kv.tiers import pool_link
-from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.disk.files import DiskFiles
+from kvolt.kv.disk.tier import DiskTier
+from kvolt.kv.shared_pool import link as pool_link
+from kvolt.kv.shared_pool.server import PoolServer
+from kvolt.kv.shared_pool.tier import PoolTier
+from kvolt.kv.shared_pool.wire import Hello
 from kvolt.kv.tiers.cache import TieredCache
-from kvolt.kv.tiers.disk import DiskFiles
-from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.host_tier import HostTier
-from kvolt.kv.tiers.pool_server import PoolServer
-from kvolt.kv.tiers.pool_tier import PoolTier
-from kvolt.kv.tiers.pool_wire import Hello
 from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.clock import SystemClock
-from kvolt.runtime.settings import Settings
+from kvolt.runtime.config.settings import Settings
 from kvolt.runtime.tasks import Crew
 from kvolt.worker.pool_event_publisher import PoolEventPublisher, tell_pool
 

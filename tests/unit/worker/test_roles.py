@@ -44,11 +44,11 @@ from kvolt.engines.contract import EngineSpec, KvRoom
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.model import word_token_ids
-from kvolt.journey.take_back import ask_back
-from kvolt.runtime.call import Deadlines
-from kvolt.runtime.client import EndpointClient
+from kvolt.journey.withdrawal import ask_back
+from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.endpoint.client import EndpointClient
 from kvolt.testing import run_virtual
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.slabs import Slab
 from kvolt.worker.kv_moving import KvOffer
 from kvolt.worker.worker import Worker, stats_of
 

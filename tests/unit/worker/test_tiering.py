@@ -21,12 +21,12 @@ from kvolt.core.latency import LatencyModel
 from kvolt.core.request import Request, Role, RoutingHints, StopConditions
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.engine import SimArguments, SimEngine
+from kvolt.kv.disk.files import DiskFiles
+from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.tiers.admission import Admission
-from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.cache import Fetched, TieredCache
-from kvolt.kv.tiers.disk import DiskFiles
-from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.tasks import Scope
 from kvolt.worker import tiering as tiering_module
 from kvolt.worker.tiering import Onboarded, Tiering

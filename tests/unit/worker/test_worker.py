@@ -38,10 +38,10 @@ from kvolt.core.load import LoadReport, WorkerLoad
 from kvolt.core.request import Grammar, GrammarKind
 from kvolt.engines.sim.answer import answer_tokens
 from kvolt.engines.sim.model import word_token_ids
-from kvolt.runtime.address import EndpointAddress
-from kvolt.runtime.call import Deadlines, ResponseStream
-from kvolt.runtime.client import open_stream
-from kvolt.runtime.plane import Destination
+from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.runtime.endpoint.call import Deadlines, ResponseStream
+from kvolt.runtime.endpoint.client import open_stream
+from kvolt.runtime.plane.port import Destination
 from kvolt.runtime.tasks import Scope
 from kvolt.testing import run_virtual
 from kvolt.worker.worker import WorkerOptions

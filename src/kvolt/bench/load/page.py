@@ -9,8 +9,8 @@ from html import escape
 
 from kvolt.bench.load.histogram import Histogram
 from kvolt.bench.load.report import Report
+from kvolt.bench.load.report_text import LATENCY_NAMES, facts, latency_rows
 from kvolt.bench.load.svg import Point, Series, plot
-from kvolt.bench.load.wording import LATENCY_NAMES, facts, latency_rows
 
 _MAX_DOTS = 2000
 _MAX_RATES = 80

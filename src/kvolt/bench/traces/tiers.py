@@ -16,7 +16,7 @@ from kvolt.core.block_key import BLOCK_KEY_BYTES
 from kvolt.core.ids import BlockKey, SequenceHash
 from kvolt.core.kv_events import Tier
 from kvolt.core.trace import TraceRecord
-from kvolt.kv.tiers.books import TierBlock, TierBooks
+from kvolt.kv.tiers.slot_table import TierBlock, TierBooks
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):

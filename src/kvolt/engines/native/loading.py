@@ -27,13 +27,13 @@ from kvolt.engines.kv_exchange import BlockMemory
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.attention_cpu import CpuAttention
 from kvolt.engines.native.core import EngineCore
-from kvolt.engines.native.follower import Followers, LoadLora, UnloadLora
 from kvolt.engines.native.model import Attention, LoadOptions, Transformer
 from kvolt.engines.native.parallel import Group, Solo, TorchGroup, check_degree
 from kvolt.engines.native.runner import ModelRunner
 from kvolt.engines.native.setup import Setup, choose_setup, device_of
 from kvolt.engines.native.sizing import largest_step_bytes, memory_for_kv
 from kvolt.engines.native.slab import DTYPES, LAYOUT, KvSlab, RankSlabs, SlabShape
+from kvolt.engines.native.tp_rank import Followers, LoadLora, UnloadLora
 from kvolt.engines.native.trial_runner import measured_steps
 from kvolt.kv import BlockPool
 from kvolt.models.card import model_card
@@ -42,8 +42,8 @@ from kvolt.models.config import ModelConfig
 from kvolt.models.fetch_progress import ProgressLog
 from kvolt.models.resolve import resolve
 from kvolt.runtime.clock import Clock, SystemClock
-from kvolt.runtime.cores import usable_cores
-from kvolt.runtime.turns import host_turn
+from kvolt.runtime.host.cores import usable_cores
+from kvolt.runtime.host.turns import host_turn
 from kvolt.scheduler.scheduler import Scheduler
 from kvolt.scheduler.step_pace import StepPace
 from kvolt.scheduler.step_plan import Limits

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kvolt.models.config import ModelConfig
-from kvolt.runtime.memory import free_bytes
+from kvolt.runtime.host.memory import free_bytes
 
 _GIB = 1024**3
 _CPU_KV_BYTES = 2 * _GIB

@@ -24,7 +24,7 @@ import torch
 
 if TYPE_CHECKING:
     from kvolt.models.config import ModelConfig
-    from kvolt.transfer.device_memory import DeviceHandle
+    from kvolt.transfer.memory.device_memory import DeviceHandle
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYOUT = "block-layer-kv-head-token"
@@ -100,7 +100,7 @@ class KvSlab:
         """By which another process opens this memory of a device; None on the host."""
         if not self.tensor.is_cuda:
             return None
-        from kvolt.transfer.cuda_memory import handle_of  # needs Triton, which only a device has for certain
+        from kvolt.transfer.cuda.memory import handle_of  # needs Triton, which only a device has for certain
 
         return handle_of(self.tensor)
 

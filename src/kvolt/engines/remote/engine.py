@@ -38,7 +38,7 @@ from kvolt.engines.remote.telling import held_tokens, joined, without_guess
 from kvolt.engines.remote.vllm_dialect import VllmDialect
 from kvolt.engines.remote.watch import Watch
 from kvolt.engines.wakeup import Wakeup
-from kvolt.runtime.http_client import HttpClient, ServerUrl, Timeouts
+from kvolt.runtime.http.client import HttpClient, ServerUrl, Timeouts
 from kvolt.scheduler.step_plan import Limits
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from kvolt.engines.external.answers import Choice, News
 from kvolt.engines.remote.dialect import AnswerReader
 from kvolt.engines.remote.events import DONE, EventReader
 from kvolt.engines.remote.refusals import broken, refusal
-from kvolt.runtime.http_client import Call
+from kvolt.runtime.http.client import Call
 
 _MAX_REFUSAL_BYTES = 64 << 10
 

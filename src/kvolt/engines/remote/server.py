@@ -13,7 +13,7 @@ from kvolt.core.errors import ConfigError, EngineDied, Unavailable
 from kvolt.engines.remote.arguments import RemoteArguments
 from kvolt.engines.remote.figures import read_cache_facts
 from kvolt.engines.remote.refusals import refusal
-from kvolt.runtime.http_client import Fetched, HttpClient
+from kvolt.runtime.http.client import Fetched, HttpClient
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from kvolt.core.errors import ConfigError, ConnectFailed, DeadlineExceeded, Kvol
 from kvolt.engines.remote.arguments import RemoteArguments
 from kvolt.engines.remote.figures import Figures, read_figures
 from kvolt.engines.remote.server import ServerFacts, inspect
-from kvolt.runtime.http_client import HttpClient
+from kvolt.runtime.http.client import HttpClient
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.external import description
 from kvolt.engines.sglang.arguments import SglangArguments
-from kvolt.engines.sglang_host.messages import Facts
+from kvolt.engines.sglang.host.messages import Facts
 from kvolt.scheduler.step_plan import Limits
 
 

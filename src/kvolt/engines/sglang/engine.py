@@ -27,14 +27,7 @@ from kvolt.engines.external.base import ExternalEngine
 from kvolt.engines.external.metrics import engine_metrics
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.described import Described, describe
-from kvolt.engines.sglang.host_life import CallCommand, HostLife
-from kvolt.engines.sglang.kv_order import KvOrder
-from kvolt.engines.sglang.loras import Adapters
-from kvolt.engines.sglang.outputs import load_of, news_of
-from kvolt.engines.sglang.prefills import Prefills, check_meeting, meeting
-from kvolt.engines.sglang.process import HostProcess, NewHost
-from kvolt.engines.sglang.requests import check_supported, generation, rid_of
-from kvolt.engines.sglang_host.messages import (
+from kvolt.engines.sglang.host.messages import (
     Abort,
     Batch,
     Flush,
@@ -44,6 +37,13 @@ from kvolt.engines.sglang_host.messages import (
     Row,
     UnloadLora,
 )
+from kvolt.engines.sglang.host_life import CallCommand, HostLife
+from kvolt.engines.sglang.kv_order import KvOrder
+from kvolt.engines.sglang.loras import Adapters
+from kvolt.engines.sglang.outputs import load_of, news_of
+from kvolt.engines.sglang.prefills import Prefills, check_meeting, meeting
+from kvolt.engines.sglang.process import HostProcess, NewHost
+from kvolt.engines.sglang.requests import check_supported, generation, rid_of
 from kvolt.engines.wakeup import Wakeup
 from kvolt.models.fetch_progress import ProgressLog
 from kvolt.models.folder_export import folder_of

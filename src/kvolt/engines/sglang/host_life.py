@@ -17,8 +17,7 @@ from kvolt.core.errors import EngineFailed, KvoltError, from_info
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.calls import Calls
-from kvolt.engines.sglang.process import Host, NewHost
-from kvolt.engines.sglang_host.messages import (
+from kvolt.engines.sglang.host.messages import (
     Answer,
     Batch,
     Command,
@@ -32,6 +31,7 @@ from kvolt.engines.sglang_host.messages import (
     Stop,
     UnloadLora,
 )
+from kvolt.engines.sglang.process import Host, NewHost
 from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from kvolt.core.kv_events import Cleared, KvChange
 from kvolt.engines.external.held_blocks import HeldBlocks
 from kvolt.engines.external.kv_feed import KvFeed
 from kvolt.engines.kv_formats.schema import Engine
-from kvolt.engines.sglang_host.messages import KvSource
+from kvolt.engines.sglang.host.messages import KvSource
 from kvolt.engines.wakeup import Wakeup
 
 log = logging.getLogger(__name__)

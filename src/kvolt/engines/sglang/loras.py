@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from kvolt.core.errors import EngineFailed, InvalidRequest, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.engines.external.loras import LoadedLoras, LoraUsers
-from kvolt.engines.sglang_host.messages import LoadLora, UnloadLora
+from kvolt.engines.sglang.host.messages import LoadLora, UnloadLora
 
 Ask = Callable[[Callable[[int], LoadLora | UnloadLora]], Awaitable[str | None]]
 """Sends a call of a number, and waits for why it was refused, if it was."""

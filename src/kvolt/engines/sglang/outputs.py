@@ -13,7 +13,7 @@ from kvolt.core.load import WorkerLoad
 from kvolt.engines.external.answers import Choice, News
 from kvolt.engines.external.ending import ending
 from kvolt.engines.external.resuming import asks_prompt_logprobs
-from kvolt.engines.sglang_host.messages import Logprob, RankLoad, Row
+from kvolt.engines.sglang.host.messages import Logprob, RankLoad, Row
 
 _FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 

@@ -17,7 +17,7 @@ from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.external.answers import Choice
-from kvolt.engines.sglang_host.messages import Abort, Facts, Generate, Row
+from kvolt.engines.sglang.host.messages import Abort, Facts, Generate, Row
 
 _ROOM_BITS = 62
 MAX_TICKET_BYTES = 1 << 16

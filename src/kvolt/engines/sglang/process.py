@@ -13,9 +13,9 @@ from typing import Protocol, cast
 
 from kvolt.engines.child_messages import FrameCutter, frame
 from kvolt.engines.child_process import ChildProcess
-from kvolt.engines.sglang_host.messages import Answer, Command, decode_answer
+from kvolt.engines.sglang.host.messages import Answer, Command, decode_answer
 
-_MODULE = "kvolt.engines.sglang_host.host"
+_MODULE = "kvolt.engines.sglang.host.host"
 
 
 class Link(Protocol):

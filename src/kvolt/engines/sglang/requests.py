@@ -15,7 +15,7 @@ from kvolt.engines.external.answers import Choice
 from kvolt.engines.external.extras import refuse_extra
 from kvolt.engines.external.resuming import asks_prompt_logprobs, check_resumable, given_tokens
 from kvolt.engines.external.sampling import common_sampling
-from kvolt.engines.sglang_host.messages import Facts, Generate
+from kvolt.engines.sglang.host.messages import Facts, Generate
 
 _GREEDY_BELOW = 1e-6
 """SGLang takes the likeliest token at temperatures below."""

@@ -45,7 +45,7 @@ from kvolt.kv import BlockPool
 from kvolt.scheduler.scheduler import Scheduler
 from kvolt.scheduler.step_output import delta_of_run, load_of
 from kvolt.scheduler.step_plan import Advanced, Limits, PlainBatch, StepPlan
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.slabs import Slab
 
 __all__ = ["SimArguments", "SimEngine"]
 

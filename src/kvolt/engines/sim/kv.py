@@ -16,8 +16,8 @@ from kvolt.core.hashing import token_bytes
 from kvolt.core.kv_block import KvLayout
 from kvolt.core.request import Request
 from kvolt.kv import BlockId
-from kvolt.transfer.layout import SlabLayout
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.layout import SlabLayout
+from kvolt.transfer.memory.slabs import Slab
 
 NAME = "sim"
 """Of the layout, and of the data type."""

@@ -44,4 +44,4 @@ class TrtllmArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stall_s: _Seconds = 300.0
     """Requests run and nothing has come for so long: it is taken for dead."""
     seeds: Seeds = Seeds.NONE
-    """What its sampler makes of a request's seed. `python -m kvolt.testing.trtllm_smoke` finds out."""
+    """What its sampler makes of a request's seed. `python -m kvolt.testing.engines.trtllm_smoke` finds out."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvolt.engines.vllm_plugins.tier_settings import VllmTiers
+from kvolt.engines.vllm.plugins.tier_settings import VllmTiers
 
 _AtLeastOne = Annotated[int, Meta(ge=1)]
 

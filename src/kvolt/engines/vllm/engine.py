@@ -41,15 +41,15 @@ from kvolt.engines.vllm.kv_telling import KvTelling
 from kvolt.engines.vllm.launch import Launched, launch, socket_folder
 from kvolt.engines.vllm.loras import Adapters
 from kvolt.engines.vllm.outputs import load_of, news_of
+from kvolt.engines.vllm.plugins.read_reports import reads_of
+from kvolt.engines.vllm.plugins.tier_figures import VllmTierMetrics
 from kvolt.engines.vllm.prefills import Prefills, transfer_params
 from kvolt.engines.vllm.prompt_embeds import EMBEDS, check_embeds, read_rows, refuse_handoff
 from kvolt.engines.vllm.refusals import refusals
 from kvolt.engines.vllm.requests import check_supported, prompt_input, sampling_params
 from kvolt.engines.vllm.rest import Rest, check_sleeps
-from kvolt.engines.vllm_plugins.read_reports import reads_of
-from kvolt.engines.vllm_plugins.tier_figures import VllmTierMetrics
 from kvolt.runtime.clock import SystemClock
-from kvolt.runtime.environment import environment
+from kvolt.runtime.host.environment import environment
 
 log = logging.getLogger(__name__)
 

@@ -32,18 +32,18 @@ from kvolt.models.fetch_progress import ProgressLog
 from kvolt.models.folder_export import folder_of
 from kvolt.models.resolve import resolve
 from kvolt.runtime.clock import Clock
-from kvolt.runtime.environment import set_default
+from kvolt.runtime.host.environment import set_default
 from kvolt.scheduler.step_plan import Limits
 
 _KEY = "args.engine_args"
-EXTENSION = "kvolt.engines.vllm_plugins.worker_extension.KvoltWorkerExtension"
+EXTENSION = "kvolt.engines.vllm.plugins.worker_extension.KvoltWorkerExtension"
 NIXL = "KvoltNixlConnector"
 TIERS = "KvoltTierConnector"
 TIERED_NIXL = "KvoltTieredNixlConnector"
-_TIERS_MODULE = "kvolt.engines.vllm_plugins.tier_connector"
-_TIERED_NIXL_MODULE = "kvolt.engines.vllm_plugins.tier_with_nixl"
+_TIERS_MODULE = "kvolt.engines.vllm.plugins.tier_connector"
+_TIERED_NIXL_MODULE = "kvolt.engines.vllm.plugins.tier_with_nixl"
 _READ_BYTES = 1 << 20
-_NIXL_MODULE = "kvolt.engines.vllm_plugins.nixl_connector"
+_NIXL_MODULE = "kvolt.engines.vllm.plugins.nixl_connector"
 _NIXL_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
 _MOST_LOGPROBS = 20
 """What the edge lets clients ask for."""

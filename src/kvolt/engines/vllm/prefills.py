@@ -19,7 +19,7 @@ from kvolt.core.errors import Cancelled, EngineFailed, InvalidRequest, KvoltErro
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request
 from kvolt.engines.external.answers import Choice
-from kvolt.engines.vllm_plugins.side_channel import DEADLINE_S, HOLD_S
+from kvolt.engines.vllm.plugins.side_channel import DEADLINE_S, HOLD_S
 
 MAX_TICKET_BYTES = 1 << 20
 """A block's number takes up to five bytes: two hundred thousand blocks."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 
 from kvolt.engines.external.requirements import Requirement
-from kvolt.runtime.environment import set_default
+from kvolt.runtime.host.environment import set_default
 
 _CORE = "vllm.v1.engine.core_client:EngineCoreClient"
 _PARAMS = "vllm.sampling_params:SamplingParams"

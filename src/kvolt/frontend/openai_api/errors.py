@@ -32,7 +32,7 @@ from kvolt.core.errors import (
     Unsupported,
     to_info,
 )
-from kvolt.runtime.http import Response, json_error
+from kvolt.runtime.http.server import Response, json_error
 
 CANCELLED_STATUS = 499
 """Counted, never sent: the client left before its answer was complete."""

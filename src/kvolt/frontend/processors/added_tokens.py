@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from kvolt.frontend.token_cache import longest_of
+from kvolt.frontend.tokenization.token_cache import longest_of
 
 
 class Cut(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvolt.core.errors import ConfigError
-from kvolt.frontend.preprocess import CardProcessor, NewProcessor, ParserNames, check_parsers
+from kvolt.frontend.tokenization.preprocess import CardProcessor, NewProcessor, ParserNames, check_parsers
 
 GROUP = "kvolt.processors"
 DEFAULT = "card"

@@ -19,12 +19,16 @@ from msgspec.structs import replace
 
 from kvolt.core.card import ModelCard
 from kvolt.core.errors import ConfigError, InvalidRequest
-from kvolt.frontend.detokenizer import Vocabulary
+from kvolt.frontend.detokenizer.detokenizer import Vocabulary
 from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.chain import ParserChain
 from kvolt.frontend.parsers.port import TextParser
 from kvolt.frontend.parsers.registry import detect_reasoning_parser, detect_tool_parser
-from kvolt.frontend.preprocess import (
+from kvolt.frontend.processors.added_tokens import AddedTokens
+from kvolt.frontend.processors.vllm_chat import chat_request, render_chat, vllm_refusals
+from kvolt.frontend.processors.vllm_parser import VllmParser
+from kvolt.frontend.processors.vllm_symbols import known_names
+from kvolt.frontend.tokenization.preprocess import (
     NO_PARSER,
     AskedChat,
     CardProcessor,
@@ -33,11 +37,7 @@ from kvolt.frontend.preprocess import (
     Reading,
     new_large_texts,
 )
-from kvolt.frontend.processors.added_tokens import AddedTokens
-from kvolt.frontend.processors.vllm_chat import chat_request, render_chat, vllm_refusals
-from kvolt.frontend.processors.vllm_parser import VllmParser
-from kvolt.frontend.processors.vllm_symbols import known_names
-from kvolt.frontend.token_cache import EncoderStats
+from kvolt.frontend.tokenization.token_cache import EncoderStats
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvolt.core.errors import ConfigError
 from kvolt.engines.external.requirements import check_requirement
 from kvolt.engines.vllm import symbols
-from kvolt.frontend.preprocess import NO_PARSER, ParserNames
+from kvolt.frontend.tokenization.preprocess import NO_PARSER, ParserNames
 
 _CHAT = "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest"
 _DELTA = "vllm.entrypoints.generate.base.protocol:DeltaMessage"

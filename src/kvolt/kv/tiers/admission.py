@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from kvolt.core.ids import BlockKey
 from kvolt.core.request import RoutingHints
-from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.tiers.slot_table import TierBlock
 
 _MOST_KNOWN = 1 << 18
 

@@ -16,14 +16,14 @@ from typing import NamedTuple, Protocol, Self
 
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
-from kvolt.kv.tiers.books import TierBlock
 from kvolt.kv.tiers.host_tier import Brought, HostTier, numbers_of
-from kvolt.kv.tiers.lower import LowerTier
+from kvolt.kv.tiers.lower_tier import LowerTier
 from kvolt.kv.tiers.slab_copies import SlabCopies
 from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.runtime.tasks import Scope
-from kvolt.transfer.device_memory import Sums
-from kvolt.transfer.memory import Numbers, Slab
+from kvolt.transfer.memory.device_memory import Sums
+from kvolt.transfer.memory.slabs import Numbers, Slab
 
 log = logging.getLogger(__name__)
 

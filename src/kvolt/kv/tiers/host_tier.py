@@ -20,14 +20,14 @@ from kvolt.core.errors import Unsupported
 from kvolt.core.ids import BlockKey
 from kvolt.core.kv_events import Tier
 from kvolt.kv.changes import Change
-from kvolt.kv.tiers.books import TierBlock, TierBooks
-from kvolt.kv.tiers.lower import Inspecting, LowerTier, Resizable, TierStats
+from kvolt.kv.tiers.lower_tier import Inspecting, LowerTier, Resizable, TierStats
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
+from kvolt.kv.tiers.slot_table import TierBlock, TierBooks
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.kv.tiers.writer import TierWriter
 from kvolt.runtime.tasks import Crew
-from kvolt.transfer.device_memory import DeviceMemory, Sums
-from kvolt.transfer.memory import Numbers
+from kvolt.transfer.memory.device_memory import DeviceMemory, Sums
+from kvolt.transfer.memory.slabs import Numbers
 
 log = logging.getLogger(__name__)
 

@@ -21,14 +21,14 @@ from kvolt.core.ids import BlockKey, InstanceId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource
 from kvolt.kv.changes import Change
-from kvolt.kv.tiers.books import TierBlock
-from kvolt.kv.tiers.lower import TierStats
-from kvolt.kv.tiers.pool_wire import Bring, Brought, WireBlock
+from kvolt.kv.shared_pool.slot_reads import read_brought
+from kvolt.kv.shared_pool.wire import Bring, Brought, WireBlock
+from kvolt.kv.tiers.lower_tier import TierStats
 from kvolt.kv.tiers.slot_memory import SlotMemory
-from kvolt.kv.tiers.slot_reads import read_brought
+from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.kv.tiers.tier_thread import TierThread
 from kvolt.transfer.agent import TransferAgent
-from kvolt.transfer.memory import Numbers
+from kvolt.transfer.memory.slabs import Numbers
 
 log = logging.getLogger(__name__)
 

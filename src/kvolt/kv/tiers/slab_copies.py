@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from kvolt.core.ids import BlockKey
 from kvolt.kv.tiers.slot_memory import SlotMemory
 from kvolt.kv.tiers.tier_thread import TierThread
-from kvolt.transfer.device_memory import Sums
-from kvolt.transfer.memory import Numbers, Slab
+from kvolt.transfer.memory.device_memory import Sums
+from kvolt.transfer.memory.slabs import Numbers, Slab
 
 
 class SlabCopies:

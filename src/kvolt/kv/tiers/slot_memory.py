@@ -18,8 +18,8 @@ import numpy as np
 
 from kvolt.core.errors import ConfigError
 from kvolt.core.ids import BlockKey
-from kvolt.transfer.device_memory import DeviceMemory, Sums, blocks_at_once, checksums, copy_checked
-from kvolt.transfer.memory import Numbers, Pieces, Slab
+from kvolt.transfer.memory.device_memory import DeviceMemory, Sums, blocks_at_once, checksums, copy_checked
+from kvolt.transfer.memory.slabs import Numbers, Pieces, Slab
 
 PAGE_BYTES = 4096
 _PART_BYTES = 256 << 20

@@ -19,10 +19,10 @@ import numpy as np
 
 from kvolt.core.errors import KvoltError
 from kvolt.core.ids import BlockKey
-from kvolt.kv.tiers.books import TierBooks
 from kvolt.kv.tiers.eviction import TouchFilter
-from kvolt.kv.tiers.lower import LowerTier
+from kvolt.kv.tiers.lower_tier import LowerTier
 from kvolt.kv.tiers.slot_memory import SlotMemory
+from kvolt.kv.tiers.slot_table import TierBooks
 from kvolt.runtime.tasks import Crew
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from kvolt.bench.load.sample import Sample
 from kvolt.bench.load.sla import Sla
 from kvolt.bench.load.tally import Tally
 from kvolt.bench.load.workloads import Lengths, PromptShape, Synthetic, Workload
-from kvolt.testing.link import LinkProfile
-from kvolt.testing.loop import VirtualClock, run_virtual
-from kvolt.testing.network import VirtualNetwork
+from kvolt.testing.virtual.link import LinkProfile
+from kvolt.testing.virtual.loop import VirtualClock, run_virtual
+from kvolt.testing.virtual.network import VirtualNetwork
 
 TARGET = parse_target("http://server:80")
 QUICK = LinkProfile(latency_s=0.0)

@@ -10,8 +10,8 @@ from tests.unit.bench.load.test_report import FACTS, reported, sample
 
 from kvolt.bench.load.compare import Change, compare, differing_settings
 from kvolt.bench.load.report import Report
+from kvolt.bench.load.report_text import change_rows
 from kvolt.bench.load.sla import Sla
-from kvolt.bench.load.wording import change_rows
 
 
 def run(seed: int, mean_s: float, number: int = 400) -> Report:

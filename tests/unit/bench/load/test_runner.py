@@ -32,8 +32,8 @@ from kvolt.bench.load.schedules import bursts, constant, from_trace, poisson
 from kvolt.bench.load.sla import Sla
 from kvolt.bench.load.workloads import Chats, FromTrace, Lengths, PromptShape, sessions_of
 from kvolt.core.trace import TraceRecord
-from kvolt.testing.link import LinkProfile
-from kvolt.testing.network import VirtualNetwork
+from kvolt.testing.virtual.link import LinkProfile
+from kvolt.testing.virtual.network import VirtualNetwork
 
 
 def always(script: Script) -> Callable[[int, Heard], Script]:

@@ -23,10 +23,10 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Grammar, GrammarKind, Role
 from kvolt.engines import registry
 from kvolt.engines.contract import EngineSpec
-from kvolt.testing.engine_answer_cases import prompt_logprobs_come_once
-from kvolt.testing.engine_harness import Harness, NotRun, engine_run
-from kvolt.testing.engine_suite import CASES
-from kvolt.testing.engine_tiers import suites_for
+from kvolt.testing.engines.answer_cases import prompt_logprobs_come_once
+from kvolt.testing.engines.harness import Harness, NotRun, engine_run
+from kvolt.testing.engines.suite import CASES
+from kvolt.testing.engines.tiers import suites_for
 
 PAGE = Path(__file__).parents[4] / "docs" / "adapters.md"
 

@@ -6,7 +6,7 @@ from kvolt.core.hashing import BASE_SEED, local_hashes, request_seed, sequence_h
 from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
 from kvolt.engines.kv_formats.trtllm_seeds import SeedBook
 from kvolt.engines.kv_formats.trtllm_translator import KvTranslator
-from kvolt.testing.engine_replica import Replica
+from kvolt.testing.engines.replica import Replica
 
 SIZE = 4
 TOKENS = tuple(range(50, 50 + 3 * SIZE))

@@ -38,7 +38,7 @@ from kvolt.engines.prefills import Done, Prefills, Told
 from kvolt.engines.sim.model import sim_card
 from kvolt.kv import BlockId, BlockPool
 from kvolt.scheduler.scheduler import Advanced, Limits, Scheduler, Work
-from kvolt.transfer.device_memory import DeviceHandle
+from kvolt.transfer.memory.device_memory import DeviceHandle
 
 VOCABULARY = 1000
 NUM_SAID = 48

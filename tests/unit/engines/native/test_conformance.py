@@ -16,11 +16,11 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.shell.engine import NativeEngine
 from kvolt.runtime.tasks import Scope
-from kvolt.testing.engine_cancel_cases import abort_storms
-from kvolt.testing.engine_event_cases import CASES as EVENTS
-from kvolt.testing.engine_harness import NotRun
-from kvolt.testing.engine_suite import CASES as CORE
-from kvolt.testing.engine_tiers import TIERS, suites_for
+from kvolt.testing.engines.cancel_cases import abort_storms
+from kvolt.testing.engines.event_cases import CASES as EVENTS
+from kvolt.testing.engines.harness import NotRun
+from kvolt.testing.engines.suite import CASES as CORE
+from kvolt.testing.engines.tiers import TIERS, suites_for
 
 ALL = [case for tier in TIERS for case in tier.cases]
 

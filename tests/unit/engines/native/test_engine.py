@@ -34,9 +34,9 @@ from kvolt.engines.native.shell import link as link_module
 from kvolt.engines.native.shell import messages
 from kvolt.engines.native.shell.progress_lines import ProgressLines
 from kvolt.runtime.tasks import Scope
-from kvolt.transfer.device_memory import DeviceHandle
-from kvolt.transfer.layout import SlabLayout
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.device_memory import DeviceHandle
+from kvolt.transfer.memory.layout import SlabLayout
+from kvolt.transfer.memory.slabs import Slab
 
 MODES = pytest.mark.parametrize("process", ["thread", "own"])
 

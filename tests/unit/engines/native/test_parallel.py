@@ -40,11 +40,11 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.engines.native.capabilities import Capabilities
 from kvolt.engines.native.core import EngineCore
-from kvolt.engines.native.follower import Followers
 from kvolt.engines.native.loading import CoreHooks, _allocate_others
 from kvolt.engines.native.parallel import check_degree, share
 from kvolt.engines.native.setup import device_of
 from kvolt.engines.native.slab import KvSlab, create_memory
+from kvolt.engines.native.tp_rank import Followers
 from kvolt.models.checkpoint import open_checkpoint
 from kvolt.testing.tiny_models import tiny_checkpoint
 

@@ -24,7 +24,7 @@ from kvolt.engines.native.loading import CoreHooks, build_core, load_core
 from kvolt.engines.native.step_trials import Trial, Trials
 from kvolt.engines.native.trial_runner import TrialRunner, told
 from kvolt.models.checkpoint import open_checkpoint
-from kvolt.runtime.cores import usable_cores
+from kvolt.runtime.host.cores import usable_cores
 from kvolt.scheduler.step_pace import StepPace
 from kvolt.testing.tiny_models import tiny_checkpoint
 

@@ -11,7 +11,7 @@ from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, Role, Sampling, StopConditions
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.remote import RemoteArguments, RemoteEngine
-from kvolt.testing.engine_harness import Run, engine_run
+from kvolt.testing.engines.harness import Run, engine_run
 
 SPEC = EngineSpec(model="x", role=Role.AGGREGATED)
 SAID = [442, 613, 219, 300, 157, 230]

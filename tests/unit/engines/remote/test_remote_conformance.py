@@ -10,8 +10,8 @@ from tests.unit.engines.remote.fake_server import ModelServer, length_of_answer,
 from kvolt.core.request import Role
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.remote import RemoteArguments, RemoteEngine
-from kvolt.testing.engine_answer_cases import prompt_logprobs_come_once
-from kvolt.testing.engine_suite import CASES, NotRun
+from kvolt.testing.engines.answer_cases import prompt_logprobs_come_once
+from kvolt.testing.engines.suite import CASES, NotRun
 
 SPEC = EngineSpec(model="x", role=Role.AGGREGATED)
 

@@ -26,7 +26,7 @@ from kvolt.core.delta import FinishReason
 from kvolt.core.errors import ConfigError, EngineDied, Overloaded, Unavailable, Unsupported, from_info
 from kvolt.core.request import Role, Sampling
 from kvolt.engines.remote import RemoteArguments, RemoteEngine
-from kvolt.testing.engine_harness import Answer, Run
+from kvolt.testing.engines.harness import Answer, Run
 
 FAST: dict[str, Any] = {"probe_interval_s": 0.01, "probe_timeout_s": 2.0, "start_timeout_s": 5.0}
 

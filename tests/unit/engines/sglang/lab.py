@@ -18,7 +18,7 @@ from kvolt.core.request import Request, Role, Sampling, StopConditions
 from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.engine import SglangEngine
-from kvolt.engines.sglang_host.messages import (
+from kvolt.engines.sglang.host.messages import (
     Answer,
     Batch,
     Command,

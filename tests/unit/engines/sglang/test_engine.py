@@ -43,8 +43,7 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.registry import build_engine, check_arguments
 from kvolt.engines.sglang.arguments import SglangArguments
 from kvolt.engines.sglang.engine import SglangEngine
-from kvolt.engines.sglang.kv_order import KvOrder
-from kvolt.engines.sglang_host.messages import (
+from kvolt.engines.sglang.host.messages import (
     Abort,
     Answer,
     Batch,
@@ -56,6 +55,7 @@ from kvolt.engines.sglang_host.messages import (
     RankLoad,
     UnloadLora,
 )
+from kvolt.engines.sglang.kv_order import KvOrder
 
 
 async def test_registration_is_what_sglang_says(tmp_path: Path) -> None:

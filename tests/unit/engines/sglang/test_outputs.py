@@ -12,9 +12,9 @@ from kvolt.core.delta import FinishReason
 from kvolt.core.errors import EngineFailed, InvalidRequest, Overloaded
 from kvolt.core.request import Request, Sampling, StopConditions
 from kvolt.engines.external.answers import Answers, Choice
+from kvolt.engines.sglang.host.host import rows_of
+from kvolt.engines.sglang.host.scheduler import mark_of, read_mark
 from kvolt.engines.sglang.outputs import failure_of, news_of
-from kvolt.engines.sglang_host.host import rows_of
-from kvolt.engines.sglang_host.scheduler import mark_of, read_mark
 
 
 def choice_of(asked: Request) -> Choice:

@@ -11,8 +11,8 @@ from tests.unit.engines.sglang.lab import FACTS, LENGTH, request, row, started
 from kvolt.core.errors import InvalidRequest, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Role, Sampling
+from kvolt.engines.sglang.host.messages import Abort
 from kvolt.engines.sglang.prefills import MAX_TICKET_BYTES
-from kvolt.engines.sglang_host.messages import Abort
 
 PREFILL_FACTS = replace(FACTS, bootstrap_port=8998)
 MEETING = ("bootstrap_host", "bootstrap_port", "bootstrap_room")

@@ -21,8 +21,8 @@ from kvolt.core.request import (
     StopConditions,
 )
 from kvolt.engines.external.answers import Answers
+from kvolt.engines.sglang.host.messages import Generate
 from kvolt.engines.sglang.requests import check_supported, generation
-from kvolt.engines.sglang_host.messages import Generate
 
 
 def made(asked: Request, index: int = 0, **facts: Any) -> Generate:

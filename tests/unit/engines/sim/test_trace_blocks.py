@@ -14,7 +14,7 @@ from kvolt.engines.contract import EngineSpec
 from kvolt.engines.sim.engine import SimArguments, SimEngine
 from kvolt.engines.sim.trace_blocks import PaperNaming
 from kvolt.runtime.tasks import Scope
-from kvolt.testing.loop import run_virtual
+from kvolt.testing.virtual.loop import run_virtual
 
 
 def request(name: str, length: int, hashes: tuple[int, ...], block_size: int = 4) -> Request:

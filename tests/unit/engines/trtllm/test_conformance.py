@@ -6,8 +6,9 @@ import pytest
 from tests.unit.engines.trtllm.lab import Harness, with_blocks
 
 from kvolt.core.errors import Unsupported
-from kvolt.testing import engine_answer_cases, engine_event_cases
-from kvolt.testing.engine_tiers import TIERS, suites_for
+from kvolt.testing.engines import answer_cases as engine_answer_cases
+from kvolt.testing.engines import event_cases as engine_event_cases
+from kvolt.testing.engines.tiers import TIERS, suites_for
 
 CASES = [case for tier in TIERS if tier.name in ("core", "events", "handoff") for case in tier.cases]
 REFUSED = {

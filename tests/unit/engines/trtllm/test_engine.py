@@ -32,8 +32,8 @@ from kvolt.engines.trtllm.arguments import Seeds, TrtllmArguments
 from kvolt.engines.trtllm.engine import TrtllmEngine
 from kvolt.engines.trtllm.launch import llm_args
 from kvolt.engines.trtllm.tickets import decode_ticket
-from kvolt.testing.engine_event_cases import ask_as_told, blocks_request
-from kvolt.testing.engine_harness import Run, engine_run
+from kvolt.testing.engines.event_cases import ask_as_told, blocks_request
+from kvolt.testing.engines.harness import Run, engine_run
 
 SPEC = EngineSpec(model="m", role=Role.AGGREGATED)
 

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.engines.trtllm import stand_in
 from tests.unit.engines.trtllm.lab import LLM_ARGS
 
-from kvolt.testing.trtllm_smoke import main
+from kvolt.testing.engines.trtllm_smoke import main
 
 
 def run(model: str, *more: str, **changed: Any) -> int:

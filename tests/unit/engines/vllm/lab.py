@@ -18,7 +18,7 @@ from kvolt.engines.sim.model import SPECIAL, tokenizer_json
 from kvolt.engines.vllm.arguments import VllmArguments
 from kvolt.engines.vllm.engine import VllmEngine
 from kvolt.engines.vllm.launch import NIXL, Launched, launch
-from kvolt.testing.engine_harness import Run, engine_run
+from kvolt.testing.engines.harness import Run, engine_run
 
 ARGUMENTS = VllmArguments(served_name="tiny", hold_s=1.0)
 MOVING = replace(ARGUMENTS, engine_args={"kv_transfer_config": {"kv_connector": NIXL, "kv_role": "kv_both"}})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.engines.vllm.lab import MOVING, Harness, with_args
 
-from kvolt.testing.engine_tiers import TIERS, suites_for
+from kvolt.testing.engines.tiers import TIERS, suites_for
 
 CASES = {tier.name: tier.cases for tier in TIERS if tier.name in ("core", "events", "handoff")}
 SCARCE = {"num_gpu_blocks_override": 35}

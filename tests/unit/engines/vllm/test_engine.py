@@ -38,7 +38,7 @@ from kvolt.engines.unread_steps import UnreadSteps
 from kvolt.engines.vllm.engine import VllmEngine
 from kvolt.engines.vllm.launch import Launched, launch
 from kvolt.runtime.tasks import Crew
-from kvolt.testing.engine_harness import engine_run
+from kvolt.testing.engines.harness import engine_run
 
 QUIET = replace(ARGUMENTS, kv_events=False)
 

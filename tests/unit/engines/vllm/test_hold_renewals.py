@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from tests.unit.engines.vllm.plugins.owner_lab import Owner
 from tests.unit.engines.vllm.test_engine import soon
-from tests.unit.engines.vllm_plugins.owner_lab import Owner
 
 from kvolt.engines.vllm.hold_renewals import HoldRenewals
 from kvolt.runtime.tasks import Crew

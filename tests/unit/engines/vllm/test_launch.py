@@ -31,8 +31,8 @@ from kvolt.engines.vllm.launch import (
     socket_folder,
     weights_identity,
 )
+from kvolt.engines.vllm.plugins.tier_settings import VllmTiers
 from kvolt.engines.vllm.symbols import REQUIREMENT
-from kvolt.engines.vllm_plugins.tier_settings import VllmTiers
 from kvolt.runtime.clock import SystemClock
 
 PLAIN = VllmArguments()
@@ -175,7 +175,7 @@ def test_a_role_brings_its_connector(launched: Launcher, role: Role, kv_role: st
     assert transfer == KVTransferConfig(
         kv_connector=NIXL,
         kv_role=kv_role,
-        kv_connector_module_path="kvolt.engines.vllm_plugins.nixl_connector",
+        kv_connector_module_path="kvolt.engines.vllm.plugins.nixl_connector",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"kv_lease_duration": 3},
         kv_buffer_device="cpu",

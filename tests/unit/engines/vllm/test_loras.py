@@ -15,7 +15,7 @@ from tests.unit.engines.vllm.lab import ARGUMENTS, Harness, running, with_args
 from kvolt.core.errors import ConfigError, InvalidRequest, NotFound, Unsupported
 from kvolt.core.ids import RequestId
 from kvolt.core.request import Request, StopConditions
-from kvolt.testing.engine_harness import Run
+from kvolt.testing.engines.harness import Run
 
 LORAS = with_args(ARGUMENTS, enable_lora=True)
 

@@ -17,8 +17,8 @@ from tests.unit.engines.vllm.fake_core import (
     FinishReason,
 )
 from tests.unit.engines.vllm.lab import ARGUMENTS, MOVING, Harness, running, with_args
+from tests.unit.engines.vllm.plugins.owner_lab import Owner
 from tests.unit.engines.vllm.test_engine import asked, soon
-from tests.unit.engines.vllm_plugins.owner_lab import Owner
 
 from kvolt.core.delta import StageTimes
 from kvolt.core.errors import (
@@ -32,10 +32,10 @@ from kvolt.core.errors import (
 )
 from kvolt.core.ids import InstanceId, RequestId
 from kvolt.core.request import Handoff, Request, RoutingHints, StopConditions
+from kvolt.engines.vllm.plugins.side_channel import DEADLINE_S, HOLD_S
 from kvolt.engines.vllm.prefills import MAX_TICKET_BYTES, RELEASE, transfer_params
-from kvolt.engines.vllm_plugins.side_channel import DEADLINE_S, HOLD_S
 from kvolt.runtime.tasks import Crew
-from kvolt.testing.engine_harness import Run
+from kvolt.testing.engines.harness import Run
 
 R = RequestId("r")
 

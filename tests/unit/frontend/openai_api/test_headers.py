@@ -20,7 +20,7 @@ from kvolt.frontend.openai_api.headers import (
     hints,
 )
 from kvolt.frontend.openai_api.nvext import AgentHints, NvExt, RouterOverrides, RoutingConstraints
-from kvolt.router.policy import WEIGHTS
+from kvolt.router.policy.policy import WEIGHTS
 
 ORDINARY = {
     "host": "127.0.0.1:1234",

@@ -11,11 +11,11 @@ from tests.unit.frontend.processors import vllm_stand_in
 
 from kvolt.core.errors import ConfigError
 from kvolt.engines.external import requirements
-from kvolt.frontend.preprocess import CardProcessor, ParserNames
 from kvolt.frontend.processors import registry, vllm_symbols
 from kvolt.frontend.processors.registry import GROUP, ProcessorKind, find_processor, processor_names
 from kvolt.frontend.processors.vllm_processor import VllmProcessor
-from kvolt.runtime.settings import FrontendSettings
+from kvolt.frontend.tokenization.preprocess import CardProcessor, ParserNames
+from kvolt.runtime.config.settings import FrontendSettings
 
 NONE = ParserNames(None, None)
 OFFERED = ProcessorKind(CardProcessor)

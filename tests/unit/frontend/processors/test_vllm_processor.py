@@ -18,9 +18,9 @@ from kvolt.engines.sim.model import sim_card
 from kvolt.frontend.models import ModelOptions
 from kvolt.frontend.openai_api.templating import TemplateInput
 from kvolt.frontend.parsers.port import Content, Piece, Reasoning, ToolArguments, ToolStart
-from kvolt.frontend.preprocess import AskedChat, CardProcessor, ParserNames, ProcessorSpec
 from kvolt.frontend.processors.vllm_parser import VllmParser
 from kvolt.frontend.processors.vllm_processor import VllmProcessor
+from kvolt.frontend.tokenization.preprocess import AskedChat, CardProcessor, ParserNames, ProcessorSpec
 from kvolt.testing import InlineBlocking, run_virtual
 
 MARKERS = ["(hm)", "[weather {]", "[ }]", "[other {}]"]

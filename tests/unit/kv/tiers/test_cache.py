@@ -15,14 +15,14 @@ import pytest
 from tests.unit.kv.tiers.tier_lab import Device, device, keys, sequence
 
 from kvolt.core.kv_events import Removed, Stored, Tier
+from kvolt.kv.disk.files import DiskFiles
+from kvolt.kv.disk.tier import DiskTier
 from kvolt.kv.tiers import writer as writer_module
-from kvolt.kv.tiers.books import TierBooks
 from kvolt.kv.tiers.cache import TieredCache
-from kvolt.kv.tiers.disk import DiskFiles
-from kvolt.kv.tiers.disk_tier import DiskTier
 from kvolt.kv.tiers.slot_memory import BlockShape
-from kvolt.transfer.chunks import Sums
-from kvolt.transfer.memory import Numbers
+from kvolt.kv.tiers.slot_table import TierBooks
+from kvolt.transfer.memory.slabs import Numbers
+from kvolt.transfer.peer.chunks import Sums
 
 
 @asynccontextmanager

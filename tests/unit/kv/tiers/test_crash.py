@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from tests.unit.kv.tiers.tier_lab import BLOCK_BYTES, contents, in_eight_bits, sequence
 
-from kvolt.kv.tiers.books import Slot, TierBlock
-from kvolt.kv.tiers.disk import DiskFiles
-from kvolt.kv.tiers.disk_blocks import DiskBlocks
-from kvolt.kv.tiers.eight_bits import EightBits
+from kvolt.kv.disk.blocks import DiskBlocks
+from kvolt.kv.disk.files import DiskFiles
+from kvolt.kv.disk.fp8 import EightBits
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
+from kvolt.kv.tiers.slot_table import Slot, TierBlock
 
 SHAPE = BlockShape(BLOCK_BYTES, dtype="bfloat16")
 FORMS = [None, EightBits.of(SHAPE)]
@@ -95,7 +95,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
     monkeypatch.setattr(os, "fdatasync", lambda descriptor: made.keep(path_of(descriptor)))
     monkeypatch.setattr(os, "fsync", lambda descriptor: made.keep(path_of(descriptor)))
     monkeypatch.setattr(Path, "replace", replace)
-    monkeypatch.setattr("kvolt.kv.tiers.journal._LEAST_RECORDS", 8)
+    monkeypatch.setattr("kvolt.kv.disk.journal._LEAST_RECORDS", 8)
     return made
 
 

@@ -15,16 +15,17 @@ from kvolt.core.errors import InvalidRequest, Overloaded, Unavailable
 from kvolt.core.ids import InstanceId
 from kvolt.core.kv_events import Tier
 from kvolt.core.request import KvSource
-from kvolt.kv.tiers import peer_giving, peer_tier
-from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.disk.files import DiskFiles
+from kvolt.kv.disk.tier import DiskTier
+from kvolt.kv.shared_pool.wire import Bring, Brought, WireBlock
+from kvolt.kv.tiers import peer_server as peer_giving
+from kvolt.kv.tiers import peer_tier
 from kvolt.kv.tiers.cache import TieredCache
-from kvolt.kv.tiers.disk import DiskFiles
-from kvolt.kv.tiers.disk_tier import DiskTier
-from kvolt.kv.tiers.lower import LowerTier
-from kvolt.kv.tiers.peer_giving import PeerGiving
+from kvolt.kv.tiers.lower_tier import LowerTier
+from kvolt.kv.tiers.peer_server import PeerGiving
 from kvolt.kv.tiers.peer_tier import PeerTier
-from kvolt.kv.tiers.pool_wire import Bring, Brought, WireBlock
 from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.kv.tiers.slot_table import TierBlock
 from kvolt.transfer.agent import TransferAgent
 
 GIVER, TAKER = InstanceId("giver"), InstanceId("taker")

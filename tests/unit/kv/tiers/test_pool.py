@@ -13,15 +13,13 @@ from tests.unit.kv.tiers.tier_lab import Clock, Device, device, keys, sequence
 
 from kvolt.core.errors import ConfigError, NetworkFault
 from kvolt.core.kv_events import Tier
-from kvolt.kv.tiers import pool_tier
-from kvolt.kv.tiers.cache import TieredCache
-from kvolt.kv.tiers.disk import DiskFiles
-from kvolt.kv.tiers.disk_tier import DiskTier
-from kvolt.kv.tiers.host_tier import HostTier
-from kvolt.kv.tiers.pool_link import PoolLink
-from kvolt.kv.tiers.pool_server import PoolServer
-from kvolt.kv.tiers.pool_tier import PoolTier
-from kvolt.kv.tiers.pool_wire import (
+from kvolt.kv.disk.files import DiskFiles
+from kvolt.kv.disk.tier import DiskTier
+from kvolt.kv.shared_pool import tier as pool_tier
+from kvolt.kv.shared_pool.link import PoolLink
+from kvolt.kv.shared_pool.server import PoolServer
+from kvolt.kv.shared_pool.tier import PoolTier
+from kvolt.kv.shared_pool.wire import (
     Bring,
     Brought,
     Found,
@@ -31,6 +29,8 @@ from kvolt.kv.tiers.pool_wire import (
     Status,
     WireBlock,
 )
+from kvolt.kv.tiers.cache import TieredCache
+from kvolt.kv.tiers.host_tier import HostTier
 from kvolt.kv.tiers.slot_memory import BlockShape
 
 

@@ -11,8 +11,9 @@ from tests.unit.kv.tiers.tier_lab import device, keys, sequence
 
 from kvolt.core.errors import Unsupported
 from kvolt.core.kv_events import Tier
-from kvolt.kv.tiers import disk, slot_memory
-from kvolt.kv.tiers.disk_tier import DiskTier
+from kvolt.kv.disk import files as disk
+from kvolt.kv.disk.tier import DiskTier
+from kvolt.kv.tiers import slot_memory
 
 
 async def test_the_host_grows_and_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:

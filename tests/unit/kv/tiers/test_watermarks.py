@@ -15,18 +15,19 @@ from tests.unit.kv.tiers.tier_lab import keys, sequence
 
 from kvolt.core.errors import ConfigError, TransferFailed
 from kvolt.core.kv_events import Tier
-from kvolt.kv.tiers import disk_tier, host_tier
-from kvolt.kv.tiers.books import TierBlock
-from kvolt.kv.tiers.disk import DiskFiles
-from kvolt.kv.tiers.disk_tier import DiskTier, Watermarks
-from kvolt.kv.tiers.disk_view import parts_in
+from kvolt.kv.disk import tier as disk_tier
+from kvolt.kv.disk.files import DiskFiles
+from kvolt.kv.disk.tier import DiskTier, Watermarks
+from kvolt.kv.disk.view import parts_in
+from kvolt.kv.tiers import host_tier
 from kvolt.kv.tiers.host_tier import WAITING_SHARE, HostTier
 from kvolt.kv.tiers.peer_tier import PeerTier
 from kvolt.kv.tiers.slot_memory import BlockShape, SlotMemory
-from kvolt.runtime.settings_tiers import TierSettings
+from kvolt.kv.tiers.slot_table import TierBlock
+from kvolt.runtime.config.tier_settings import TierSettings
 from kvolt.transfer.agent import TransferAgent
-from kvolt.transfer.device_memory import Sums
-from kvolt.transfer.memory import Numbers
+from kvolt.transfer.memory.device_memory import Sums
+from kvolt.transfer.memory.slabs import Numbers
 
 SHAPE = BlockShape(5000)
 NUM_SLOTS = 100

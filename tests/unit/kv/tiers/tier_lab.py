@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import numpy as np
 
 from kvolt.core.ids import BlockKey, SequenceHash
-from kvolt.kv.tiers import eight_bits_python
-from kvolt.kv.tiers.books import TierBlock
+from kvolt.kv.disk import fp8_python as eight_bits_python
 from kvolt.kv.tiers.slot_memory import BlockShape
-from kvolt.transfer.memory import Slab
+from kvolt.kv.tiers.slot_table import TierBlock
+from kvolt.transfer.memory.slabs import Slab
 
 BLOCK_BYTES = 5000
 """No whole number of pages."""

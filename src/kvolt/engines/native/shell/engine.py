@@ -59,9 +59,9 @@ from kvolt.engines.unread_steps import tells_of, without
 from kvolt.runtime.tasks import Crew
 from kvolt.scheduler.step_pace import StepPace
 from kvolt.scheduler.step_plan import check_request, check_vocabulary
-from kvolt.transfer.device_memory import DeviceHandle
-from kvolt.transfer.layout import SlabLayout
-from kvolt.transfer.memory import Slab
+from kvolt.transfer.memory.device_memory import DeviceHandle
+from kvolt.transfer.memory.layout import SlabLayout
+from kvolt.transfer.memory.slabs import Slab
 
 log = logging.getLogger(__name__)
 
@@ -485,7 +485,7 @@ def _open_slab(handle: DeviceHandle, device: str, layout: SlabLayout) -> Slab:
     """Of the engine's device, as this process sees it."""
     import torch
 
-    from kvolt.transfer.cuda_memory import open_memory
+    from kvolt.transfer.cuda.memory import open_memory
 
     memory = open_memory(handle, torch.device(device))
     memory.warm_up()

@@ -45,7 +45,7 @@ from kvolt.engines.native.shell.messages import (
 )
 from kvolt.runtime.clock import Clock
 from kvolt.scheduler.scheduler import Scheduler
-from kvolt.transfer.device_memory import DeviceHandle
+from kvolt.transfer.memory.device_memory import DeviceHandle
 
 log = logging.getLogger(__name__)
 

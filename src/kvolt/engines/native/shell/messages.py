@@ -24,7 +24,7 @@ from kvolt.engines.child_messages import raw
 from kvolt.engines.contract import EngineSpec, KvHeld, KvRoom, KvTaken, Pooling, SealedKv
 from kvolt.engines.native.arguments import NativeArguments
 from kvolt.scheduler.step_plan import Limits
-from kvolt.transfer.device_memory import DeviceHandle
+from kvolt.transfer.memory.device_memory import DeviceHandle
 
 _NOTHING = raw(None)
 

@@ -27,7 +27,7 @@ from kvolt.core.errors import ConfigError, EngineFailed, KvoltError, to_info
 from kvolt.engines.native.shell.engine_loop import Core, EngineLoop, Pipe, ShellGone, facts_of
 from kvolt.engines.native.shell.messages import Fatal, Loaded, Log, Progress, Start
 from kvolt.runtime.clock import SystemClock
-from kvolt.runtime.cores import thread_env
+from kvolt.runtime.host.cores import thread_env
 from kvolt.runtime.stop import exit_at_once
 
 

@@ -1,0 +1,220 @@
+"""`kvolt bench`: load on any OpenAI-compatible server, measured; and two such measurements compared."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvolt.bench.load.bodies import Endpoint, RequestMaker, Target, parse_target
+from kvolt.bench.load.client import ClientLimits, HttpClient
+from kvolt.bench.load.compare import compare, differing_settings
+from kvolt.bench.load.listing import find_model
+from kvolt.bench.load.page import html_page
+from kvolt.bench.load.report import Report, RunFacts, decode_report, encode_report, make_report
+from kvolt.bench.load.rows import Rows
+from kvolt.bench.load.runner import LoadRun, Pace
+from kvolt.bench.load.sample import Sample
+from kvolt.bench.load.sla import parse_sla
+from kvolt.bench.load.tally import Tally
+from kvolt.bench.load.tls import TlsDialer
+from kvolt.bench.load.workloads import Workload
+from kvolt.cli.bench.flags import (
+    add_load,
+    add_prompts,
+    add_results,
+    add_server,
+    check_flags,
+    client_limits,
+    pace_of,
+    report_settings,
+    request_fields,
+    server_url,
+    trace_records,
+    workload_of,
+)
+from kvolt.cli.bench.screen import Progress, print_changes, print_report
+from kvolt.cli.process import run_loop
+from kvolt.cli.report_files import WRITTEN, open_rows, write_report
+from kvolt.core.errors import ConfigError
+from kvolt.runtime.clock import SystemClock
+from kvolt.runtime.config.loader import LoadedConfig
+from kvolt.runtime.network import SocketNetwork
+from kvolt.runtime.stop import StopSignal
+from kvolt.runtime.tasks import Scope
+
+HELP = """
+Put load on an OpenAI-compatible server (kvolt, vLLM, SGLang, any) and measure what its users would see.
+
+Choose how requests come:
+  --rate 10            open loop: 10 a second whatever the server does, as from many independent users. Latencies
+                       count from when a request was due, so a server that stalls cannot hide who had to wait.
+  --concurrency 32     closed loop: 32 users, each asks when its answer is there. Shows what a server can do at most;
+                       a slow server is asked less, so its latencies look better than its users would find them.
+  --trace FILE         open loop at the times and lengths of a trace (see `kvolt trace`), --speed 2 for twice as fast;
+                       with --rate or --concurrency only its lengths and shared prefixes
+
+Examples:
+  kvolt bench --rate 10 --requests 300                         to where `kvolt serve` listens
+  kvolt bench --url http://10.0.0.5:8000 --concurrency 64 --duration 60 --warmup 64
+  kvolt bench --rate 20 --input 2048 --output 128 --shared-prefix 1536 --sla ttft=500ms,itl=50ms --out before
+  kvolt bench --rate 5 --turns 4 --think 2s                    conversations that send their history again
+  kvolt bench --trace conversation.jsonl --speed 0.5 --endpoint tokens --out replay
+  kvolt bench --trace sharegpt.json --concurrency 32           its conversations, by 32 users
+  kvolt bench compare before after                             what changed, and could it be chance?
+
+What is told: ttft, from when a request was due to its first token; ttst, from there to the second; itl, each gap
+between tokens as they came; tpot, mean time per token after the first; e2e, the whole answer. Tokens are counted
+by the server (usage); warm-up is in no figure. --out writes report.json, report.html and requests.csv. Ctrl-C ends
+the run in order and still reports, marked as cut; a second Ctrl-C ends at once.
+
+Exits with 0, with 1 when no request was answered, with 130 when cut.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_server(parser.add_argument_group("the server"))
+    add_load(parser.add_argument_group("how requests come"))
+    add_prompts(parser.add_argument_group("what is asked"))
+    add_results(parser.add_argument_group("results"))
+    verbs = parser.add_subparsers(metavar="compare", dest="bench_verb", required=False)
+    comparing = verbs.add_parser("compare", help="two reports: differences with confidence intervals")
+    comparing.add_argument("first", metavar="A", help="report.json of a run, or its folder")
+    comparing.add_argument("second", metavar="B", help="of another")
+    comparing.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    comparing.add_argument("--json", action="store_true", help="for scripts")
+    comparing.set_defaults(without_config=_compare)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """All that is known before the first byte is sent; wrong flags are found in making it."""
+
+    target: Target
+    limits: ClientLimits
+    pace: Pace
+    workload: Workload
+    fields: dict[str, Any]
+    tally: Tally
+
+
+def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
+    plan = _plan(args, loaded)
+    folder = Path(args.out) if args.out else None
+    made: list[Report] = []
+    with ExitStack() as files:
+        rows = open_rows(folder, args.force, files) if folder is not None else None
+
+        async def main() -> int:
+            made.append(await _measure(args, plan, rows))
+            return 0
+
+        run_loop(main)
+    [report] = made
+    if folder is not None:
+        try:
+            write_report(folder, report, html_page(report))
+        except ConfigError:
+            print_report(report)
+            raise
+    if args.json:
+        print(encode_report(report).decode(), end="")
+    else:
+        print_report(report)
+        if folder is not None:
+            print(f"written to {folder}: {WRITTEN}")
+    if report.was_cut:
+        return 130
+    return 0 if report.counts.whole else 1
+
+
+def _plan(args: argparse.Namespace, loaded: LoadedConfig) -> _Plan:
+    url = server_url(args, loaded.settings, os.environ)
+    target = parse_target(url, args.api_key or os.environ.get("OPENAI_API_KEY"))
+    check_flags(args)
+    limits = client_limits(args)
+    records = trace_records(args.trace)
+    return _Plan(
+        target,
+        limits,
+        pace_of(args, records),
+        workload_of(args, records),
+        request_fields(args.set),
+        Tally(parse_sla(args.sla) if args.sla else None, random.Random(args.seed).random),
+    )
+
+
+async def _measure(args: argparse.Namespace, plan: _Plan, rows: Rows | None) -> Report:
+    clock = SystemClock()
+    target, tally = plan.target, plan.tally
+    stop = StopSignal()
+    stop.install()
+    client = HttpClient(TlsDialer() if target.secure else SocketNetwork(), clock, target.address, plan.limits)
+    try:
+        model = await find_model(client, target, args.model)
+        maker = RequestMaker(target, model, Endpoint(args.endpoint), plan.fields, args.ignore_eos)
+        on_sample = _ignore if rows is None else rows.add
+        load = LoadRun(client, clock, plan.workload, maker, plan.pace, tally, on_sample)
+        started_at = clock.wall()
+        await _run_shown(load, tally, stop, args.quiet)
+    finally:
+        await client.close()
+        stop.restore()
+    facts = RunFacts(
+        url=target.url,
+        model=model,
+        started_at=started_at,
+        settings=report_settings(args),
+        was_cut=load.was_cut,
+        open_loop=plan.pace.schedule is not None,
+    )
+    return make_report(facts, tally)
+
+
+async def _run_shown(load: LoadRun, tally: Tally, stop: StopSignal, quiet: bool) -> None:
+    async def drive() -> None:
+        await load.run()
+        scope.cancel()
+
+    async def end_when_told() -> None:
+        await stop.wait()
+        load.end()
+
+    async with Scope("bench") as scope:
+        scope.start(end_when_told(), "stop")
+        if not quiet:
+            scope.start(Progress(load, tally).show(), "progress")
+        scope.start(drive(), "load")
+
+
+def _ignore(sample: Sample, counted: bool) -> None:
+    """Where no file is wanted."""
+
+
+def _compare(args: argparse.Namespace) -> int:
+    first, second = _read_report(args.first), _read_report(args.second)
+    changes = compare(first, second, args.seed)
+    if args.json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(changes), indent=2) + b"\n")
+    else:
+        print_changes(changes, differing_settings(first, second))
+    return 0
+
+
+def _read_report(given: str) -> Report:
+    path = Path(given)
+    try:
+        path = path / "report.json" if path.is_dir() else path
+        return decode_report(path.read_bytes(), str(path))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(
+            f"cannot read {path}: {reason}", key="report", remedy="give a report.json"
+        ) from error

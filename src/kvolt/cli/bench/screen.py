@@ -1,0 +1,115 @@
+"""What `kvolt bench` shows: a live bar and table on a terminal, plain lines elsewhere, and the tables at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kvolt.bench.load.compare import Change
+from kvolt.bench.load.report import Report
+from kvolt.bench.load.report_text import LATENCY_NAMES, change_rows, facts, latency_rows, milliseconds
+from kvolt.bench.load.runner import LoadRun
+from kvolt.bench.load.tally import Tally
+
+_LIVE_S = 1.0
+"""Drawing takes milliseconds, in which no token is heard: not more often."""
+_LINE_S = 5.0
+
+
+class Progress:
+    """The run as it goes, on stderr, so that stdout holds results only."""
+
+    def __init__(self, run: LoadRun, tally: Tally) -> None:
+        self._run = run
+        self._tally = tally
+        self._before = (0.0, 0)
+
+    async def show(self) -> None:
+        """Until cancelled."""
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            while True:
+                await asyncio.sleep(_LINE_S)
+                print(self._line(), file=sys.stderr, flush=True)
+        with Live(self._picture(), console=console, auto_refresh=False, transient=True) as live:
+            while True:
+                await asyncio.sleep(_LIVE_S)
+                live.update(self._picture(), refresh=True)
+
+    def _events_per_s(self) -> float:
+        now_s, count = self._run.elapsed_s, self._tally.latencies["itl"].count
+        before_s, before = self._before
+        self._before = (now_s, count)
+        return (count - before) / (now_s - before_s) if now_s > before_s else 0.0
+
+    def _line(self) -> str:
+        run, tally = self._run, self._tally
+        ttft, itl = tally.latencies["ttft"], tally.latencies["itl"]
+        share = run.share_done
+        return (
+            f"{run.elapsed_s:6.0f} s"
+            + (f" {100 * share:3.0f} %" if share is not None else "")
+            + f"  {tally.num_whole}"
+            f" done, {tally.num_failed} failed, {run.num_in_flight} under way, {self._events_per_s():.0f} tokens/s,"
+            f" ttft p50 {milliseconds(ttft.percentile(50))} p99 {milliseconds(ttft.percentile(99))} ms,"
+            f" itl p50 {milliseconds(itl.percentile(50))} p99 {milliseconds(itl.percentile(99))} ms"
+        )
+
+    def _picture(self) -> Group:
+        run, tally = self._run, self._tally
+        share = run.share_done
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            ProgressBar(total=1.0, completed=share or 0.0, width=40, pulse=share is None),
+            Text(
+                f"{run.elapsed_s:.0f} s, {tally.num_whole} done, {tally.num_failed} failed,"
+                f" {run.num_in_flight} under way, {self._events_per_s():.0f} tokens/s   (Ctrl-C ends and reports)"
+            ),
+        )
+        table = Table("ms", "p50", "p90", "p99", "max", box=None)
+        for name, histogram in tally.latencies.items():
+            values = (*histogram.percentiles((50.0, 90.0, 99.0)), histogram.max)
+            table.add_row(LATENCY_NAMES[name], *(milliseconds(value) for value in values))
+        return Group(bar, table)
+
+
+def print_report(report: Report) -> None:
+    console = stdout_console()
+    title = f"{report.model} at {report.url}" + ("  (cut)" if report.was_cut else "")
+    console.print(Text(title, style="bold"))
+    console.print(text_table([["", ""], *facts(report)], header=False))
+    console.print()
+    header, *rows = latency_rows(report)
+    console.print(text_table([["ms", *header[1:]], *rows]))
+    for kind, count in report.errors.items():
+        console.print(Text(f"{count} x {kind}: {report.messages.get(kind, '')}", style="red"))
+    for warning in report.warnings:
+        console.print(Text(f"note: {warning}", style="yellow"))
+
+
+def print_changes(changes: list[Change], differing: dict[str, tuple[object, object]]) -> None:
+    console = stdout_console()
+    for name, (first, second) in differing.items():
+        console.print(Text(f"note: the runs differ in {name}: {first} and {second}", style="yellow"))
+    console.print(text_table(change_rows(changes)))
+
+
+def stdout_console() -> Console:
+    """What is no terminal is not cut to 80 columns."""
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+def text_table(rows: Sequence[Sequence[str]], header: bool = True) -> Table:
+    table = Table(box=None, show_header=header, pad_edge=False)
+    for at, title in enumerate(rows[0]):
+        table.add_column(title, justify="left" if at == 0 or not header else "right")
+    for row in rows[1:]:
+        table.add_row(*(Text(cell) for cell in row))
+    return table

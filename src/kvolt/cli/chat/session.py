@@ -1,0 +1,351 @@
+"""A conversation: its turns, what is typed, and what a command does to it.
+
+Pure: text and pieces of answers come in, the next request body and actions go out. It knows no terminal,
+no file and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvolt.cli.chat.answer import Answer, counted, sendable
+from kvolt.runtime.config.loader import nearest
+
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_INTS = ("max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed")
+_ANY = (
+    "stop",
+    "ignore_eos",
+    "logit_bias",
+    "response_format",
+    "tools",
+    "tool_choice",
+    "reasoning_effort",
+    "chat_template_kwargs",
+    "nvext",
+    "user",
+)
+_OURS = {"model": "use /model NAME", "messages": "just type", "stream": "answers are always streamed"}
+_OURS |= {"stream_options": _OURS["stream"], "n": "a conversation has one answer at a time"}
+_NO_RESULT = "(no result)"
+_REMOVE = "-"
+
+
+# --- What is typed --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What was typed up to its end. Verbatim text is never a command."""
+
+    text: str
+    verbatim: bool = False
+
+
+class Composer:
+    """Lines in, messages out: a line that ends with a backslash goes on, and so does all between triple quotes."""
+
+    _QUOTES = '"""'
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._quoted = False
+
+    @property
+    def is_open(self) -> bool:
+        """Something was typed that is not whole yet."""
+        return self._quoted or bool(self._lines)
+
+    def reset(self) -> None:
+        self._lines.clear()
+        self._quoted = False
+
+    def feed(self, line: str) -> Message | None:
+        if not self.is_open and line.lstrip().startswith(self._QUOTES):
+            self._quoted = True
+            line = line.lstrip().removeprefix(self._QUOTES)
+        if self._quoted:
+            ends = line.rstrip().endswith(self._QUOTES)
+            self._lines.append(line.rstrip().removesuffix(self._QUOTES) if ends else line)
+        else:
+            ends = not line.endswith("\\")
+            self._lines.append(line if ends else line[:-1])
+        if not ends:
+            return None
+        text = sendable("\n".join(self._lines)).strip()
+        message = Message(text, self._quoted) if text else None
+        self.reset()
+        return message
+
+
+# --- What is to be done ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send the conversation's body and show the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Complain:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class UseModel:
+    """Change to it if the server has it; without a name, list what it has."""
+
+    name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    pass
+
+
+Action = Ask | Say | Complain | UseModel | Save | Leave
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    question: str
+    answer: Answer
+
+
+@dataclass(slots=True)
+class _Totals:
+    num_answers: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_token_s: float = 0.0
+
+
+class Session:
+    """The conversation. A question stays open until it is answered: an error leaves it to /retry."""
+
+    def __init__(self, model: str, system: str | None = None) -> None:
+        self.model = model
+        self.system = system
+        self.options: dict[str, Any] = {}
+        self.turns: list[Turn] = []
+        self.question: str | None = None
+        self._totals = _Totals()
+
+    def handle(self, message: Message) -> Action:
+        text = message.text
+        if message.verbatim or not text.startswith("/"):
+            self.question = text
+            return Ask()
+        name, rest = (*text.split(maxsplit=1), "")[:2]
+        command = COMMANDS.get(_ALIASES.get(name, name))
+        if command is None:
+            hint = nearest(name, COMMANDS)
+            return Complain(
+                f'unknown command {name}{hint} (/help lists all; text in """ """ is never a command)'
+            )
+        return command.run(self, rest.strip())
+
+    def answered(self, answer: Answer) -> None:
+        """The open question's answer, whole or as much as the person wanted of it."""
+        if self.question is None:
+            return
+        totals = self._totals
+        totals.num_answers += 1
+        totals.first_token_s += answer.first_token_s or 0.0
+        if answer.usage is not None:
+            totals.prompt_tokens += answer.usage.prompt_tokens
+            totals.completion_tokens += answer.usage.completion_tokens
+        if not answer.is_empty:
+            self.turns.append(Turn(self.question, answer))
+            self.question = None
+
+    def body(self) -> dict[str, Any]:
+        """The request for an answer to the open question."""
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        return {"model": self.model, "messages": self.messages(), **self.options, **options}
+
+    def messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": self.system})
+        results: list[dict[str, Any]] = []
+        for turn in self.turns:
+            messages += [*results, {"role": "user", "content": turn.question}, _assistant(turn.answer)]
+            # Servers refuse a conversation that goes on without the result of a call; nobody here makes one.
+            results = [
+                {"role": "tool", "tool_call_id": call.id, "content": _NO_RESULT}
+                for call in turn.answer.calls.values()
+            ]
+        if self.question is not None:
+            messages += [*results, {"role": "user", "content": self.question}]
+        return messages
+
+    # --- commands
+
+    def _help(self, _rest: str) -> Action:
+        width = max(len(command.usage) for command in COMMANDS.values())
+        lines = [f"  {command.usage:<{width}}  {command.help}" for command in COMMANDS.values()]
+        return Say("\n".join([*lines, "", *_KEYS]))
+
+    def _exit(self, _rest: str) -> Action:
+        return Leave()
+
+    def _clear(self, _rest: str) -> Action:
+        self.turns.clear()
+        self.question = None
+        return Say("the conversation begins anew")
+
+    def _model(self, rest: str) -> Action:
+        return UseModel(rest or None)
+
+    def _system(self, rest: str) -> Action:
+        if rest:
+            self.system = None if rest == _REMOVE else rest
+        return Say(f"system: {self.system}" if self.system else "no system message")
+
+    def _set(self, rest: str) -> Action:
+        if not rest:
+            shown = [f"{name} = {_json(value)}" for name, value in self.options.items()]
+            return Say("\n".join(shown) or "nothing is set: the server's defaults hold")
+        name, _, text = rest.partition(" ")
+        return self.set_option(name, text.strip())
+
+    def set_option(self, name: str, text: str) -> Action:
+        """`text` as a field of every request from now on; `-` takes it out again."""
+        if text in ("", _REMOVE):
+            removed = self.options.pop(name, None) is not None
+            return Say(f"{name} is back at the server's default" if removed else f"{name} is not set")
+        if name in _OURS:
+            return Complain(f"{name} cannot be set: {_OURS[name]}")
+        value = _value(text)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in _FLOATS and not is_number:
+            return Complain(f"{name} is a number, not {text}")
+        if name in _INTS and (not is_number or isinstance(value, float)):
+            return Complain(f"{name} is a whole number, not {text}")
+        self.options[name] = value
+        known = (*_FLOATS, *_INTS, *_ANY)
+        doubt = "" if name in known else f" (not a name I know{nearest(name, known)}; sent as it is)"
+        return Say(f"{name} = {_json(value)}{doubt}")
+
+    def _retry(self, _rest: str) -> Action:
+        if self.question is None:
+            if not self.turns:
+                return Complain("nothing was asked yet")
+            self.question = self.turns.pop().question
+        return Ask()
+
+    def _undo(self, _rest: str) -> Action:
+        if self.question is not None:
+            removed, self.question = self.question, None
+        elif self.turns:
+            removed = self.turns.pop().question
+        else:
+            return Complain("there is nothing to undo")
+        first = removed.partition("\n")[0]
+        return Say(f"forgotten: {first}")
+
+    def _save(self, rest: str) -> Action:
+        if not rest:
+            return Complain("save where? /save FILE")
+        if not self.turns:
+            return Complain("there is nothing to save yet")
+        if rest.endswith(".json"):
+            body = {"model": self.model, "messages": self.messages(), **self.options}
+            return Save(rest, msgspec.json.format(msgspec.json.encode(body)).decode() + "\n")
+        return Save(rest, self._transcript())
+
+    def _transcript(self) -> str:
+        parts = [f"# A conversation with {self.model}"]
+        if self.system:
+            parts.append(f"## system\n\n{self.system}")
+        for turn in self.turns:
+            parts.append(f"## user\n\n{turn.question}")
+            calls = [f"`{call.name}({call.arguments})`" for call in turn.answer.calls.values()]
+            parts.append("\n\n".join(["## assistant", *filter(None, [turn.answer.content.strip()]), *calls]))
+        return "\n\n".join(parts) + "\n"
+
+    def _stats(self, _rest: str) -> Action:
+        totals = self._totals
+        if not totals.num_answers:
+            return Say("no answer yet")
+        lines = [
+            f"{counted(totals.num_answers, 'answer')}, {counted(totals.completion_tokens, 'token')}, "
+            f"prompts {counted(totals.prompt_tokens, 'token')}, "
+            f"first token after {totals.first_token_s / totals.num_answers:.2f} s on average"
+        ]
+        if self.turns:
+            lines.append(f"last: {self.turns[-1].answer.summary()}")
+        return Say("\n".join(lines))
+
+
+def _assistant(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls.values()
+        ]
+    return message
+
+
+def _value(text: str) -> Any:
+    """JSON where it is some, else the text itself."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return text
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    usage: str
+    help: str
+    run: Callable[[Session, str], Action]
+
+
+COMMANDS: dict[str, Command] = {
+    "/help": Command("/help", "this list", Session._help),
+    "/exit": Command("/exit", "leave (also Ctrl-D)", Session._exit),
+    "/clear": Command("/clear", "forget all turns; system message and settings stay", Session._clear),
+    "/model": Command("/model [NAME]", "talk to another model; without a name, list them", Session._model),
+    "/system": Command("/system [TEXT]", "the system message; - removes it", Session._system),
+    "/set": Command(
+        "/set [NAME VALUE]", "a request field, e.g. /set temperature 0.2; - removes it", Session._set
+    ),
+    "/retry": Command("/retry", "ask the last question again", Session._retry),
+    "/undo": Command("/undo", "forget the last question and its answer", Session._undo),
+    "/save": Command("/save FILE", "the conversation; FILE.json: as a request body", Session._save),
+    "/stats": Command("/stats", "tokens and times so far", Session._stats),
+}
+_ALIASES = {"/quit": "/exit", "/?": "/help"}
+_KEYS = (
+    'A line that ends with \\ goes on in the next one; so does everything between """ and """.',
+    "Ctrl-C stops an answer and keeps what came; a second one, or Ctrl-D, leaves.",
+)

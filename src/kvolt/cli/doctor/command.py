@@ -1,0 +1,322 @@
+"""`kvolt doctor`: what this machine has, what it lacks, and what to do about it.
+
+A probe judges facts that it is given, or one thing that it can touch (a port, a directory), and returns
+a Finding. `examine` collects the facts of this machine; printing is apart from both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvolt.cli.doctor.finding import Finding
+from kvolt.cli.doctor.transfer import transfer_findings
+from kvolt.cli.health import base_url, served_models
+from kvolt.cli.process import plane_host
+from kvolt.cli.serve.command import check_shared, with_workers
+from kvolt.core.errors import ConfigError
+from kvolt.engines.registry import choose_engine
+from kvolt.runtime.config.loader import LoadedConfig, default_discovery_path
+from kvolt.runtime.config.settings import Settings
+from kvolt.runtime.host.cores import usable_cores
+from kvolt.runtime.host.private_directory import distrust
+from kvolt.runtime.network import join_address, split_address
+from kvolt.transfer.paths.machine import look
+
+HELP = """
+What this machine has, what it lacks, and what to do about it. Takes the settings of
+`kvolt serve`, and checks the ports and directories that it would use.
+
+  kvolt doctor                 a table
+  kvolt doctor --port 9000     would `kvolt serve --port 9000` start?
+  kvolt doctor --json          for scripts
+
+Exits with 1 if something keeps `kvolt serve` from starting.
+"""
+
+GIB = 1024**3
+WANTED_OPEN_FILES = 8192
+_MARKS = {"ok": "green", "warn": "yellow", "missing": "red", "untested": "cyan"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes of the first [[workers]] entry")
+
+
+def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
+    findings = examine(with_workers(loaded.settings, args.workers))
+    ready = not any(finding.blocks for finding in findings)
+    if args.json:
+        print(msgspec.json.encode({"ready": ready, "findings": findings}).decode())
+    else:
+        _print_findings(findings, ready)
+    return 0 if ready else 1
+
+
+def examine(settings: Settings) -> list[Finding]:
+    """Every finding about this machine, for these settings."""
+    cgroup = Path("/sys/fs/cgroup")
+    shm = Path("/dev/shm")
+    discovery = settings.discovery
+    gpus = _gpu_names()
+    findings = [
+        python_finding(sys.version_info[:3]),
+        cpu_finding(os.cpu_count() or 1, len(usable_cores().ids)),
+        memory_finding(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit(cgroup)),
+        gpu_finding(gpus),
+        package_finding("uvloop", "pip install uvloop"),
+        index_finding(_has_native_index()),
+        transfer_finding(_has_native_bytes()),
+        *transfer_findings(look(os.environ), settings.transfer.nixl),
+        *(native_findings(bool(gpus)) if uses_native(settings) else ()),
+        open_files_finding(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        shm_finding(shutil.disk_usage(shm).total if shm.is_dir() else None),
+        *port_findings(settings),
+    ]
+    if discovery.kind == "file" and discovery.path is not None:
+        path = Path(discovery.path)
+        is_default = discovery.path == default_discovery_path(os.environ)
+        doubt = default_finding(path.parent) if is_default else None
+        findings.append(doubt or directory_finding(path, os.getuid()))
+    if discovery.kind == "join" and discovery.join is not None:
+        findings.append(join_finding(discovery.join))
+    return findings
+
+
+def python_finding(version: tuple[int, ...]) -> Finding:
+    shown = ".".join(map(str, version))
+    if version < (3, 11):
+        return Finding("python", "missing", shown, "install Python 3.11 or newer", blocks=True)
+    return Finding("python", "ok", shown)
+
+
+def cpu_finding(total: int, usable: int) -> Finding:
+    shown = f"{usable} of {total} usable"
+    if usable < 2:
+        return Finding("cpu", "warn", shown, "give it 2 or more: frontend and workers share them")
+    return Finding("cpu", "ok", shown)
+
+
+def memory_finding(total_bytes: int, limit_bytes: int | None) -> Finding:
+    usable = min(total_bytes, limit_bytes or total_bytes)
+    shown = f"{usable / GIB:.1f} GiB" + (" (container limit)" if usable < total_bytes else "")
+    if usable < 2 * GIB:
+        return Finding("memory", "warn", shown, "2 GiB is little for a frontend and two workers")
+    return Finding("memory", "ok", shown)
+
+
+def gpu_finding(names: list[str]) -> Finding:
+    if not names:
+        return Finding("gpu", "warn", "none found", "engines run on the CPU; for a GPU install its driver")
+    return Finding("gpu", "ok", f"{len(names)}: " + "; ".join(dict.fromkeys(names)))
+
+
+def package_finding(package: str, remedy: str) -> Finding:
+    """Asks for the installed version only: importing torch takes seconds."""
+    try:
+        return Finding(package, "ok", importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(package, "missing", "not installed", remedy, blocks=True)
+
+
+def index_finding(is_native: bool) -> Finding:
+    """Which index a router here uses."""
+    if is_native:
+        return Finding("router index", "ok", "native")
+    remedy = "it is several times slower and larger: install gcc or clang, then install kvolt again"
+    return Finding("router index", "warn", "in Python", remedy)
+
+
+def transfer_finding(is_native: bool) -> Finding:
+    """What moves blocks to other processes and hosts."""
+    if is_native:
+        return Finding("block transfer", "ok", "native")
+    remedy = "checksums are several times slower: install gcc or clang, then install kvolt again"
+    return Finding("block transfer", "warn", "in Python", remedy)
+
+
+def uses_native(settings: Settings) -> bool:
+    return any(choose_engine(group.engine, group.model)[0] == "native" for group in settings.workers)
+
+
+def native_findings(has_gpu: bool, compilers: Sequence[str] = ("cc", "gcc", "clang")) -> list[Finding]:
+    """What the native engine runs on."""
+    findings = [package_finding("torch", "pip install 'kvolt[native]'")]
+    compiler = next(filter(None, map(shutil.which, compilers)), None)
+    if compiler is not None:
+        findings.append(Finding("c compiler", "ok", compiler))
+    elif not has_gpu:
+        remedy = "install gcc or clang: a step on the CPU takes half the time with kernels built for it"
+        findings.append(Finding("c compiler", "warn", "none found", remedy))
+    return findings
+
+
+def open_files_finding(soft: int, hard: int) -> Finding:
+    if soft == resource.RLIM_INFINITY or soft >= WANTED_OPEN_FILES:
+        return Finding("open files", "ok", "unlimited" if soft == resource.RLIM_INFINITY else str(soft))
+    enough = hard == resource.RLIM_INFINITY or hard >= WANTED_OPEN_FILES
+    remedy = (
+        f"ulimit -n {WANTED_OPEN_FILES}"
+        if enough
+        else f"raise the hard limit ({hard}) as root, then ulimit -n"
+    )
+    return Finding("open files", "warn", f"limit {soft}", f"{remedy}: each connection holds one")
+
+
+def shm_finding(total_bytes: int | None) -> Finding:
+    if total_bytes is None:
+        return Finding(
+            "/dev/shm", "warn", "not there", "mount a tmpfs on it: engines share memory through it"
+        )
+    shown = f"{total_bytes / GIB:.1f} GiB"
+    if total_bytes < GIB:
+        return Finding(
+            "/dev/shm", "warn", shown, "docker run --shm-size=8g, or a larger tmpfs: engines share through it"
+        )
+    return Finding("/dev/shm", "ok", shown)
+
+
+def port_findings(settings: Settings) -> list[Finding]:
+    """Every fixed port that the processes of `kvolt serve` would take."""
+    frontend, admin, join_listen = settings.frontend, settings.admin, settings.discovery.join_listen
+    edge = port_finding("frontend port", frontend.host, frontend.port, "--port")
+    models = served_models(base_url(frontend.host, frontend.port), 1.0) if edge.blocks else None
+    if models is not None:
+        shown = f"{join_address(frontend.host, frontend.port)}: kvolt serves here ({', '.join(models) or 'no model'})"
+        edge = Finding(edge.name, "ok", shown, "a second `kvolt serve` needs another --port", running=True)
+    findings = [edge]
+    try:
+        check_shared(settings)
+    except ConfigError as error:
+        remedy = str(error.fields.get("remedy", ""))
+        return [*findings, Finding("settings", "missing", error.message, remedy, blocks=True)]
+    if admin.enabled and admin.port:
+        findings.append(port_finding("admin port", admin.host, admin.port, "--admin-port"))
+    if settings.runtime.port:
+        host = plane_host(settings)
+        findings.append(port_finding("runtime port", host, settings.runtime.port, "--runtime-port"))
+    if join_listen is not None:
+        findings.append(port_finding("join port", *split_address(join_listen), "--discovery-join-listen"))
+    return findings
+
+
+def port_finding(name: str, host: str, port: int, flag: str) -> Finding:
+    """Whether the address can be listened on now. Port 0 is always free."""
+    shown = join_address(host, port)
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        remedy = f"choose another with {flag}, or stop what holds it"
+        return Finding(name, "missing", f"{shown}: {reason}", remedy, blocks=True)
+    return Finding(name, "ok", f"{shown} is free" if port else "any free one")
+
+
+def directory_finding(path: Path, uid: int) -> Finding:
+    """Whether the directory, or the nearest one above it that exists, can be written by this user."""
+    remedy = "choose another with --discovery-path"
+    existing = next(place for place in (path, *path.parents) if place.exists())
+    if not existing.is_dir():
+        return Finding("discovery", "missing", f"{existing} is not a directory", remedy, blocks=True)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return Finding("discovery", "missing", f"{existing} is not writable", remedy, blocks=True)
+    if existing == path and path.stat().st_uid != uid:
+        return Finding("discovery", "warn", f"{path} belongs to another user", remedy)
+    return Finding("discovery", "ok", str(path) if existing == path else f"{path} (will be created)")
+
+
+def default_finding(path: Path) -> Finding | None:
+    """What keeps `kvolt serve` from trusting the default directory, if anything does."""
+    doubt = distrust(path) if os.path.lexists(path) else None
+    remedy = "remove it or `chmod 700` it, or choose another with --discovery-path"
+    return Finding("discovery", "missing", f"{path} {doubt}", remedy, blocks=True) if doubt else None
+
+
+def join_finding(address: str) -> Finding:
+    try:
+        socket.create_connection(split_address(address), timeout=2.0).close()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        return Finding(
+            "join server", "missing", f"{address}: {reason}", "start it, or correct --join", blocks=True
+        )
+    return Finding("join server", "ok", f"{address} answers")
+
+
+def memory_limit(cgroup: Path) -> int | None:
+    limit = _first_line(cgroup / "memory.max")
+    return int(limit) if limit.isdecimal() else None
+
+
+def _has_native_index() -> bool:
+    from kvolt.router.index.prefix_index import IS_NATIVE
+
+    return IS_NATIVE
+
+
+def _has_native_bytes() -> bool:
+    from kvolt.transfer.memory.block_bytes import IS_NATIVE
+
+    return IS_NATIVE
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _gpu_names() -> list[str]:
+    """From the driver's tool; from torch where that is installed and the tool is not (other vendors)."""
+    tool = shutil.which("nvidia-smi")
+    if tool is not None:
+        command = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return []
+        return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+    try:
+        importlib.metadata.version("torch")
+        cuda = importlib.import_module("torch").cuda
+    except (importlib.metadata.PackageNotFoundError, ImportError):
+        return []
+    return [str(cuda.get_device_name(index)) for index in range(cuda.device_count())]
+
+
+def _print_findings(findings: list[Finding], ready: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        line = Text.assemble(
+            (f"{finding.state:<8}", _MARKS[finding.state]), f"  {finding.name:<{width}}  {finding.found}"
+        )
+        if finding.remedy:
+            line.append(f" -> {finding.remedy}", style="dim")
+        console.print(line)
+    if any(finding.running for finding in findings):
+        console.print("kvolt runs: ask it, or see `kvolt status`")
+    else:
+        console.print(
+            "ready: `kvolt serve` can start" if ready else "not ready: see the lines marked missing"
+        )

@@ -1,0 +1,1 @@
+"""`kvolt serve`."""

@@ -1,0 +1,52 @@
+"""Pools of KV that `kvolt serve` starts for its workers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from kvolt.cli.cache.shared_pool import serve_command, short_socket
+from kvolt.cli.worker.tiers import check_sizes
+from kvolt.runtime.config.settings import Settings, WorkerSettings
+from kvolt.runtime.config.tier_settings import TierSettings
+from kvolt.runtime.supervisor.supervisor import ChildSpec
+
+_LAST = -1
+"""The stage at which they stop: after the workers."""
+
+
+@contextmanager
+def pools_of(
+    settings: Settings, folder: Path, config: Path | None = None
+) -> Iterator[tuple[Settings, list[ChildSpec]]]:
+    """The same settings, with workers of shared tiers at a pool each; the processes of these. Groups of one model and
+    the same tiers have one pool, so that what prefill workers keep decode workers find. `config`: the file that workers
+    will read; pools are found by their routers as they are."""
+    sockets: dict[tuple[str, bytes, TierSettings], Path] = {}
+    specs: list[ChildSpec] = []
+    groups: list[WorkerSettings] = []
+    for group in settings.workers:
+        tiers = group.tiers
+        if not tiers.shared:
+            groups.append(group)
+            continue
+        check_sizes(tiers)
+        # Other arguments, such as ranks or a dtype, may make other blocks of the same model.
+        key = (group.model, msgspec.json.encode(group.args, order="deterministic"), tiers)
+        if key not in sockets:
+            name = f"kv-pool-{len(sockets)}"
+            sockets[key] = short_socket(folder, f"{name}.sock")
+            specs.append(ChildSpec(name, serve_command(sockets[key], tiers, name, config), stage=_LAST))
+        at_pool = TierSettings(pool=str(sockets[key]), eviction=tiers.eviction)
+        groups.append(msgspec.structs.replace(group, tiers=at_pool))
+    try:
+        yield msgspec.structs.replace(settings, workers=groups), specs
+    finally:
+        for path in sockets.values():
+            path.unlink(missing_ok=True)
+            if path.parent != folder:
+                shutil.rmtree(path.parent, ignore_errors=True)

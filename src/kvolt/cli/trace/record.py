@@ -1,0 +1,275 @@
+"""`kvolt trace record`: a trace of what running frontends are asked, told by them over the request plane.
+
+Each frontend records by itself and counts its time from its own start; here the starts are put beside each other, so
+that the processes of one edge make one trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec.structs import replace
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from kvolt.bench.load.sla import parse_duration_s
+from kvolt.bench.traces.recording import UnsortedTrace
+from kvolt.cli.cluster import Cluster, visit
+from kvolt.cli.process import run_loop
+from kvolt.core.errors import ConfigError, KvoltError, NotFound, Unavailable
+from kvolt.frontend.admin.trace_recorder import MAX_DURATION_S, TRACE_ENDPOINT, RecordedPart, RecordTrace
+from kvolt.runtime.clock import Clock, SystemClock
+from kvolt.runtime.config.loader import LoadedConfig
+from kvolt.runtime.config.settings import Settings
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance
+from kvolt.runtime.endpoint.call import Deadlines
+from kvolt.runtime.network import is_loopback, is_wildcard, split_address
+from kvolt.runtime.plane.port import Destination
+from kvolt.runtime.stop import StopSignal
+from kvolt.runtime.tasks import Scope
+
+_KEY_BYTES = 32
+_SILENCE_S = 10.0
+"""A frontend says something four times a second."""
+_LIMITS = Deadlines(connect_s=5.0, first_s=5.0, between_s=_SILENCE_S, total_s=MAX_DURATION_S + 24 * 3600.0)
+_LIVE_S = 0.5
+_LINE_S = 5.0
+
+_NOTHING = RecordedPart()
+_decode_part = msgspec.msgpack.Decoder(RecordedPart).decode
+
+
+@dataclass(slots=True)
+class _Source:
+    """One frontend, and what it said last."""
+
+    instance: Instance
+    begun_at: float | None = None
+    told: RecordedPart = _NOTHING
+    failure: KvoltError | None = None
+
+
+class RecordingRun:
+    """Reads from all sources until they end, or until `end`."""
+
+    def __init__(
+        self, cluster: Cluster, clock: Clock, file: UnsortedTrace, frontends: Sequence[Instance]
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._file = file
+        self.sources = [_Source(instance) for instance in frontends]
+        self._begun_at: float | None = None
+        self._scope: Scope | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        return 0.0 if self._begun_at is None else self._clock.monotonic() - self._begun_at
+
+    def total(self, name: str) -> int:
+        """Of a RecordedPart's counts, over all sources."""
+        return sum(getattr(source.told, name) for source in self.sources)
+
+    async def run(self, wanted: RecordTrace) -> None:
+        async with Scope("record") as self._scope:
+            for source in self.sources:
+                self._scope.start(self._read(source, wanted), source.instance.process)
+
+    def end(self) -> None:
+        if self._scope is not None:
+            self._scope.cancel()
+
+    async def _read(self, source: _Source, wanted: RecordTrace) -> None:
+        to = Destination(source.instance.address, TRACE_ENDPOINT)
+        try:
+            async with await self._cluster.open(to, wanted, _LIMITS, _decode_part) as stream:
+                async for part in stream:
+                    self._take(source, part)
+        except KvoltError as error:
+            source.failure = error
+
+    def _take(self, source: _Source, part: RecordedPart) -> None:
+        now = self._clock.monotonic()
+        if self._begun_at is None:
+            self._begun_at = now
+        if source.begun_at is None:
+            source.begun_at = now
+        offset_ms = (source.begun_at - self._begun_at) * 1e3
+        for record in part.records:
+            self._file.add(replace(record, timestamp=record.timestamp + offset_ms))
+        if part.records:
+            self._file.flush()
+        source.told = replace(part, records=())
+
+    def line(self) -> str:
+        return (
+            f"{self.elapsed_s:6.0f} s  {self._file.num_records} requests, {self.total('running')} running, "
+            f"{self.total('dropped')} dropped"
+        )
+
+
+def record(args: argparse.Namespace, loaded: LoadedConfig) -> int:
+    duration_s = _duration_s(args.duration)
+    path = Path(args.out)
+    if path.exists() and not args.force:
+        raise ConfigError(f"{path} is there already", key="out", remedy="name another file, or give --force")
+    wanted = RecordTrace(key=secrets.token_bytes(_KEY_BYTES), duration_s=duration_s, model=args.model)
+    file = UnsortedTrace(path, replace_left=args.force)
+
+    async def main() -> int:
+        async with visit(loaded.settings) as cluster:
+            frontends = await find_frontends(cluster, loaded.settings, args.url)
+            run = RecordingRun(cluster, SystemClock(), file, frontends)
+            was_cut = await _run_shown(run, wanted, args.quiet)
+        return _finish(run, file, args.out, was_cut and duration_s is not None)
+
+    try:
+        return run_loop(main)
+    finally:
+        if not file.num_records:
+            file.discard()
+
+
+def _duration_s(text: str | None) -> float | None:
+    if text is None:
+        return None
+    seconds = parse_duration_s(text)
+    if not 0 < seconds <= MAX_DURATION_S:
+        raise ConfigError(
+            f"--duration {text} is not above 0 and up to {MAX_DURATION_S:g} s",
+            key="duration",
+            remedy="leave it out to record until Ctrl-C",
+        )
+    return seconds
+
+
+async def find_frontends(cluster: Cluster, settings: Settings, url: str | None) -> list[Instance]:
+    """All frontends of the namespace, or those that listen at a URL. Never none."""
+    known = await cluster.instances(EndpointAddress(settings.namespace, "frontend", "http"))
+    where = "name the cluster as for `kvolt status`: --join, --discovery-path, --namespace"
+    if not known:
+        raise Unavailable(
+            f"no frontend is registered in {settings.namespace}",
+            endpoint="frontend",
+            reason="no_instances",
+            remedy=f"start one, or {where}",
+        )
+    if url is None:
+        return known
+    found = [instance for instance in known if _listens_at(_http_address(instance), url)]
+    if not found:
+        names = ", ".join(sorted({_http_address(instance) or "?" for instance in known}))
+        raise ConfigError(
+            f"no frontend that is registered listens at {url}; these do: {names}",
+            key="url",
+            remedy=f"leave it out to record from all of them, or {where}",
+        )
+    return found
+
+
+def _http_address(instance: Instance) -> str | None:
+    try:
+        info = msgspec.msgpack.decode(instance.info, type=dict[str, str])
+    except msgspec.MsgspecError:
+        return None
+    return info.get("http")
+
+
+def _listens_at(address: str | None, url: str) -> bool:
+    split = urlsplit(url if "//" in url else f"//{url}")
+    try:
+        port = split.port or (443 if split.scheme == "https" else 80)
+    except ValueError:
+        port = 0
+    if address is None or not split.hostname:
+        return False
+    host, listening = split_address(address)
+    if listening != port:
+        return False
+    # Who listens on all addresses tells none: then the port decides.
+    same = host == split.hostname or is_wildcard(host)
+    return same or (is_loopback(host) and is_loopback(split.hostname))
+
+
+async def _run_shown(run: RecordingRun, wanted: RecordTrace, quiet: bool) -> bool:
+    """Whether it was cut by a signal."""
+    stop = StopSignal()
+    stop.install()
+
+    async def drive() -> None:
+        await run.run(wanted)
+        scope.cancel()
+
+    async def end_when_told() -> None:
+        await stop.wait()
+        run.end()
+
+    try:
+        async with Scope("recording") as scope:
+            scope.start(end_when_told(), "stop")
+            if not quiet:
+                scope.start(_show(run), "progress")
+            scope.start(drive(), "read")
+    finally:
+        stop.restore()
+    return stop.requested
+
+
+async def _show(run: RecordingRun) -> None:
+    """Until cancelled, on stderr, so that stdout holds results only."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        while True:
+            await asyncio.sleep(_LINE_S)
+            print(run.line(), file=sys.stderr, flush=True)
+    with Live(Text(run.line()), console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            await asyncio.sleep(_LIVE_S)
+            live.update(Text(f"{run.line()}   (Ctrl-C ends and writes)"), refresh=True)
+
+
+def _finish(run: RecordingRun, file: UnsortedTrace, name: str, was_cut: bool) -> int:
+    """Write the file, say what is in it and what is not."""
+    failures = [source for source in run.sources if source.failure is not None]
+    if len(failures) == len(run.sources) and not file.num_records:
+        raise _explained(failures[0])
+    for source in failures:
+        assert source.failure is not None
+        print(
+            f"kvolt: {source.instance.process} left the recording: {source.failure.message}", file=sys.stderr
+        )
+    for count, what in (
+        (run.total("running"), "had not ended and are not in it"),
+        (run.total("unanswered"), "got no token and are not in it"),
+        (run.total("dropped"), "were dropped: this reader was too slow"),
+    ):
+        if count:
+            print(f"kvolt: {count} requests {what}", file=sys.stderr)
+    if not file.num_records:
+        print(f"kvolt: no requests came, {name} is not written", file=sys.stderr)
+        return 130 if was_cut else 1
+    elapsed_s = run.elapsed_s
+    print(f"{file.finish()} requests of {elapsed_s:.1f} s in {name}")
+    return 130 if was_cut else int(bool(failures))
+
+
+def _explained(source: _Source) -> KvoltError:
+    error = source.failure
+    assert error is not None
+    if isinstance(error, NotFound):
+        return Unavailable(
+            f"{source.instance.process} at {source.instance.address} cannot record",
+            endpoint=TRACE_ENDPOINT,
+            reason="not_served",
+            remedy="it runs another version of kvolt; restart it with this one",
+        )
+    return error

@@ -1,0 +1,236 @@
+"""`kvolt twin sweep`: many modelled clusters on one trace, and which of them no other is better than."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.text import Text
+
+from kvolt.bench.load.sla import Sla, parse_sla
+from kvolt.cli.bench.screen import stdout_console, text_table
+from kvolt.cli.report_files import unwritable
+from kvolt.cli.twin.flags import add_cluster, records_of, settings_of, told_settings
+from kvolt.cli.twin.screen import ending, progress
+from kvolt.core.errors import ConfigError
+from kvolt.runtime.config.loader import LoadedConfig
+from kvolt.runtime.host.cores import usable_cores
+from kvolt.twin.axes import Point, Setup, check_axes, parse_axis, points_of, setup_of
+from kvolt.twin.objectives import check_objectives, default_objectives
+from kvolt.twin.points import PointResult, PointsFile, point_digest, trace_digest
+from kvolt.twin.sweep_report import SweepReport, csv_text, pareto_digests, point_rows, sweep_page
+from kvolt.twin.sweep_runner import Common, run_points
+
+HELP = """
+Runs a trace through many clusters (see `kvolt twin`), every combination of what the axes say, several at once, and
+prints those that no other one beats: the Pareto set of the objectives.
+
+An axis is workers, gpus, router, link_s, seed, arrivals (how much faster than in the trace requests come), a setting
+of the router (router.temperature, router.overlap_weight ...) or any argument of the sim engine
+(`kvolt engine list sim`): block_size, kv_blocks, scheduling, max_num_seqs, preset ...
+
+  kvolt twin sweep trace.jsonl --axis workers=2,4,8,16 --axis router=round-robin,least-loaded --out sweep
+  kvolt twin sweep trace.jsonl --axis workers=4,8 --axis kv_blocks=4096,16384 --sla ttft=2s,itl=50ms
+  kvolt twin sweep trace.jsonl --axis workers=8 --axis arrivals=1,2,4 --objective ttft_p99 --objective gpu_seconds
+  kvolt twin sweep trace.jsonl --axes axes.json --sample 100    a hundred of them, by chance
+
+With --out each point is written as it ends: started again with the same folder, a sweep goes on where it was, with the
+axes that it had or with others. Ctrl-C shows what is known so far.
+
+Objectives: with --sla good_share (of all requests) and gpu_seconds, else ttft_p90, itl_p90 and gpu_seconds.
+Exits with 0, with 1 when a point failed, with 130 when cut.
+"""
+
+_WRITTEN = "points.jsonl, sweep.json, sweep.csv, sweep.html"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_cluster(parser)
+    group = parser.add_argument_group("what is varied")
+    group.add_argument(
+        "--axis", action="append", default=[], metavar="NAME=V1,V2,...", help="repeat for more"
+    )
+    group.add_argument("--axes", metavar="FILE", help='the same as JSON: {"workers": [2, 4], ...}')
+    group.add_argument("--sample", type=int, metavar="N", help="only N points, drawn by --seed")
+    group.add_argument(
+        "--objective",
+        action="append",
+        default=[],
+        metavar="FIGURE",
+        help="what is to be good; repeat for more",
+    )
+    group = parser.add_argument_group("results")
+    group.add_argument("--processes", type=int, metavar="N", help="at once (default: as many as cores)")
+    group.add_argument("--out", metavar="DIR", help=f"folder for {_WRITTEN}")
+    group.add_argument("--json", action="store_true", help="all points as JSON")
+    group.add_argument("--quiet", action="store_true", help="no progress")
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """All that is known before the first point is run; what is wrong is found in making it."""
+
+    axes: dict[str, list[Any]]
+    points: list[Point]
+    setups: list[Setup]
+    digests: list[str]
+    common: Common
+    objectives: list[str]
+    num_processes: int
+
+
+def run(args: argparse.Namespace, loaded: LoadedConfig) -> int:
+    plan = _plan(args)
+    folder = Path(args.out) if args.out else None
+    with ExitStack() as files:
+        file = files.enter_context(closing(_open(folder))) if folder is not None else None
+        known = file.read() if file is not None else {}
+        wanted = dict(zip(plan.digests, plan.points, strict=True))
+        results = {
+            digest: msgspec.structs.replace(known[digest], point=point)
+            for digest, point in wanted.items()
+            if digest in known
+        }
+        was_cut, num_failed = _run(plan, results, _ignore if file is None else file.append, args.quiet)
+    found = [results[digest] for digest in wanted if digest in results]
+    report = SweepReport(
+        settings=told_settings(args, settings_of(args)),
+        axes=plan.axes,
+        objectives=plan.objectives,
+        num_points=len(wanted),
+        points=found,
+        pareto=pareto_digests(found, plan.objectives),
+        sla=plan.common.sla.limits if plan.common.sla is not None else None,
+    )
+    _tell(report, folder, args.json)
+    if was_cut:
+        return 130
+    return 1 if num_failed else 0
+
+
+def _plan(args: argparse.Namespace) -> _Plan:
+    for name in ("sample", "processes"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}", key=name, remedy="give 1 or more")
+    axes = _axes(args)
+    check_axes(axes, args.sample)
+    sla = parse_sla(args.sla) if args.sla else None
+    objectives = list(dict.fromkeys(args.objective)) or default_objectives(sla is not None)
+    check_objectives(objectives, sla is not None)
+    base = Setup(settings=settings_of(args))
+    points = points_of(axes, args.sample, args.seed)
+    setups = [setup_of(base, point) for point in points]
+    records = records_of(args)
+    return _Plan(
+        axes=axes,
+        points=points,
+        setups=setups,
+        digests=_digests(setups, trace_digest(records), sla),
+        common=Common(records, sla),
+        objectives=objectives,
+        num_processes=args.processes or len(usable_cores().ids),
+    )
+
+
+def _axes(args: argparse.Namespace) -> dict[str, list[Any]]:
+    axes: dict[str, list[Any]] = {}
+    if args.axes is not None:
+        try:
+            axes = msgspec.json.decode(Path(args.axes).read_bytes(), type=dict[str, list[Any]])
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(
+                f"cannot read {args.axes}: {reason}", key="axes", remedy="name a file"
+            ) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{args.axes} holds no axes: {error}", key="axes", remedy='write {"workers": [2, 4]}'
+            ) from error
+    for text in args.axis:
+        name, values = parse_axis(text)
+        axes[name] = values
+    # A value that is there twice would be a point that is there twice.
+    return {
+        name: [value for at, value in enumerate(values) if value not in values[:at]]
+        for name, values in axes.items()
+    }
+
+
+def _digests(setups: list[Setup], trace: str, sla: Sla | None) -> list[str]:
+    return [point_digest(setup, trace, sla) for setup in setups]
+
+
+def _open(folder: Path) -> PointsFile:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return PointsFile(folder / "points.jsonl")
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def _ignore(result: PointResult) -> None:
+    """Where no file is wanted."""
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _run(
+    plan: _Plan,
+    results: dict[str, PointResult],
+    save: Callable[[PointResult], None],
+    quiet: bool,
+) -> tuple[bool, int]:
+    """What is not known yet, into `results`; whether it was cut, and how many points failed."""
+    missing = [place for place, digest in enumerate(plan.digests) if digest not in results]
+    setups = [plan.setups[place] for place in missing]
+    num_failed = 0
+    with progress("clusters", len(plan.points), quiet, len(plan.points) - len(missing)) as step:
+        try:
+            with ending(_interrupt), closing(run_points(plan.common, setups, plan.num_processes)) as outcomes:
+                for outcome in outcomes:
+                    place = missing[outcome.place]
+                    point = plan.points[place]
+                    step()
+                    if outcome.figures is None:
+                        num_failed += 1
+                        told = ", ".join(f"{name}={value}" for name, value in point.items())
+                        print(f"kvolt: {told}: {outcome.error}", file=sys.stderr)
+                        continue
+                    result = PointResult(digest=plan.digests[place], point=point, figures=outcome.figures)
+                    results[result.digest] = result
+                    save(result)
+        except KeyboardInterrupt:
+            return True, num_failed
+    return False, num_failed
+
+
+def _tell(report: SweepReport, folder: Path | None, as_json: bool) -> None:
+    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+    if folder is not None:
+        try:
+            (folder / "sweep.json").write_bytes(encoded)
+            (folder / "sweep.csv").write_text(csv_text(report), encoding="utf-8")
+            (folder / "sweep.html").write_text(sweep_page(report), encoding="utf-8")
+        except OSError as error:
+            raise unwritable(folder, error) from error
+    if as_json:
+        print(encoded.decode(), end="")
+        return
+    console = stdout_console()
+    rows = point_rows(report, only_best=True)
+    known = f"{len(report.points)} of {report.num_points} clusters"
+    console.print(
+        Text(f"{known}; no other is better in {', '.join(report.objectives)}: {len(rows) - 1}", style="bold")
+    )
+    console.print(text_table([row[1:] for row in rows]))
+    if folder is not None:
+        print(f"written to {folder}: {_WRITTEN}")

@@ -1,0 +1,245 @@
+"""Many workers in one process, for engines that compute nothing: hundreds of simulated ones on one event loop.
+
+To everybody else each is a worker of its own: an address, a registration, KV events, load and a line in `kvolt status`.
+They share what a process has once: the client of discovery and its lease, the event plane, the admin port, and the
+metrics, which are those of all workers together. What an operator does to the process is done to every worker of it
+(`Runtime.parts`); when one engine dies the process ends, as it does with one worker.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import replace
+
+import msgspec
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kvolt.cli.process import Process, allow_open_files
+from kvolt.cli.worker.transfers import Transfers
+from kvolt.core.errors import ConfigError, DiscoveryLost
+from kvolt.engines.contract import Engine
+from kvolt.runtime.discovery.port import Discovery, LeaseId, WatchEvent
+from kvolt.runtime.events.port import EventPlane, EventStream
+from kvolt.runtime.health import Health, State
+from kvolt.runtime.network import join_address, split_address
+from kvolt.runtime.runtime import Runtime
+from kvolt.runtime.tasks import Scope
+from kvolt.worker.handoff_metrics import HandoffMetrics
+from kvolt.worker.metrics import WorkerMetrics
+from kvolt.worker.path_metrics import PathMetrics
+from kvolt.worker.worker import Worker, WorkerOptions, stats_of
+
+_STARTED_AT_ONCE = 32
+_HISTORY_BYTES = 64 << 20
+"""Recent KV events of all workers together."""
+_LEAST_HISTORY_BYTES = 64 << 10
+_OWN_FILES = 256
+_FILES_PER_WORKER = 32
+_WORST_FIRST = (State.UNHEALTHY, State.STARTING, State.DRAINING, State.CORDONED, State.READY)
+
+
+class WorkerFleet:
+    """`start`, then `run` until an engine or the process ends, then `close`."""
+
+    def __init__(
+        self,
+        process: Process,
+        new_engine: Callable[[], Engine],
+        options: WorkerOptions,
+        count: int,
+    ) -> None:
+        self._process = process
+        self._transfers = Transfers(process.runtime, process.settings.transfer)
+        self._new_engine = new_engine
+        history = max(_HISTORY_BYTES // count, _LEAST_HISTORY_BYTES)
+        self._options = msgspec.structs.replace(
+            options, kv_history_bytes=min(options.kv_history_bytes, history)
+        )
+        self._count = count
+        self._states: Counter[State] = Counter({State.STARTING: count})
+        self.workers: list[Worker] = []
+        """In the order of their names, NAME-0, NAME-1 ..."""
+
+    async def start(self) -> None:
+        """All of them are registered. ConfigError where they would need one port."""
+        main = self._process.runtime
+        if split_address(main.options.listen)[1]:
+            raise ConfigError(
+                f"runtime.port is {main.options.listen}, but {self._count} workers cannot share a port",
+                key="runtime.port",
+                remedy="leave it 0, and each takes a free one",
+            )
+        self._tell_health()
+        allow_open_files(_OWN_FILES + _FILES_PER_WORKER * self._count)
+        lease = await main.discovery.lease(main.options.lease_ttl_s)
+        main.parts += [self._part(number, lease) for number in range(self._count)]
+        settings = self._process.settings
+        self.workers += [
+            Worker(part, self._new_engine(), settings.namespace, self._options, self._transfers.mover)
+            for part in main.parts
+        ]
+        for worker in self.workers:
+            self._transfers.tell(worker.tell_links)
+        waiting = iter(zip(main.parts, self.workers, strict=True))
+
+        async def start_in_turn() -> None:
+            for part, worker in waiting:
+                await part.start()
+                await worker.start()
+
+        async with Scope("start") as scope:
+            for number in range(min(self._count, _STARTED_AT_ONCE)):
+                scope.start(start_in_turn(), f"starter-{number}")
+        self._process.metrics.registry.register(FleetMetrics(self.workers))
+        self._process.metrics.registry.register(HandoffMetrics(lambda: stats_of(self.workers)))
+        self._process.metrics.registry.register(
+            PathMetrics(lambda: self._transfers.paths, lambda: self._transfers.started_agent)
+        )
+        main.add_details("workers", lambda: self._count)
+        main.commands["clear_kv_blocks"] = self._clear_kv_blocks
+
+    def _part(self, number: int, lease: LeaseId) -> Runtime:
+        main = self._process.runtime
+        ports = replace(
+            main.ports,
+            discovery=lambda plane: _SharedDiscovery(main.discovery, lease),
+            events=lambda discovery: _SharedEvents(main.events),
+        )
+        host = split_address(main.options.listen)[0]
+        name = f"{main.options.name}-{number}"
+        part = Runtime(ports, replace(main.options, name=name, listen=join_address(host, 0)))
+        part.admin_address = main.admin_address
+        part.health = _PartHealth(self._on_health)
+        return part
+
+    async def run(self) -> None:
+        """Until all engines are closed. EngineDied as soon as one has died."""
+        async with Scope("workers") as scope:
+            for number, worker in enumerate(self.workers):
+                scope.start(worker.run(), str(number))
+
+    async def close(self) -> None:
+        await self._transfers.close()  # before the memory that it moves
+        for worker in self.workers:
+            await worker.close()
+
+    async def _clear_kv_blocks(self, body: bytes) -> dict[str, int | None]:
+        answers = [await worker.clear_kv_blocks() for worker in self.workers]
+        return {"cleared_blocks": sum(answer["cleared_blocks"] or 0 for answer in answers)}
+
+    # --- health
+
+    def _on_health(self, before: State, now: State) -> None:
+        self._states[before] -= 1
+        self._states[now] += 1
+        self._tell_health()
+
+    def _tell_health(self) -> None:
+        """The process is as well as the worst of its workers."""
+        worst = next(state for state in _WORST_FIRST if self._states[state])
+        number = self._states[worst]
+        reason = "" if worst is State.READY else f"{number} of {self._count} workers"
+        self._process.runtime.health.set("workers", worst, reason)
+
+
+class FleetMetrics(Collector):
+    """The figures of all workers as those of one: hundreds of series of each would help nobody."""
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self._workers = workers
+
+    def collect(self) -> Iterator[Metric]:
+        first = self._workers[0].metrics
+        merged = WorkerMetrics()
+        merged.labels = msgspec.structs.replace(first.labels, instance="all")
+        merged.block_size, merged.with_vllm_names = first.block_size, first.with_vllm_names
+        for worker in self._workers:
+            merged.absorb(worker.metrics)
+        return merged.collect()
+
+
+class _PartHealth(Health):
+    """One worker's checks; says when the worst of them is another."""
+
+    def __init__(self, on_change: Callable[[State, State], None]) -> None:
+        super().__init__()
+        self._on_change = on_change
+        self._worst = State.STARTING
+
+    def set(self, name: str, state: State, reason: str = "") -> None:
+        super().set(name, state, reason)
+        self._look()
+
+    def remove(self, name: str) -> None:
+        super().remove(name)
+        self._look()
+
+    def _look(self) -> None:
+        states = {check.state for check in self._checks.values()} or {State.STARTING}
+        before, self._worst = self._worst, next(state for state in _WORST_FIRST if state in states)
+        if before is not self._worst:
+            self._on_change(before, self._worst)
+
+
+class _SharedDiscovery(Discovery):
+    """The process's discovery, as one worker of it sees it: leaving takes along what this worker has put there."""
+
+    def __init__(self, whole: Discovery, lease: LeaseId) -> None:
+        self._whole = whole
+        self._lease = lease
+        self._keys: dict[str, None] = {}
+
+    async def lease(self, ttl_s: float, name: LeaseId | None = None) -> LeaseId:
+        return self._lease
+
+    async def put(
+        self, key: str, value: bytes, lease: LeaseId, on_lost: Callable[[], None] | None = None
+    ) -> None:
+        self._keys[key] = None
+        await self._whole.put(key, value, lease, on_lost)
+
+    async def delete(self, key: str) -> None:
+        self._keys.pop(key, None)
+        await self._whole.delete(key)
+
+    async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
+        return await self._whole.get_prefix(prefix)
+
+    def watch_prefix(self, prefix: str) -> AsyncIterator[WatchEvent]:
+        return self._whole.watch_prefix(prefix)
+
+    async def revoke(self, lease: LeaseId) -> None:
+        """The lease is the process's."""
+
+    async def close(self) -> None:
+        while self._keys:
+            key, _ = self._keys.popitem()
+            try:
+                await self._whole.delete(key)
+            except DiscoveryLost:
+                return  # it goes with the lease
+
+
+class _SharedEvents(EventPlane):
+    """The process's event plane. What is published says of which worker it is."""
+
+    def __init__(self, whole: EventPlane) -> None:
+        self._whole = whole
+
+    @property
+    def publisher(self) -> str:
+        return self._whole.publisher
+
+    async def start(self) -> None:
+        """It was started with the process."""
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        self._whole.publish(topic, payload)
+
+    def subscribe(self, topic: str, queue_limit: int = 10_000) -> EventStream:
+        return self._whole.subscribe(topic, queue_limit)
+
+    async def close(self) -> None:
+        """It is closed with the process."""

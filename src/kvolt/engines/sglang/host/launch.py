@@ -1,0 +1,274 @@
+"""How SGLang is started: its arguments from ours, and what it says of itself once it runs. In the host process.
+
+Blocks for as long as a model loads. SGLang's own launcher does the work, without the parts that make text.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvolt.core.errors import ConfigError, EngineFailed
+from kvolt.core.request import Role
+from kvolt.engines.contract import EngineSpec
+from kvolt.engines.external.arguments import blind, check_names, check_not_given
+from kvolt.engines.external.requirements import check_requirement
+from kvolt.engines.sglang.arguments import SglangArguments
+from kvolt.engines.sglang.host.messages import Facts, KvSource, Start
+from kvolt.engines.sglang.host.scheduler import run_scheduler
+from kvolt.engines.sglang.host.symbols import REQUIREMENT
+from kvolt.runtime.clock import Clock
+
+_KEY = "args.engine_args"
+_PAGE_SIZE = 16
+"""Unless told otherwise. SGLang's own is 1: routers would keep a name for each token."""
+_DISAGGREGATION = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
+_FIRST_LOAD_S = 30.0
+"""From the end of loading to the first figures that a scheduler writes down."""
+_RESERVED = 2
+"""Tokens of a context that SGLang gives to nobody: one of its `max_req_len`, one of its `max_new_tokens`."""
+
+
+@dataclass(slots=True)
+class Launched:
+    """An SGLang that runs."""
+
+    facts: Facts
+    sockets: Any
+    """The sockets of the schedulers: see `_Sockets`."""
+    pids: Sequence[int]
+    loads: Any
+    """What its schedulers write down of their load."""
+    lora_ids: dict[str, str]
+    disaggregation: Any
+
+
+class _Sockets:
+    """Stands where SGLang's launcher makes a TokenizerManager: binds the sockets that the schedulers connect to."""
+
+    def __init__(self, server_args: Any, port_args: Any) -> None:
+        import zmq
+        from sglang.srt.managers.disagg_service import start_disagg_service
+        from sglang.srt.utils.network import get_zmq_socket
+
+        context = zmq.Context(2)
+        self.port_args = port_args
+        self.tokens = get_zmq_socket(context, zmq.PULL, port_args.detokenizer_ipc_name, True)
+        self.answers = get_zmq_socket(context, zmq.PULL, port_args.tokenizer_ipc_name, True)
+        self.requests = get_zmq_socket(context, zmq.PUSH, port_args.scheduler_input_ipc_name, True)
+        self.bootstrap_server = start_disagg_service()  # of a prefill worker; None elsewhere
+        self.max_req_input_len = 0
+        """Set by the launcher."""
+
+    def set_startup_time(self, startup_time: Any) -> None:
+        pass
+
+
+def launch(start: Start, clock: Clock) -> Launched:
+    """ConfigError for what can be corrected."""
+    version = check_requirement(REQUIREMENT)
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    given = server_args(start.spec, start.arguments, start.model)
+    known = [name for name in ServerArgs.__struct_fields__ if not name.startswith("_")]
+    check_names("SGLang", given, known, _KEY, "see `launch_server --help`, with underscores")
+    try:
+        # What it says here before it reads that argument itself would be most of a worker's log.
+        logging.getLogger("sglang").setLevel(str(given["log_level"]).upper())
+        load_plugins()
+        args = ServerArgs(**given)
+        args.resolve_once()
+        if tells_kv(start.spec, start.arguments):
+            _check_events(args)
+        launched = _launch(args)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"SGLang refuses its arguments: {error}", key=_KEY, remedy="correct the value"
+        ) from error
+    except RuntimeError as error:
+        raise EngineFailed(f"SGLang did not start: {error}", engine="sglang") from error
+    sockets, _, ports, result, watchdog, _ = launched
+    if watchdog is not None:
+        watchdog.stop()  # the host looks after them itself, and says who died
+    return _described(start, args, version, sockets, ports, result, clock)
+
+
+def tells_kv(spec: EngineSpec, arguments: SglangArguments) -> bool:
+    """SGLang's decode side keeps no prefixes: what it holds is of use to nobody else."""
+    return arguments.kv_events and spec.role is not Role.DECODE
+
+
+def server_args(spec: EngineSpec, arguments: SglangArguments, model: str) -> dict[str, Any]:
+    """A user's own, and what kvolt needs where the user has said nothing."""
+    given = dict(arguments.engine_args)
+    check_not_given(given, {"model_path": "name it as `model`", "skip_tokenizer_init": "leave it out"}, _KEY)
+    defaults: dict[str, Any] = {
+        "model_path": model,
+        "page_size": _PAGE_SIZE,
+        "log_level": "warning",
+        "enable_metrics": True,
+        "load_snapshot_publish_interval": 1,
+    }
+    if tells_kv(spec, arguments):
+        defaults["kv_events_config"] = json.dumps(_events_config(given.get("dp_size", 1)))
+    if arguments.loras:
+        defaults["lora_paths"] = dict(arguments.loras)
+        defaults["enable_lora"] = True
+    if spec.role in _DISAGGREGATION:
+        defaults["disaggregation_mode"] = _DISAGGREGATION[spec.role]
+    given = defaults | given
+    if isinstance(given.get("kv_events_config"), dict):
+        given["kv_events_config"] = json.dumps(given["kv_events_config"])
+    return given
+
+
+def _events_config(num_ranks: int) -> dict[str, Any]:
+    """On loopback, each rank at the port of the first one and its own number."""
+    first, first_replay = _free_ports(num_ranks), _free_ports(num_ranks, apart_from=num_ranks)
+    return {
+        "publisher": "zmq",
+        "endpoint": f"tcp://127.0.0.1:{first}",
+        "replay_endpoint": f"tcp://127.0.0.1:{first_replay}",
+        "bind": True,
+    }
+
+
+def _free_ports(number: int, apart_from: int = 0) -> int:
+    """The first of so many in a row that nobody has now. (SGLang takes no port of the system's choice.)"""
+    for _ in range(100):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            first = int(probe.getsockname()[1]) + apart_from
+        if first + number < 65536 and all(_is_free(first + each) for each in range(number)):
+            return first
+    raise ConfigError("no ports are free for KV events", key="args.kv_events", remedy="set kv_events=false")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _check_events(args: Any) -> None:
+    """ConfigError where a router would be blind: it would go by events that never come."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    view = resolved_view(args)
+    if view.disable_radix_cache:
+        raise blind(
+            "SGLang keeps no prefixes with these settings (disable_radix_cache), so it has no KV events to tell",
+            f"{_KEY}.disable_radix_cache",
+        )
+    config = json.loads(view.kv_events_config or "{}")
+    if config.get("publisher") != "zmq" or not str(config.get("endpoint", "")).startswith("tcp://"):
+        raise blind("SGLang tells nobody of its KV blocks with these settings", f"{_KEY}.kv_events_config")
+
+
+def _launch(args: Any) -> Any:
+    from sglang.srt.entrypoints.engine import Engine
+
+    class Launcher(Engine):  # type: ignore[misc]
+        """Without a process that makes text."""
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+            return [], []
+
+    return Launcher._launch_subprocesses(
+        server_args=args,
+        init_tokenizer_manager_func=lambda server_args, ports: (_Sockets(server_args, ports), None),
+        run_scheduler_process_func=run_scheduler,
+        run_detokenizer_process_func=None,
+    )
+
+
+def _described(
+    start: Start, args: Any, version: str, sockets: _Sockets, ports: Any, result: Any, clock: Clock
+) -> Launched:
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.managers.load_snapshot import create_load_snapshot_reader
+
+    view, config, info = resolved_view(args), model_config_of(args), result.scheduler_infos[0]
+    loads = create_load_snapshot_reader(ports, caller="TokenizerManager")
+    num_ranks = view.dp_size
+    total = info["max_total_num_tokens"]
+    max_prompt = info["max_req_input_len"] - 1
+    paths = view.lora_paths or ()
+    is_prefill = start.spec.role is Role.PREFILL
+    facts = Facts(
+        version=version,
+        page_size=view.page_size,
+        context_length=min(config.context_len, total) - _RESERVED,
+        max_prompt=max_prompt,
+        max_total_tokens=total,
+        max_running_requests=_max_running(loads, clock),
+        max_batch_tokens=view.chunked_prefill_size if (view.chunked_prefill_size or 0) > 0 else max_prompt,
+        vocab_size=config.vocab_size,
+        eos_token_ids=tuple(sorted(config.hf_eos_token_id or ())),
+        num_ranks=num_ranks,
+        is_seeded=bool(view.enable_deterministic_inference),
+        has_grammars=view.grammar_backend not in (None, "none"),
+        has_priorities=bool(view.enable_priority_scheduling),
+        has_lora=bool(view.enable_lora),
+        kv_sources=_sources(json.loads(view.kv_events_config), num_ranks)
+        if start.arguments.kv_events
+        else (),
+        metrics_folder=_metrics_folder() if view.enable_metrics else None,
+        bootstrap_port=view.disaggregation_bootstrap_port if is_prefill else None,
+    )
+    return Launched(
+        facts=facts,
+        sockets=sockets,
+        pids=list(result.all_child_pids),
+        loads=loads,
+        lora_ids={each.lora_name: each.lora_id for each in paths},
+        disaggregation=DisaggregationMode(view.disaggregation_mode),
+    )
+
+
+def _sources(config: dict[str, Any], num_ranks: int) -> tuple[KvSource, ...]:
+    """SGLang counts ports on from the first, one for each rank. Where it listens everywhere, loopback will do."""
+
+    def of_rank(endpoint: str, rank: int) -> str:
+        where, _, port = endpoint.rpartition(":")
+        where = "tcp://127.0.0.1" if where in ("tcp://*", "tcp://0.0.0.0") else where
+        return f"{where}:{int(port) + rank}"
+
+    endpoint, replay = config["endpoint"], config.get("replay_endpoint")
+    return tuple(
+        KvSource(of_rank(endpoint, rank), of_rank(replay, rank) if replay else "")
+        for rank in range(num_ranks)
+    )
+
+
+def _max_running(loads: Any, clock: Clock) -> int:
+    """Decided in the schedulers, and told with their load."""
+    from time import sleep
+
+    end = clock.monotonic() + _FIRST_LOAD_S
+    while clock.monotonic() < end:
+        found = max((int(each.max_running_requests) for each in loads.read_all()), default=0)
+        if found:
+            return found
+        sleep(0.02)
+    raise EngineFailed("SGLang's schedulers tell nothing of their load", engine="sglang")
+
+
+def _metrics_folder() -> str | None:
+    """Where its processes keep what they count (prometheus_client's way for several processes)."""
+    from sglang.srt.utils import common
+
+    folder = getattr(common, "prometheus_multiproc_dir", None)
+    return None if folder is None else str(Path(os.fspath(folder.name)))

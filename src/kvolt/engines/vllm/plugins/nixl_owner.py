@@ -1,0 +1,116 @@
+"""OwnerScheduler: the scheduler's half of KvoltNixlConnector where prompts are computed for others.
+
+Its holds (`kv_holds`) decide when blocks are released: the workers release when the scheduler orders it, and never by
+themselves. Readers reach the holds over the side channel at any time, also during a long step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+import msgspec
+import zmq
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import zmq_ctx
+from vllm.platforms import current_platform
+from vllm.utils.network_utils import make_zmq_path
+
+from kvolt.engines.vllm.plugins.kv_holds import Holds
+from kvolt.engines.vllm.plugins.side_channel import DEADLINE_S, HOLD_S, HoldAnswers, serve
+from kvolt.runtime.clock import SystemClock
+
+log = logging.getLogger(__name__)
+
+RELEASE = "kvolt_release"
+"""Transfer parameter: the request whose blocks are to be released. As in `prefills`, another process's."""
+RELEASED, EXPIRED = -math.inf, -1e18
+"""Orders to the workers, as expiry times: clocks of hosts differ by less."""
+_now = SystemClock().monotonic
+_LISTEN_MS = 1000
+_PAUSE_S = 0.02
+"""Between steps of an owner on a CPU that has nothing to compute and only holds blocks."""
+
+
+def require(base: type, *names: str) -> None:
+    """ImportError where a base class of vLLM's lacks what is overridden or called: the checks would not happen."""
+    missing = [name for name in names if not callable(getattr(base, name, None))]
+    if missing:
+        message = f"this vLLM has no {base.__name__}.{missing[0]}, by which kvolt checks KV that was read"
+        raise ImportError(f"{message}; use vLLM 0.32, or serve without prefill and decode workers")
+
+
+require(
+    NixlPullConnectorScheduler,
+    "request_finished",
+    "build_connector_meta",
+    "update_connector_output",
+    "_nixl_handshake_listener",
+)
+
+
+class OwnerScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
+    """See the module."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.holds = Holds(_now)
+        self._is_cpu = current_platform.is_cpu()
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        is_held, ticket = super().request_finished(request, block_ids)
+        if is_held and ticket is not None:
+            params = request.kv_transfer_params
+            hold_s = float(params.get(HOLD_S) or self._kv_lease_duration)
+            self.holds.begin(request.request_id, hold_s, params.get(DEADLINE_S))
+            self._reqs_need_send[request.request_id] = math.inf
+            ticket[HOLD_S] = hold_s
+        return is_held, ticket
+
+    def release_hold(self, name: str) -> None:
+        """No reader will read the blocks of request `name`: the workers release them with the next step."""
+        if self.holds.end(name):
+            self._reqs_need_send[name] = RELEASED
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        for name in self.holds.end_expired():
+            log.warning("hold expired: request=%s: no reader has read or renewed it", name)
+            self._reqs_need_send[name] = EXPIRED
+        if self._is_cpu and self._only_holds(scheduler_output):
+            time.sleep(_PAUSE_S)
+        return super().build_connector_meta(scheduler_output)
+
+    def _only_holds(self, scheduler_output: Any) -> bool:
+        is_reading = self._reqs_need_recv or self._heartbeat_req_engine
+        has_orders = self._reqs_need_send or scheduler_output.total_num_scheduled_tokens
+        return bool(self.holds) and not is_reading and not has_orders
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Before the blocks of finished sends are free."""
+        for name in connector_output.finished_sending or ():
+            self.holds.end(name)
+        super().update_connector_output(connector_output)
+
+    def _nixl_handshake_listener(
+        self,
+        encoded_data: dict[tuple[int, int], Any],
+        ready_event: Any,
+        stop_event: Any,
+        host: str,
+        port: int,
+    ) -> None:
+        """In place of vLLM's: handshakes, and what readers ask and renew."""
+
+        def handshake(message: bytes) -> tuple[bytes, bytes]:
+            kind, pp_rank, tp_rank = msgspec.msgpack.decode(message)
+            if kind != GET_META_MSG:
+                raise ValueError(f"unexpected message {kind!r}")
+            return encoded_data[(pp_rank, tp_rank)], msgspec.msgpack.encode(time.perf_counter())
+
+        with zmq_ctx(zmq.ROUTER, make_zmq_path("tcp", host, port)) as socket:
+            socket.setsockopt(zmq.RCVTIMEO, _LISTEN_MS)
+            ready_event.set()
+            serve(socket, HoldAnswers(self.engine_id, self.holds), handshake, stop_event.is_set)

@@ -1,0 +1,55 @@
+"""The tiers of a vLLM worker, as its arguments say: how large, and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from kvolt.core.errors import ConfigError
+from kvolt.kv.disk.files import DiskFiles
+from kvolt.kv.disk.tier import DiskTier
+from kvolt.kv.tiers.lower_tier import LowerTier
+from kvolt.kv.tiers.sizes import parse_capacity
+from kvolt.kv.tiers.slot_memory import BlockShape
+from kvolt.runtime.host.cache_directory import cache_directory
+
+
+class VllmTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes as `8GiB`, `2000blocks` or `4x` the device; of each of a worker's ranks."""
+
+    host: str = ""
+    """In the host's memory. Nothing is kept where it is empty."""
+    disk: str = ""
+    """And below that on a disk, which survives restarts."""
+    disk_dir: str = ""
+    """Where (default: the user's cache folder)."""
+
+
+def num_host_blocks(tiers: VllmTiers, shape: BlockShape, num_device: int) -> int:
+    num_blocks = parse_capacity(tiers.host, "tiers.host").blocks(shape.slot_bytes, num_device)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"{tiers.host} hold no block of {shape.block_bytes} bytes",
+            key="args.tiers.host",
+            remedy="give it more",
+        )
+    return num_blocks
+
+
+def _disk_folder(tiers: VllmTiers) -> Path:
+    return Path(tiers.disk_dir).expanduser() if tiers.disk_dir else cache_directory() / "kv"
+
+
+def names_folder(tiers: VllmTiers, identity: str) -> Path | None:
+    """Where descriptions of the disk's blocks are kept."""
+    return _disk_folder(tiers) / f"vllm-{identity}-names" if tiers.disk else None
+
+
+def lower_tiers(
+    tiers: VllmTiers, shape: BlockShape, num_device: int, piece: str
+) -> list[tuple[LowerTier, int]]:
+    if not tiers.disk:
+        return []
+    num_slots = parse_capacity(tiers.disk, "tiers.disk").blocks(shape.slot_bytes, num_device)
+    return [(DiskTier(DiskFiles(_disk_folder(tiers) / f"vllm-{piece}", shape, num_slots)), 1)]

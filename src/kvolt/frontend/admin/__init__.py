@@ -1,0 +1,1 @@
+"""Admin operations of a frontend: KV caches, LoRA adapters, explanations, trace recording."""

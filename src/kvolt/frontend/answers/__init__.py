@@ -1,0 +1,1 @@
+"""Answers: choices, streams, whole bodies, stop strings."""

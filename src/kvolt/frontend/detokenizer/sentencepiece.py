@@ -1,0 +1,209 @@
+"""Sentencepiece-style vocabularies (Llama 2, Mistral, Gemma, T5): tokens are text with a mark for spaces.
+
+What the neighbours of a token change:
+- the space that stands before the first word is not part of the answer;
+- characters outside the vocabulary come as a run of byte tokens. The library reads a run as a whole:
+  valid UTF-8 or one U+FFFD for each byte. So nothing of a valid run is certain before it ends, and
+  everything of an invalid one is as soon as it is invalid.
+"""
+
+from __future__ import annotations
+
+import re
+from codecs import utf_8_decode
+from typing import Any
+
+import msgspec
+
+from kvolt.frontend.detokenizer.tokens import Tokens, TokenTable, json_escaped
+
+_BYTE_TOKEN = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
+"""With a sign too: Rust's number parser takes it."""
+
+
+class Replacement(msgspec.Struct, frozen=True):
+    """One string for another in every token; in the first one possibly for something else."""
+
+    pattern: str
+    content: str
+    first_content: str
+
+
+class SentencePieceRules(msgspec.Struct, frozen=True):
+    """A decoder: replacements in each token, then byte tokens, then a strip at the start of the text."""
+
+    replacements: tuple[Replacement, ...] = ()
+    byte_fallback: bool = False
+    strip: str = ""
+    num_strip: int = 0
+
+    def piece(self, token: str, first: bool = False) -> str | int:
+        """A token's text, or its byte."""
+        for replacement in self.replacements:
+            content = replacement.first_content if first else replacement.content
+            token = token.replace(replacement.pattern, content)
+        found = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
+        return int(found[1], 16) if found else token
+
+
+def read_rules(steps: list[dict[str, Any]]) -> SentencePieceRules | None:
+    """The rules that a chain of decoders follows; None when they are of another kind.
+
+    Replacements and Metaspace in any number, then ByteFallback, Fuse, and after a Fuse one Strip of the
+    start: in this order, each if at all. Fuse alone changes nothing.
+    """
+    rest = list(steps)
+    replacements = []
+    while rest and (replacement := _read_replacement(rest[0])) is not None:
+        replacements.append(replacement)
+        del rest[0]
+    byte_fallback = bool(rest) and rest[0]["type"] == "ByteFallback"
+    del rest[: int(byte_fallback)]
+    fuse = bool(rest) and rest[0]["type"] == "Fuse"
+    del rest[: int(fuse)]
+    rules = SentencePieceRules(replacements=tuple(replacements), byte_fallback=byte_fallback)
+    if not rest:
+        return rules
+    strip = rest[0]
+    if len(rest) > 1 or not fuse or strip["type"] != "Strip" or strip["stop"] > 0:
+        return None
+    return msgspec.structs.replace(rules, strip=strip["content"], num_strip=strip["start"])
+
+
+def _read_replacement(step: dict[str, Any]) -> Replacement | None:
+    if step["type"] == "Metaspace":
+        first = " " if step["prepend_scheme"] == "never" else ""
+        return Replacement(step["replacement"], " ", first)
+    if step["type"] == "Replace" and step["pattern"].get("String"):
+        return Replacement(step["pattern"]["String"], step["content"], step["content"])
+    return None
+
+
+class SentencePieceDecoding:
+    """The tables that all detokenizers of such a vocabulary share."""
+
+    def __init__(self, tokens: Tokens, rules: SentencePieceRules) -> None:
+        self._tokens = tokens
+        self._rules = rules
+        self.plain_json = TokenTable[bytes | None](tokens, self._plain_json, b"", True)
+        self._pieces = {
+            skip: TokenTable[str | int | None](tokens, rules.piece, None, skip) for skip in (True, False)
+        }
+
+    def token_bytes(self, token_id: int) -> bytes:
+        token = self._tokens.get(token_id)
+        if token is None:
+            return b""
+        piece = self._rules.piece(token)
+        return bytes((piece,)) if isinstance(piece, int) else piece.encode()
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def detokenizer(self, skip_special_tokens: bool) -> SentencePieceDetokenizer:
+        pieces = self._pieces[skip_special_tokens]
+        return SentencePieceDetokenizer(self._tokens, self._rules, pieces, skip_special_tokens)
+
+    def _plain_json(self, token: str) -> bytes | None:
+        piece = self._rules.piece(token)
+        return None if isinstance(piece, int) else json_escaped(piece)
+
+
+class SentencePieceDetokenizer:
+    """Holds back a run of byte tokens until it ends or cannot become text."""
+
+    __slots__ = (
+        "_first",
+        "_num_strip",
+        "_pieces",
+        "_rules",
+        "_run",
+        "_settled",
+        "_skips",
+        "_tokens",
+        "clean",
+    )
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        rules: SentencePieceRules,
+        pieces: TokenTable[str | int | None],
+        skip_special_tokens: bool,
+    ) -> None:
+        self._tokens = tokens
+        self._rules = rules
+        self._pieces = pieces
+        """None for tokens that the decoder never sees: they do not end a run either."""
+        self._skips = skip_special_tokens
+        self._first = True
+        self._num_strip = rules.num_strip
+        self._run: _ByteRun | None = None
+        self._settled = False
+        """Past the start and outside a run of bytes."""
+        self.clean = False
+
+    def feed(self, token_id: int) -> str:
+        piece = self._pieces[token_id]
+        if self._settled and type(piece) is str:
+            return piece
+        if piece is None:
+            return ""
+        if self._first:
+            piece = self._rules.piece(self._tokens.get(token_id) or "", first=True)
+            self._first = False
+        run = self._run
+        if isinstance(piece, int):
+            if run is None:
+                run = self._run = _ByteRun()
+            return self._stripped(run.add(piece))
+        self._run = None
+        return self._stripped(piece if run is None else run.end() + piece)
+
+    def finish(self) -> str:
+        run, self._run = self._run, None
+        return self._stripped("" if run is None else run.end())
+
+    def _stripped(self, text: str) -> str:
+        """Without what the start of the answer loses; also notes whether the start is behind us."""
+        while self._num_strip and text:
+            if text[0] == self._rules.strip:
+                text = text[1:]
+                self._num_strip -= 1
+            else:
+                self._num_strip = 0
+        self._settled = self._run is None and not self._num_strip and not self._first
+        self.clean = self._settled and self._skips
+        return text
+
+
+class _ByteRun:
+    """Byte tokens in a row; each byte costs the same however long the row is."""
+
+    __slots__ = ("_broken", "_num_bytes", "_tail", "_texts")
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._tail = b""
+        self._num_bytes = 0
+        self._broken = False
+
+    def add(self, byte: int) -> str:
+        """What is certain now: nothing, unless the run is no UTF-8."""
+        if self._broken:
+            return "\ufffd"
+        self._num_bytes += 1
+        self._tail += bytes((byte,))
+        try:
+            text, num_used = utf_8_decode(self._tail, "strict", False)
+        except UnicodeDecodeError:
+            self._broken = True
+            return "\ufffd" * self._num_bytes
+        self._texts.append(text)
+        self._tail = self._tail[num_used:]
+        return ""
+
+    def end(self) -> str:
+        if self._broken:
+            return ""
+        return "\ufffd" * self._num_bytes if self._tail else "".join(self._texts)

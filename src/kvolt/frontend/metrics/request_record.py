@@ -1,0 +1,150 @@
+"""One request's times and counts, told to the metrics as it goes and once when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from kvolt.core.errors import KvoltError
+from kvolt.frontend.metrics.edge_metrics import FrontendMetrics, ModelSeries
+from kvolt.frontend.openai_api.errors import CANCELLED_STATUS, error_type_label, status_of
+
+
+class RequestRecord:
+    """A context manager around all that is done for a request: what leaves it says how the request ended.
+
+    A stream outlives its handler: `hand_over`, then a second `with` around the writing.
+    """
+
+    __slots__ = (
+        "_endpoint",
+        "_first_at",
+        "_handed_over",
+        "_marked_at",
+        "_metrics",
+        "_model",
+        "_now",
+        "_series",
+        "_started_at",
+        "cached_tokens",
+        "failure",
+        "on_end",
+        "output_tokens",
+        "streams",
+    )
+
+    def __init__(self, metrics: FrontendMetrics, endpoint: str, now: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._now = now
+        self._started_at = self._marked_at = now()
+        self._first_at: float | None = None
+        self._handed_over = False
+        self._model = "other"
+        self._series: ModelSeries | None = None
+        self.streams = False
+        self.on_end: Callable[[], None] | None = None
+        """Gives back the request's place."""
+        self.failure: KvoltError | None = None
+        """Told to the client inside its stream."""
+        self.output_tokens = 0
+        self.cached_tokens = 0
+
+    def __enter__(self) -> Self:
+        self._handed_over = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._handed_over:
+            self._end(error or self.failure)
+
+    # --- as it goes
+
+    def of_model(self, name: str) -> None:
+        """The model is known to exist, so its name may be a label."""
+        self._series = self._metrics.model(name)
+        self._model = self._metrics.label(name)
+        self._series.active += 1
+        self._metrics.started[self._labels()] += 1
+
+    def hand_over(self) -> None:
+        self._handed_over = True
+
+    def stage(self, name: str) -> None:
+        """What was done since the last stage had this name."""
+        now = self._now()
+        self._metrics.stages[name].observe(now - self._marked_at)
+        self._marked_at = now
+
+    def prompt_tokens(self, num_tokens: int) -> None:
+        if self._series is not None:
+            self._series.input_tokens.observe(num_tokens)
+
+    def first_token(self) -> None:
+        if self._first_at is None and self._series is not None:
+            self._first_at = self._now()
+            self._metrics.stages["first_delta"].observe(self._first_at - self._marked_at)
+            self._series.time_to_first_token.observe(self._first_at - self._started_at)
+
+    def gap(self, seconds: float, num_tokens: int) -> None:
+        if self._series is not None:
+            self._series.gap.observe(seconds, num_tokens)
+
+    # --- what the client may ask for
+
+    def timing(self) -> dict[str, float]:
+        """In milliseconds, by the names of `nvext.timing`."""
+        now = self._now()
+        told = {"total_time_ms": (now - self._started_at) * 1e3}
+        if self._first_at is not None:
+            told["ttft_ms"] = (self._first_at - self._started_at) * 1e3
+        return told
+
+    def timing_headers(self) -> dict[str, str]:
+        timing = self.timing()
+        parts = [f"total;dur={timing['total_time_ms']:.2f}"]
+        if "ttft_ms" in timing:
+            parts.append(f"ttft;dur={timing['ttft_ms']:.2f}")
+        return {"server-timing": ", ".join(parts)}
+
+    # ---
+
+    def _labels(self) -> tuple[str, str, str]:
+        return self._model, self._endpoint, "stream" if self.streams else "unary"
+
+    @property
+    def started_at(self) -> float:
+        return self._started_at
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._now() - self._started_at
+
+    def _end(self, error: BaseException | None) -> None:
+        if self.on_end is not None:
+            self.on_end()
+            self.on_end = None
+        metrics, series, labels = self._metrics, self._series, self._labels()
+        if series is None:
+            metrics.started[labels] += 1
+        else:
+            series.active -= 1
+            series.request_duration.observe(self._now() - self._started_at)
+            series.output_tokens.observe(self.output_tokens)
+            series.output_tokens_total += self.output_tokens
+            series.cached_tokens.observe(self.cached_tokens)
+        error_type = ""
+        if error is not None:
+            error_type = error_type_label(error)
+            status = status_of(error)
+            if status == CANCELLED_STATUS:
+                metrics.cancelled[labels] += 1
+                if isinstance(error, asyncio.CancelledError):
+                    metrics.disconnected += 1
+            elif status == 429 and isinstance(error, KvoltError):
+                metrics.rejected[labels[:2]] += 1
+        metrics.requests[*labels, "success" if error is None else "error", error_type] += 1

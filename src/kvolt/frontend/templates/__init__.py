@@ -1,0 +1,1 @@
+"""Chat templates: rendering with limits on size and time."""

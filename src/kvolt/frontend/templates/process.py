@@ -1,0 +1,290 @@
+"""Rendering in a process of its own, which may be lost.
+
+The process has a bound on its memory (RLIMIT_AS) and, for each rendering, on its CPU time (RLIMIT_CPU). A template
+that needs more fails there: its request is refused, and the next one gets a fresh process. One rendering runs at a
+time, so no other request is lost with it. A process that was killed from outside is replaced, and the rendering
+repeated once.
+
+A call of RenderProcess blocks; Renderer makes it in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from kvolt.core.errors import InvalidRequest, Unavailable
+from kvolt.frontend.openai_api.templating import TemplateInput
+from kvolt.frontend.tokenization.off_loop import OffLoop
+from kvolt.runtime.clock import Blocking
+
+log = logging.getLogger(__name__)
+
+MEMORY_BYTES = 1024**3
+CPU_S = 5
+WALL_S = 50.0
+"""Of one rendering, when the machine is too busy for the process to use its CPU time."""
+
+_CLOSE_S = 1.0
+"""Longest wait of `close`, on the event loop, for a rendering whose process it has killed."""
+
+_MSGPACK, _JSON = b"m", b"j"
+_LENGTH_BYTES = 8
+_MAX_REPLY_BYTES = 128 * 1024 * 1024
+_NO_MEMORY_STATUS = 77
+"""Exit status of a process that had no memory to receive a job or to send its reply."""
+
+
+class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One rendering: the template as its frontend has it, and its input."""
+
+    source: str
+    bos_token: str
+    eos_token: str
+    now: float | None
+    """Wall time for `strftime_now`; None: the template has none."""
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, given: TemplateInput, **template: Any) -> RenderJob:
+        fields = given._asdict()
+        fields.pop("is_large")
+        return cls(**template, **fields)
+
+
+class Rendered(msgspec.Struct, frozen=True, kw_only=True):
+    text: str = ""
+    refusal: str | None = None
+    param: str | None = None
+
+
+class RenderProcess:
+    """Owns the process: started when it is first needed, replaced when it is lost. Any thread may call it."""
+
+    def __init__(self, memory_bytes: int = MEMORY_BYTES, cpu_s: int = CPU_S) -> None:
+        self._memory_bytes = memory_bytes
+        self._cpu_s = cpu_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._is_closed = False
+
+    def render(self, job: RenderJob) -> str:
+        """InvalidRequest when the template refuses its input, or needs more memory or time than it may have."""
+        message = _encoded(job)
+        with self._lock:
+            reply = self._exchange(message) or self._exchange(message)
+        if reply is None:
+            raise Unavailable(
+                "the process that renders chat templates was lost twice", reason="render_process"
+            )
+        rendered = msgspec.msgpack.decode(reply, type=Rendered)
+        if rendered.refusal is not None:
+            raise InvalidRequest(rendered.refusal, param=rendered.param)
+        return rendered.text
+
+    def close(self) -> None:
+        """Kill the process. A rendering in another thread ends with it at once, as Unavailable."""
+        self._is_closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        if self._lock.acquire(timeout=_CLOSE_S):
+            try:
+                self._lose()
+            finally:
+                self._lock.release()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def _exchange(self, message: bytes) -> bytes | None:
+        """The reply; None when the process was lost for no fault of the template."""
+        if self._is_closed:
+            raise Unavailable("this process is stopping", reason="stopping")
+        try:
+            connection = self._socket or self._start()
+            connection.settimeout(WALL_S)
+            send_message(connection, message)
+            return receive_message(connection, _MAX_REPLY_BYTES)
+        except TimeoutError:
+            self._lose()
+            raise _refused(f"it took more than {WALL_S:g} s") from None
+        except _TooLarge as error:
+            self._lose()
+            raise _refused(f"it made {error.num_bytes} bytes, more than {_MAX_REPLY_BYTES}") from None
+        except MemoryError:  # of the frontend, in the middle of a message
+            self._lose()
+            raise Unavailable("no memory for a rendered prompt", reason="memory") from None
+        except (EOFError, OSError):
+            status = self._lose()
+        if status == _NO_MEMORY_STATUS:
+            raise _refused("it took too much memory")
+        if status == -signal.SIGXCPU:
+            raise _refused(f"it took more than {self._cpu_s} s of CPU time")
+        if not self._is_closed:
+            log.warning("render process lost: status=%s", status)
+        return None
+
+    def _start(self) -> socket.socket:
+        self._socket, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "kvolt.frontend.templates.process", str(theirs.fileno())]
+        command += [str(self._memory_bytes), str(self._cpu_s)]
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+        if self._is_closed:  # `close` did not see this process
+            self._process.kill()
+        return self._socket
+
+    def _lose(self) -> int | None:
+        if self._socket is not None:
+            self._socket.close()
+        process, self._process, self._socket = self._process, None, None
+        if process is None:
+            return None
+        try:
+            return process.wait(0.5)  # its own end, if that is why it was lost
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+
+class Renderer:
+    """Renderings of one frontend, in order of arrival."""
+
+    def __init__(self, blocking: Blocking) -> None:
+        self._process = RenderProcess()
+        self._lane = OffLoop(blocking, "templates")
+
+    async def render(self, job: RenderJob) -> str:
+        return await self._lane.run(lambda: self._process.render(job))
+
+    def close(self) -> None:
+        self._process.close()
+
+
+def _encoded(job: RenderJob) -> bytes:
+    """By msgpack, which copies texts as they are. JSON, ten times slower, for integers beyond 64 bits."""
+    try:
+        return _MSGPACK + msgspec.msgpack.encode(job)
+    except OverflowError:
+        return _JSON + msgspec.json.encode(job)
+
+
+def _refused(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"the chat template was stopped: {reason}", param="messages")
+
+
+def send_message(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(len(message).to_bytes(_LENGTH_BYTES, "big"))
+    connection.sendall(message)
+
+
+class _TooLarge(Exception):
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+
+def receive_message(connection: socket.socket, max_bytes: int) -> bytes:
+    """EOFError when the other side closed."""
+    num_bytes = int.from_bytes(_receive(connection, _LENGTH_BYTES), "big")
+    if num_bytes > max_bytes:
+        raise _TooLarge(num_bytes)
+    return bytes(_receive(connection, num_bytes))
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytearray:
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view:
+        received = connection.recv_into(view)
+        if not received:
+            raise EOFError
+        view = view[received:]
+    return data
+
+
+# --- in the process
+
+
+def _serve(connection: socket.socket, cpu_s: int) -> None:
+    decoders = {
+        _MSGPACK: msgspec.msgpack.Decoder(RenderJob).decode,
+        _JSON: msgspec.json.Decoder(RenderJob).decode,
+    }
+    while True:
+        try:
+            message = receive_message(connection, sys.maxsize)
+        except (EOFError, OSError):
+            return  # the frontend is gone
+        used = sum(os.times()[:2])
+        _set_limit(resource.RLIMIT_CPU, int(used) + cpu_s + 1)
+        try:
+            reply = msgspec.msgpack.encode(_rendered(decoders[message[:1]](memoryview(message)[1:])))
+        except MemoryError:
+            reply = _refusal("the chat template was stopped: it took too much memory")
+        except Exception as error:  # such as a lone surrogate in the text, which cannot be encoded
+            reply = _refusal(f"the chat template failed: {type(error).__name__}: {str(error)[:500]}")
+        del message
+        send_message(connection, reply)
+
+
+def _refusal(reason: str) -> bytes:
+    printable = reason.encode("utf-8", "backslashreplace").decode()
+    return msgspec.msgpack.encode(Rendered(refusal=printable, param="messages"))
+
+
+def _rendered(job: RenderJob) -> Rendered:
+    from kvolt.frontend.templates.template import ChatTemplate
+
+    now = job.now
+    wall = None if now is None else lambda: now
+    template = ChatTemplate(job.source, job.bos_token, job.eos_token, wall=wall)
+    try:
+        text = template.render_input(
+            TemplateInput(
+                job.messages, job.tools, job.add_generation_prompt, job.continue_final_message, job.kwargs
+            )
+        )
+    except InvalidRequest as error:
+        return Rendered(refusal=error.message, param=str(error.fields.get("param", "messages")))
+    return Rendered(text=text)
+
+
+def _set_limit(kind: int, limit: int) -> None:
+    """Set a soft limit of this process: at most its hard limit, which only root may raise."""
+    hard = resource.getrlimit(kind)[1]
+    soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    try:
+        resource.setrlimit(kind, (soft, hard))
+    except (OSError, ValueError) as error:
+        log.warning("render process limit not set: kind=%d limit=%d reason=%s", kind, soft, error)
+
+
+def main(arguments: list[str]) -> None:
+    descriptor, memory_bytes, cpu_s = map(int, arguments)
+    _set_limit(resource.RLIMIT_AS, memory_bytes)
+    _set_limit(resource.RLIMIT_CORE, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the frontend, which closes the connection
+    try:
+        _serve(socket.socket(fileno=descriptor), cpu_s)
+    except MemoryError:  # between renderings: the connection is in the middle of a message
+        os._exit(_NO_MEMORY_STATUS)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Text to token ids, with limits on size and time."""

@@ -1,0 +1,1 @@
+"""Object tier: blocks in an object store that many workers share."""

@@ -1,0 +1,1 @@
+"""Prefix index: which worker holds which blocks, in which tier."""

@@ -1,0 +1,1 @@
+"""KV events into the prefix index: ordering, loss, replay, snapshots."""

@@ -1,0 +1,1 @@
+"""Requests that wait while no worker has room."""

@@ -1,0 +1,1 @@
+"""The router as a process for several frontends, as a library, and over HTTP."""

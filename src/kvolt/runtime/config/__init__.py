@@ -1,0 +1,1 @@
+"""The config tree: every setting, and how its value is loaded."""

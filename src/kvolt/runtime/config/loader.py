@@ -1,0 +1,380 @@
+"""Loads the config tree and remembers where each value came from.
+
+Order, the later wins: defaults, TOML file, environment, flags. Each layer is checked by itself, so an
+error names the place that a person has to change. `environ` and the working directory come in as
+arguments; what the settings mean is known in `kvolt.runtime.config.settings` only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvolt.core.errors import ConfigError
+from kvolt.runtime.config.settings import Leaf, Settings, WorkerSettings, leaves, sections, worker_leaves
+from kvolt.runtime.config.toml_writer import literal
+
+ENV_PREFIX = "KVOLT_"
+ENV_OTHER = ("KVOLT_CONFIG", "KVOLT_HOME", "KVOLT_TRACES", "KVOLT_PEER")
+"""Names with our prefix that are not settings."""
+
+DEFAULT_FILE = "kvolt.toml"
+_LAYERS = ("default", "file", "env", "flag")
+_LIST_NAMES = "`kvolt config env` lists all settings"
+
+
+class Override(msgspec.Struct, frozen=True):
+    """A setting given on the command line: its key, the text given, and the flag as typed."""
+
+    key: str
+    text: str
+    flag: str
+
+
+class LoadedConfig(msgspec.Struct, frozen=True):
+    """The settings in force, and for each dotted key `default`, `file PATH`, `env NAME` or `flag --x`.
+
+    Keys of a worker entry are `workers.0.name` and so on. `discovery.path` and `supervisor.log_dir` are
+    always filled in, and absolute.
+    """
+
+    settings: Settings
+    origins: dict[str, str]
+
+
+def load(
+    *, environ: Mapping[str, str], cwd: Path, file: str | None = None, overrides: Sequence[Override] = ()
+) -> LoadedConfig:
+    """The config in force; ConfigError (fields: key, remedy) for the first thing that is wrong."""
+    layers = _Layers(environ)
+    path, named_by = _config_path(environ, cwd, file)
+    if path is not None:
+        layers.lay_file(path, _read_toml(cwd / path, str(path), named_by), cwd)
+    layers.lay_environment(cwd)
+    layers.lay_flags(overrides, cwd)
+    loaded = layers.finish()
+    if layers.problems:
+        raise layers.problems[0]
+    return loaded
+
+
+def check_file(
+    path: Path,
+    *,
+    environ: Mapping[str, str],
+    cwd: Path,
+    check_worker: Callable[[WorkerSettings], object] | None = None,
+) -> list[ConfigError]:
+    """Everything that is wrong with one file, seen without environment settings and flags.
+
+    `check_worker` knows more of a `[[workers]]` entry than its types; it raises ConfigError.
+    """
+    layers = _Layers({name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)})
+    try:
+        layers.lay_file(path, _read_toml(cwd / path, str(path), ""), cwd)
+    except ConfigError as error:
+        return [error]
+    loaded = layers.finish()
+    if check_worker is not None:
+        for index, worker in enumerate(loaded.settings.workers):
+            try:
+                check_worker(worker)
+            except ConfigError as error:
+                key = f"workers.{index}.{error.fields.get('key') or 'engine'}"
+                remedy = str(error.fields.get("remedy") or "correct it")
+                layers.problems.append(ConfigError(f"{path}:{key}: {error.message}", key=key, remedy=remedy))
+    return layers.problems
+
+
+def default_discovery_path(environ: Mapping[str, str]) -> str:
+    """Where discovery is when nobody has named a directory; the one above it is this user's own."""
+    return os.path.join(state_dir(environ), "discovery")
+
+
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a child process that gets a resolved config file.
+
+    Settings left in it would win over that file, and so over the flags its parent was given.
+    """
+    names = {leaf.env for leaf in leaves().values()}
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean NAME?` for the most similar known name, or nothing."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+class _Layers:
+    """The layers as they are laid over each other. Problems are collected, not raised."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._values: dict[str, Any] = {}
+        self._workers: list[dict[str, Any]] | None = None
+        self._origins: dict[str, str] = dict.fromkeys([*leaves(), "workers"], "default")
+        self.problems: list[ConfigError] = []
+
+    def lay_file(self, path: Path, tables: dict[str, Any], cwd: Path) -> None:
+        origin, base = f"file {path}", (cwd / path).parent
+        for name, value in tables.items():
+            if name == "workers":
+                self._lay_workers(value, origin)
+            elif name not in sections():
+                self._lay_file_value(name, value, origin, base)
+            elif not isinstance(value, dict):
+                what = f"expected a table, got {_shown(value)}"
+                self._wrong(_place(origin, name), name, what, f"write it as [{name}]")
+            else:
+                for inner, item in value.items():
+                    self._lay_file_value(f"{name}.{inner}", item, origin, base)
+
+    def _lay_file_value(self, key: str, value: Any, origin: str, base: Path) -> None:
+        leaf = leaves().get(key)
+        if leaf is None:
+            self._unknown_key(_place(origin, key), key, [*leaves(), *sections(), "workers"])
+        else:
+            self._lay(leaf, value, origin, base)
+
+    def _lay_workers(self, entries: Any, origin: str) -> None:
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            what = f"expected a list of tables, got {_shown(entries)}"
+            self._wrong(
+                _place(origin, "workers"), "workers", what, "write each entry under a [[workers]] line"
+            )
+            return
+        self._workers, self._origins["workers"] = [], origin
+        for index, entry in enumerate(entries):
+            worker: dict[str, Any] = {}
+            for name in entry:
+                if name not in worker_leaves():
+                    key = f"workers.{index}.{name}"
+                    self._unknown_key(
+                        _place(origin, key), key, [f"workers.{index}.{known}" for known in worker_leaves()]
+                    )
+            for name, leaf in worker_leaves().items():
+                key = f"workers.{index}.{name}"
+                self._origins[key] = origin if name in entry else "default"
+                if name in entry:
+                    try:
+                        worker[name] = _checked(leaf, entry[name])
+                    except ValueError as error:
+                        self._wrong(_place(origin, key), key, str(error), _remedy(leaf))
+            self._workers.append(worker)
+
+    def lay_environment(self, cwd: Path) -> None:
+        by_name = {leaf.env: leaf for leaf in leaves().values()}
+        for name in sorted(self._environ):
+            if not name.startswith(ENV_PREFIX) or name in ENV_OTHER:
+                continue
+            if name in by_name:
+                self._lay(by_name[name], _from_text(by_name[name], self._environ[name]), f"env {name}", cwd)
+            elif name.startswith("KVOLT_WORKERS"):
+                self._wrong(
+                    name, "workers", "workers have no environment name", "write [[workers]] in a config file"
+                )
+            else:
+                what = "unknown setting" + nearest(name, [*by_name, *ENV_OTHER])
+                self._wrong(name, name, what, _LIST_NAMES)
+
+    def lay_flags(self, overrides: Sequence[Override], cwd: Path) -> None:
+        for override in overrides:
+            leaf = leaves()[override.key]
+            self._lay(leaf, _from_text(leaf, override.text), f"flag {override.flag}", cwd)
+
+    def _lay(self, leaf: Leaf, value: Any, origin: str, base: Path) -> None:
+        try:
+            value = _checked(leaf, value)
+        except ValueError as error:
+            self._wrong(_place(origin, leaf.key), leaf.key, str(error), _remedy(leaf))
+            return
+        if leaf.extra.get("path") and value is not None:
+            value = _absolute(value, base, self._environ)
+        self._values[leaf.key], self._origins[leaf.key] = value, origin
+
+    def finish(self) -> LoadedConfig:
+        self._settle_discovery()
+        self._fill_directories()
+        tree: dict[str, Any] = {name: {} for name in sections()}
+        for key, value in self._values.items():
+            section, _, name = key.rpartition(".")
+            (tree[section] if section else tree)[name] = value
+        if self._workers is not None:
+            tree["workers"] = self._workers
+        settings = msgspec.convert(tree, Settings)
+        if self._workers is None:
+            own = [
+                f"workers.{index}.{name}"
+                for index in range(len(settings.workers))
+                for name in worker_leaves()
+            ]
+            self._origins.update(dict.fromkeys(own, "default"))
+        for keys, what, remedy in _contradictions(settings):
+            # The strongest layer is the one that was changed last: that is where to look.
+            key = max(keys, key=lambda name: _rank(self._origins[name]))
+            self._wrong(_place(self._origins[key], key), key, what, remedy)
+        return LoadedConfig(settings, self._origins)
+
+    def _settle_discovery(self) -> None:
+        """`join` implies its kind, unless a kind of the same or a stronger layer says otherwise."""
+        kind, join = self._origins["discovery.kind"], self._origins["discovery.join"]
+        if self._values.get("discovery.join") is None or self._values.get("discovery.kind") == "join":
+            return
+        if _rank(kind) < _rank(join):
+            self._values["discovery.kind"], self._origins["discovery.kind"] = "join", join
+        elif _rank(kind) > _rank(join):
+            self._values["discovery.join"], self._origins["discovery.join"] = None, kind
+
+    def _fill_directories(self) -> None:
+        path = self._values.get("discovery.path") or default_discovery_path(self._environ)
+        self._values["discovery.path"] = path
+        if self._values.get("supervisor.log_dir") is None:
+            self._values["supervisor.log_dir"] = os.path.join(os.path.dirname(path), "logs")
+
+    def _unknown_key(self, where: str, key: str, known: list[str]) -> None:
+        self._wrong(where, key, "unknown key" + nearest(key, known), _LIST_NAMES)
+
+    def _wrong(self, where: str, key: str, what: str, remedy: str) -> None:
+        self.problems.append(ConfigError(f"{where}: {what}", key=key, remedy=remedy))
+
+
+def _contradictions(settings: Settings) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Values that are right by themselves and wrong together: the keys, what is wrong, what to do."""
+    plane, discovery, supervisor = settings.plane, settings.discovery, settings.supervisor
+    if plane.dead_after_s <= plane.heartbeat_s:
+        what = "plane.dead_after_s must be above plane.heartbeat_s"
+        yield ("plane.dead_after_s", "plane.heartbeat_s"), what, "three heartbeats are a good limit"
+    if plane.max_message_bytes < plane.max_frame_bytes:
+        what = "plane.max_message_bytes must not be below plane.max_frame_bytes"
+        yield ("plane.max_message_bytes", "plane.max_frame_bytes"), what, "raise the one or lower the other"
+    if supervisor.restart_backoff_max_s < supervisor.restart_backoff_s:
+        what = "supervisor.restart_backoff_max_s must not be below supervisor.restart_backoff_s"
+        keys = ("supervisor.restart_backoff_max_s", "supervisor.restart_backoff_s")
+        yield keys, what, "raise the one or lower the other"
+    if discovery.kind == "join" and discovery.join is None:
+        yield (
+            ("discovery.kind",),
+            "join needs the address of a join server",
+            "set discovery.join or give --join HOST:PORT",
+        )
+    if discovery.kind != "join" and discovery.join is not None:
+        what = f'discovery.join is set, but discovery.kind is "{discovery.kind}"'
+        yield ("discovery.join",), what, "leave one of them out"
+    names = [worker.name for worker in settings.workers]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            what = f'a second worker entry is named "{name}"'
+            yield (f"workers.{index}.name", "workers"), what, "give each entry its own name"
+
+
+def _config_path(environ: Mapping[str, str], cwd: Path, file: str | None) -> tuple[Path | None, str]:
+    if file is not None:
+        return Path(file), "--config "
+    if environ.get("KVOLT_CONFIG"):
+        return Path(environ["KVOLT_CONFIG"]), "KVOLT_CONFIG "
+    return (Path(DEFAULT_FILE), "") if (cwd / DEFAULT_FILE).is_file() else (None, "")
+
+
+def _read_toml(path: Path, shown: str, named_by: str) -> dict[str, Any]:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(
+            f"{named_by}{shown}: {reason}", key="config", remedy="name a readable TOML file"
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{shown}: not UTF-8 text", key="config", remedy="name a TOML file") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        reason, _, position = str(error).partition(" (at ")
+        found = re.match(r"line (\d+), column (\d+)", position)
+        # The decoder names no line when the text ends too early.
+        end = (text.count("\n") + 1, len(text) - text.rfind("\n"))
+        line, column = (found[1], found[2]) if found else end
+        where = f"{shown}:{line}:{column}"
+        raise ConfigError(
+            f"{where}: broken TOML: {reason}", key="config", remedy="correct this line"
+        ) from None
+
+
+_CONVERTED = (msgspec.inspect.IntType, msgspec.inspect.FloatType, msgspec.inspect.BoolType)
+
+
+def _from_text(leaf: Leaf, text: str) -> Any:
+    """What the text of a variable or flag stands for; text that fits nothing is left to the check."""
+    if isinstance(leaf.info, msgspec.inspect.ListType):
+        return [item.strip() for item in text.split(",") if item.strip()]
+    if leaf.optional and not text:
+        return None
+    kinds = leaf.info.types if isinstance(leaf.info, msgspec.inspect.UnionType) else (leaf.info,)
+    if any(isinstance(kind, _CONVERTED) for kind in kinds):
+        try:
+            return msgspec.convert(text.strip(), leaf.type, strict=False)
+        except msgspec.ValidationError:
+            return text
+    return text
+
+
+def _checked(leaf: Leaf, value: Any) -> Any:
+    """The value as its type wants it; ValueError says in words what it should have been."""
+    try:
+        checked = msgspec.convert(value, leaf.type)
+        if checked is not None:
+            literal(checked)  # what to_toml cannot write would not reach a child process
+    except (msgspec.ValidationError, TypeError):
+        hint = nearest(str(value), leaf.choices)
+        raise ValueError(f"expected {leaf.expects}, got {_shown(value)}{hint}") from None
+    if leaf.extra.get("address") and checked is not None:
+        from kvolt.runtime.network import split_address  # brings asyncio, which most loads do without
+
+        try:
+            split_address(checked)
+        except ConfigError:
+            raise ValueError(f"expected HOST:PORT, got {_shown(value)}") from None
+    return checked
+
+
+def _remedy(leaf: Leaf) -> str:
+    if leaf.extra.get("address"):
+        return "for example 127.0.0.1:7400"
+    return "leave it out" if leaf.default is None else f"leave it out for the default, {_shown(leaf.default)}"
+
+
+def _absolute(text: str, base: Path, environ: Mapping[str, str]) -> str:
+    if text == "~" or text.startswith("~/"):
+        text = environ.get("HOME", "~") + text[1:]
+    return os.path.normpath(os.path.join(base, text))
+
+
+def state_dir(environ: Mapping[str, str]) -> str:
+    """Directory of this user's processes on this machine."""
+    if environ.get("XDG_RUNTIME_DIR"):
+        return os.path.join(environ["XDG_RUNTIME_DIR"], "kvolt")
+    return os.path.join(environ.get("TMPDIR") or "/tmp", f"kvolt-{os.getuid()}")
+
+
+def _rank(origin: str) -> int:
+    return _LAYERS.index(origin.partition(" ")[0])
+
+
+def _place(origin: str, key: str) -> str:
+    layer, _, name = origin.partition(" ")
+    return {"default": key, "file": f"{name}:{key}"}.get(layer, name)
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = "nothing" if value is None else literal(value)
+    except TypeError:
+        text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,47 @@
+"""Writes the config tree as TOML, in the one form that `config` reads back unchanged."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from kvolt.runtime.config.settings import Settings, sections
+
+
+def to_toml(settings: Settings) -> str:
+    """The tree as a TOML file that loads to the same settings; a value of None is left out."""
+    lines = [f"namespace = {literal(settings.namespace)}"]
+    if not settings.workers:
+        lines.append("workers = []")
+    tables = [(f"[{name}]", getattr(settings, name)) for name in sections()]
+    tables += [("[[workers]]", worker) for worker in settings.workers]
+    for head, table in tables:
+        lines += ["", head]
+        values = msgspec.structs.asdict(table)
+        lines += [f"{name} = {literal(value)}" for name, value in values.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def literal(value: Any) -> str:
+    """A TOML value on one line; TypeError for what config may not hold (dates, None inside a table)."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str():
+            # JSON's escapes are TOML's, but for DEL, which TOML wants escaped as well.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list() | tuple():
+            return "[" + ", ".join(literal(item) for item in value) + "]"
+        case msgspec.Struct():
+            said = msgspec.structs.asdict(value)
+            return literal({name: each for name, each in said.items() if each is not None})
+        case dict():
+            return (
+                "{" + ", ".join(f"{literal(str(key))} = {literal(item)}" for key, item in value.items()) + "}"
+            )
+        case _:
+            raise TypeError(f"{type(value).__name__} has no place in a config file")

@@ -1,0 +1,1 @@
+"""Endpoints: addresses, calling an endpoint, serving one, keeping its registration."""

@@ -1,0 +1,241 @@
+"""A caller's view of one call: deadlines, and an async iterator over the answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from kvolt.core.errors import Cancelled, DeadlineExceeded, KvoltError
+from kvolt.runtime.plane.port import OutgoingStream
+from kvolt.runtime.plane.streams import Sink, StepSink
+
+_LATE_S = 0.5
+"""A timer that fires so much later than it should: the process stood still."""
+
+
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
+    """How long each wait of a call may take. Between responses only the sender's silence counts."""
+
+    connect_s: float = 5.0
+    first_s: float = 60.0
+    between_s: float = 30.0
+    total_s: float = 600.0
+    stall_s: float = 0.0
+    """How much longer the first and the next response may take while the peer seems to be stalled."""
+
+
+class Call:
+    """Watches the deadlines of one call. Items go from the stream to the sink past it, the end comes through.
+
+    The sink sees exactly one end: the peer's, a lost connection's, a deadline's, or Cancelled.
+    """
+
+    __slots__ = (
+        "_armed_for",
+        "_loop",
+        "_started",
+        "_stream",
+        "_timer",
+        "_waiting_since",
+        "automatic_credit",
+        "deadlines",
+        "ended",
+        "on_item",
+        "sink",
+        "steps",
+    )
+
+    def __init__(self, sink: Sink, deadlines: Deadlines, automatic_credit: bool = False) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.sink = sink
+        self.deadlines = deadlines
+        self.automatic_credit = automatic_credit
+        self._started = self._waiting_since = self._loop.time()
+        self._stream: OutgoingStream | None = None
+        self.ended = False
+        self.on_item = sink.on_item
+        self.steps: StepSink | None = getattr(sink, "steps", None)
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed_for = 0.0
+
+    @property
+    def remaining_s(self) -> float:
+        """Time left in total, to be told to the peer."""
+        return max(self._started + self.deadlines.total_s - self._loop.time(), 0.0)
+
+    @property
+    def stream(self) -> OutgoingStream | None:
+        return self._stream
+
+    def attach(self, stream: OutgoingStream) -> None:
+        """The stream is open: its deadlines run. If the call ended meanwhile, the stream is cancelled."""
+        if self.ended:
+            stream.cancel()
+            return
+        self._stream = stream
+        self._waiting_since = self._loop.time()
+        self._arm(self._due()[0], self._waiting_since)
+
+    def reader_waits(self) -> None:
+        """The reader has just taken all there was: only from now on is the sender's silence its own."""
+        self._waiting_since = self._loop.time()
+
+    def _reader_is_behind(self) -> bool:
+        held = self._stream is not None and self._stream.held
+        return held or getattr(self.sink, "num_queued", 0) > 0
+
+    def cancel(self, error: KvoltError | None = None) -> None:
+        """Stop the call here and at the peer."""
+        if self.ended:
+            return
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
+        self.on_end(error or Cancelled("the caller cancelled"))
+
+    def abandon(self) -> None:
+        """The call never started: the sink hears nothing."""
+        self.ended = True
+
+    def on_end(self, error: KvoltError | None) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        self._stream = None  # which knows us: without the circle all that hangs on the call is freed at once
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.sink.on_end(error)
+
+    def _arm(self, due: float, now: float) -> None:
+        # Not later than `between` from now: the first item may come at once and be the last for long.
+        self._armed_for = min(due, now + self.deadlines.between_s)
+        self._timer = self._loop.call_at(self._armed_for, self._on_timer)
+
+    def _due(self) -> tuple[float, str, float]:
+        """When the next deadline is, which one, and its length."""
+        limits = self.deadlines
+        stream = self._stream
+        arrival = stream.seen_at() if stream is not None else None
+        stage, length = ("first", limits.first_s) if arrival is None else ("between", limits.between_s)
+        since = max(self._waiting_since, arrival or 0.0)
+        due = since + length
+        if stream is not None:
+            due += stream.stalled_s(since) + (limits.stall_s if stream.peer_silent else 0.0)
+        total = self._started + limits.total_s
+        return (due, stage, length) if due < total else (total, "total", limits.total_s)
+
+    def _on_timer(self) -> None:
+        # One timer per call, re-armed when it fires early: an item only notes its arrival.
+        due, stage, length = self._due()
+        now = self._loop.time()
+        late_s = now - self._armed_for
+        if due <= now and stage != "total" and late_s > _LATE_S:
+            due = (
+                now + _LATE_S
+            )  # this process stood still: bytes that have arrived, and the connection, go first
+        if due <= now and stage == "between" and self._reader_is_behind():
+            self._waiting_since = now  # our own reader is behind: the sender may lack credit
+            due = self._due()[0]
+        if due > now:
+            self._arm(due, now)
+        else:
+            self.cancel(
+                DeadlineExceeded(f"no answer within {length:g} s ({stage})", stage=stage, after_s=length)
+            )
+
+
+class ResponseStream(AsyncIterator[Any]):
+    """The answers of one call, in order. Leaving it early (`aclose`, or the `async with` block) cancels the call.
+
+    The queue is bounded by the stream's window: the peer sends no more than was taken.
+    """
+
+    __slots__ = ("_call", "_error", "_items", "_over", "_taken", "_waiter")
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        self._items: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._over = False
+        self._taken = False
+        """Something was read since the reader last waited."""
+        self._error: KvoltError | None = None
+        self._call = Call(self, deadlines)
+
+    @property
+    def call(self) -> Call:
+        return self._call
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._items)
+
+    def on_item(self, item: Any) -> None:
+        self._items.append(item)
+        if self._waiter is not None:
+            self._wake()
+
+    def on_end(self, error: KvoltError | None) -> None:
+        self._over = True
+        self._error = error
+        if self._waiter is not None:
+            self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def __anext__(self) -> Any:
+        if not self._items:
+            await self._wait()
+        if self._items:
+            self._took(1)
+            return self._items.popleft()
+        if self._error is not None:
+            raise self._error
+        raise StopAsyncIteration
+
+    async def batch(self) -> list[Any]:
+        """All that is there, at least one item; an empty list at the end. Cheaper than one by one."""
+        if not self._items:
+            await self._wait()
+        if not self._items and self._error is not None:
+            raise self._error
+        items = list(self._items)
+        self._items.clear()
+        self._took(len(items))
+        return items
+
+    def _took(self, num_items: int) -> None:
+        self._taken = True
+        if self._call.stream is not None:
+            self._call.stream.consumed(num_items)
+
+    async def _wait(self) -> None:
+        if self._taken:
+            self._taken = False
+            self._call.reader_waits()
+        while not self._items and not self._over:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    async def aclose(self) -> None:
+        self._call.cancel()
+        self._items.clear()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()

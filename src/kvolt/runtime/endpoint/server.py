@@ -1,0 +1,192 @@
+"""Serving endpoints: finds the handler of each stream that a peer opens, and runs it.
+
+Two kinds of handler:
+
+* a `StreamHandler` gets the stream itself and answers by `send` / `end` whenever it likes; the
+  worker shell uses it, since an engine's step answers hundreds of streams at once;
+* a `Handler` is an async generator over one decoded request; each runs in a task of its own, paused
+  while its reader is slow, cancelled when its caller gives up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from kvolt.core.errors import DeadlineExceeded, KvoltError, NotFound, Unavailable
+from kvolt.core.ids import InstanceId
+from kvolt.runtime.logs import bind_context
+from kvolt.runtime.plane.port import IncomingStream
+from kvolt.runtime.plane.streams import Decode
+from kvolt.runtime.tasks import Crew
+
+log = logging.getLogger(__name__)
+
+OWN_ENDPOINTS = "kvolt."
+"""Prefix of what every process serves for other processes; never counted as work."""
+
+StreamHandler = Callable[[IncomingStream], None]
+Handler = Callable[[Any], AsyncIterator[Any]]
+
+
+class EndpointServer:
+    """The endpoints of this process."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, tuple[InstanceId, StreamHandler]] = {}
+        self._refusing: dict[str, str] = {}
+        self._active: dict[str, int] = {}
+        self._idle: asyncio.Event | None = None
+        self._crew = Crew("handlers")
+
+    @property
+    def num_active(self) -> int:
+        """Streams being served now, but for the runtime's own (status, control, discovery for others)."""
+        return sum(
+            count for endpoint, count in self._active.items() if not endpoint.startswith(OWN_ENDPOINTS)
+        )
+
+    def active(self, endpoint: str) -> int:
+        return self._active.get(endpoint, 0)
+
+    def add(self, endpoint: str, instance: InstanceId, handler: StreamHandler) -> None:
+        if endpoint in self._handlers:
+            raise KvoltError(f"{endpoint} is served by this process already")
+        self._handlers[endpoint] = (instance, handler)
+        self._active.setdefault(endpoint, 0)
+
+    def remove(self, endpoint: str) -> None:
+        self._handlers.pop(endpoint, None)
+        self._refusing.pop(endpoint, None)
+
+    def refuse(self, endpoint: str, reason: str | None) -> None:
+        """Refuse new streams of an endpoint (`cordoned`, `draining`), or take them again with None."""
+        if reason is None:
+            self._refusing.pop(endpoint, None)
+        else:
+            self._refusing[endpoint] = reason
+
+    def generator(self, handler: Handler, decode: Decode) -> StreamHandler:
+        """A Handler as a StreamHandler."""
+
+        def serve(stream: IncomingStream) -> None:
+            _GeneratorRun(stream, handler, decode).start(self._crew)
+
+        return serve
+
+    def on_open(self, stream: IncomingStream) -> None:
+        """A peer opened a stream."""
+        endpoint, _, wanted = stream.target.partition("#")
+        known = self._handlers.get(endpoint)
+        if known is None:
+            stream.end(NotFound(f"{endpoint} is not served here", kind="endpoint", name=endpoint))
+            return
+        instance, handler = known
+        if wanted and wanted != instance:
+            # The process at this address was restarted; the caller's view of it is old.
+            stream.end(Unavailable(f"instance {wanted} is gone", endpoint=endpoint, reason="stale_instance"))
+            return
+        reason = self._refusing.get(endpoint)
+        if reason is not None:
+            stream.end(Unavailable(f"{endpoint} is {reason} here", endpoint=endpoint, reason=reason))
+            return
+        self._track(endpoint, stream)
+        try:
+            handler(stream)
+        except KvoltError as error:
+            stream.fail(error)
+        except Exception as error:  # a handler's bug must not take the connection along
+            log.exception("the handler of %s failed", endpoint)
+            stream.fail(KvoltError(f"internal error ({type(error).__name__})"))
+
+    async def drain(self, endpoint: str | None = None) -> None:
+        """Wait until nothing is being served (of one endpoint, or at all)."""
+        while self.num_active if endpoint is None else self.active(endpoint):
+            if self._idle is None:
+                self._idle = asyncio.Event()
+            await self._idle.wait()
+
+    async def close(self) -> None:
+        """Cancel every running handler and wait for it."""
+        await self._crew.close()
+
+    def _track(self, endpoint: str, stream: IncomingStream) -> None:
+        self._active[endpoint] = self._active.get(endpoint, 0) + 1
+        stream.on_closed = lambda: self._untrack(endpoint)
+
+    def _untrack(self, endpoint: str) -> None:
+        self._active[endpoint] -= 1
+        if self._idle is not None:
+            self._idle.set()
+            self._idle = None
+
+
+class _GeneratorRun:
+    """One run of an async generator handler: pulls from it while the stream can take more."""
+
+    def __init__(self, stream: IncomingStream, handler: Handler, decode: Decode) -> None:
+        self._stream = stream
+        self._handler = handler
+        self._decode = decode
+        self._writable: asyncio.Event | None = None
+        self._task: asyncio.Task[Any] | None = None
+
+    def start(self, crew: Crew) -> None:
+        self._stream.on_cancel = self._on_cancel
+        self._stream.on_writable = self._on_writable
+        self._task = crew.start(self._run(), self._stream.target)
+
+    async def _run(self) -> None:
+        stream = self._stream
+        try:
+            async with asyncio.timeout(stream.deadline_s) as deadline:
+                with bind_context(stream.context):
+                    await self._pump(self._handler(stream.decode_body(self._decode)))
+            stream.end()
+        except KvoltError as error:
+            stream.end(error)
+        except asyncio.CancelledError:
+            # Retryable: nobody but us wants this request to stop, so another instance may go on with it.
+            stream.fail(Unavailable("the server is stopping", endpoint=stream.target, reason="stopping"))
+            raise
+        except Exception as error:  # the task boundary of a user's handler
+            if isinstance(error, TimeoutError) and deadline.expired():
+                stream.fail(
+                    DeadlineExceeded("the request's time is over", stage="total", after_s=stream.deadline_s)
+                )
+                return
+            log.exception("the handler of %s failed", stream.target)
+            stream.end(KvoltError(f"internal error ({type(error).__name__})"))
+
+    async def _pump(self, answers: AsyncIterator[Any]) -> None:
+        stream = self._stream
+        try:
+            async for item in answers:
+                stream.send(item)
+                while not stream.writable and not stream.closed:
+                    self._writable = asyncio.Event()
+                    await self._writable.wait()
+                    self._writable = None
+                if stream.closed:
+                    return
+        finally:
+            close = getattr(answers, "aclose", None)
+            if close is not None:
+                await close()
+
+    def _on_writable(self) -> None:
+        if self._writable is not None:
+            self._writable.set()
+
+    def _on_cancel(self, error: KvoltError) -> None:
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+
+
+def decoder(kind: Any) -> Decode:
+    """Decodes msgpack into the type given."""
+    return msgspec.msgpack.Decoder(kind).decode

@@ -1,0 +1,1 @@
+"""Event plane: best-effort publish/subscribe; the `mem` and `zmq` implementations."""

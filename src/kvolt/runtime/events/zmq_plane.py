@@ -1,0 +1,421 @@
+"""The `zmq` event plane: no broker; each publisher binds a PUB socket and is found through discovery.
+
+    publisher --put events/<namespace>/<publisher> = {address, version}--> discovery
+    subscriber --watch events/<namespace>/--> connects its one SUB socket to every address
+
+A message has four parts: topic and a NUL, publisher, sequence (u64 little-endian), payload. zmq filters
+by prefix, so the NUL keeps `kv` from matching `kv2`.
+
+Plain zmq sockets with a reader on their descriptor, not `zmq.asyncio`: one wake-up drains all that has
+come, with no future per message. That descriptor tells of changes only, and any call on the socket may
+consume the news, so every call on the SUB socket outside the drain is followed by a drain.
+
+Must not know: what a payload means, which discovery it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from struct import Struct as Packing
+
+import msgspec
+import zmq
+
+from kvolt.core.errors import ConfigError, DiscoveryLost, PayloadTooLarge, Unavailable
+from kvolt.runtime.discovery.port import Delete, Discovery, LeaseId, Put
+from kvolt.runtime.endpoint.registration import RegisteredKey
+from kvolt.runtime.events.port import Event
+from kvolt.runtime.events.subscriber_queue import (
+    NO_COUNTERS,
+    EventCounters,
+    Numbering,
+    Subscription,
+    Subscriptions,
+)
+from kvolt.runtime.network import is_wildcard
+from kvolt.runtime.plane.wire import MALFORMED
+from kvolt.runtime.tasks import Crew
+
+log = logging.getLogger(__name__)
+
+MESSAGE_VERSION = 1
+MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+
+_SEQUENCE = Packing("<Q")
+_SEPARATOR = b"\0"
+_MESSAGES_PER_TURN = 256
+_MAX_SUBSCRIPTION_BYTES = 4096
+"""Largest message that a publisher accepts; a subscriber that sends more is disconnected."""
+_HEARTBEAT_MS = 5_000
+_HEARTBEAT_TIMEOUT_MS = 15_000
+_RECONNECT_MAX_MS = 5_000
+
+
+class ZmqOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a plane binds, how it is found, how much may wait."""
+
+    namespace: str
+    host: str = "127.0.0.1"
+    advertise_host: str | None = None
+    """What others connect to, where it is not `host`: needed when that is a wildcard."""
+    lease_ttl_s: float = 10.0
+    high_water_messages: int = 4_096
+    """Messages that may wait per connection on each side; beyond it the newest are lost: a gap."""
+
+
+class Registration(msgspec.Struct, frozen=True):
+    """What a publisher puts into discovery. Fields of newer versions are ignored."""
+
+    address: str
+    version: int
+
+
+def registrations_prefix(namespace: str) -> str:
+    return f"events/{namespace}/"
+
+
+def encode(topic: str, publisher: str, sequence: int, payload: bytes) -> list[bytes]:
+    return [topic.encode() + _SEPARATOR, publisher.encode(), _SEQUENCE.pack(sequence), payload]
+
+
+def decode(parts: Sequence[bytes]) -> Event | None:
+    """The event in a message, or None when it is none."""
+    if len(parts) != 4:
+        return None
+    topic, publisher, sequence, payload = parts
+    if topic.find(_SEPARATOR) != len(topic) - 1 or len(topic) < 2 or len(sequence) != _SEQUENCE.size:
+        return None
+    (number,) = _SEQUENCE.unpack(sequence)
+    if number == 0:
+        return None
+    try:
+        return Event(topic[:-1].decode(), publisher.decode(), number, payload)
+    except UnicodeDecodeError:
+        return None
+
+
+class _Sender:
+    """The PUB socket. A slow subscriber loses events; it never holds up the publisher or the others."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: ZmqOptions) -> None:
+        self._socket = context.socket(zmq.PUB)
+        try:
+            self._tune(options)
+            self.address = _bind(self._socket, options)
+        except BaseException:
+            self._socket.close(linger=0)
+            raise
+        # An idle PUB socket takes in new and lost subscribers only when it is called.
+        self._descriptor = self._socket.fileno()
+        asyncio.get_running_loop().add_reader(self._descriptor, self._socket.getsockopt, zmq.EVENTS)
+
+    def _tune(self, options: ZmqOptions) -> None:
+        _tune(self._socket)
+        self._socket.setsockopt(zmq.SNDHWM, options.high_water_messages)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_SUBSCRIPTION_BYTES)
+        self._socket.setsockopt(zmq.IPV6, int(":" in options.host))
+
+    def send(self, parts: list[bytes]) -> bool:
+        """False when the message went nowhere."""
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+
+
+class _Receiver:
+    """The SUB socket of all subscriptions of a plane, connected to every registered publisher."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        options: ZmqOptions,
+        subscriptions: Subscriptions,
+        counters: EventCounters,
+    ) -> None:
+        self._subscriptions = subscriptions
+        self._counters = counters
+        self._prefix = registrations_prefix(options.namespace)
+        self._high_water_messages = options.high_water_messages
+        self._addresses: dict[str, str] = {}
+        self._skipped: dict[str, None] = {}
+        self._loop = asyncio.get_running_loop()
+        self._next_drain: asyncio.Handle | None = None
+        self._socket = context.socket(zmq.SUB)
+        _tune(self._socket)
+        self._socket.setsockopt(zmq.RCVHWM, self._high_water_messages)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._descriptor = self._socket.fileno()
+        self._loop.add_reader(self._descriptor, self._drain)
+
+    def listen(self, topic: str) -> None:
+        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode() + _SEPARATOR)
+        self._drain_soon()
+
+    def unlisten(self, topic: str) -> None:
+        self._socket.setsockopt(zmq.UNSUBSCRIBE, topic.encode() + _SEPARATOR)
+        self._drain_soon()
+
+    async def follow(self, discovery: Discovery) -> None:
+        """Connect and disconnect as publishers come and go. Ends when the discovery is closed: what is
+        connected then stays so."""
+        async for change in discovery.watch_prefix(self._prefix):
+            try:
+                if isinstance(change, Put):
+                    self._appeared(change.key, change.value)
+                elif isinstance(change, Delete):
+                    self._forget(change.key)
+            except Exception:  # whatever one publisher did, the others are followed on
+                log.exception("cannot follow a publisher of events: %.200r", change)
+                self._counters.rejected("registration", 1)
+
+    def close(self) -> None:
+        if self._next_drain is not None:
+            self._next_drain.cancel()
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+
+    def _appeared(self, key: str, value: bytes) -> None:
+        publisher = key.removeprefix(self._prefix)
+        try:
+            registration = msgspec.msgpack.decode(value, type=Registration)
+        except MALFORMED as error:
+            self._skip(key, "registration", f"cannot be read: {error}")
+            return
+        if registration.version != MESSAGE_VERSION:
+            self._skip(key, "version", f"has message version {registration.version}, not {MESSAGE_VERSION}")
+            return
+        if self._addresses.get(publisher) == registration.address:
+            return
+        if not self._connect(registration.address):
+            self._skip(key, "address", f"has no usable address: {registration.address!r}")
+            return
+        self._forget(key)
+        self._addresses[publisher] = registration.address
+
+    def _connect(self, address: str) -> bool:
+        if not address.startswith("tcp://"):
+            return False
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError:
+            return False
+        self._drain_soon()
+        return True
+
+    def _skip(self, key: str, reason: str, why: str) -> None:
+        """Said once, until the publisher leaves or registers well."""
+        if key in self._skipped:
+            return
+        self._forget(key)
+        self._skipped[key] = None
+        self._counters.rejected(reason, 1)
+        log.warning("events of publisher %s are not received: its registration %s", key, why)
+
+    def _forget(self, key: str) -> None:
+        self._skipped.pop(key, None)
+        publisher = key.removeprefix(self._prefix)
+        address = self._addresses.get(publisher)
+        if address is None:
+            return
+        # Disconnecting throws away what has come and was not read.
+        self._read(self._high_water_messages)
+        del self._addresses[publisher]
+        # A restarted publisher may have got the port of the one before it, and zmq keeps one connection
+        # per address.
+        if address not in self._addresses.values():
+            self._socket.disconnect(address)
+        self._drain_soon()
+
+    def _drain_soon(self) -> None:
+        if self._next_drain is None:
+            self._next_drain = self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        if self._next_drain is not None:
+            self._next_drain.cancel()
+            self._next_drain = None
+        if not self._read(_MESSAGES_PER_TURN):
+            self._drain_soon()
+
+    def _read(self, max_messages: int) -> bool:
+        """Whether all that has come is read."""
+        for _ in range(max_messages):
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            self._accept(parts)
+        return False
+
+    def _accept(self, parts: Sequence[bytes]) -> None:
+        event = decode(parts)
+        if event is None:
+            self._counters.rejected("malformed", 1)
+        elif event.publisher not in self._addresses:
+            # Another namespace, or a version we skip, on a port that a publisher of ours had before.
+            self._counters.rejected("unregistered", 1)
+        else:
+            self._subscriptions.deliver(event)
+
+
+class ZmqEvents:
+    """An event plane over zmq. What is published before start or after close is dropped and counted.
+
+    `publisher` is this process's id, new at each start. A plane that never subscribes has no SUB socket
+    and watches nothing.
+    """
+
+    def __init__(
+        self,
+        options: ZmqOptions,
+        publisher: str,
+        discovery: Discovery,
+        counters: EventCounters = NO_COUNTERS,
+    ) -> None:
+        self._options = options
+        self._publisher = publisher
+        self._discovery = discovery
+        self._counters = counters
+        self._numbering = Numbering()
+        self._subscriptions = Subscriptions(counters, self._listen, self._unlisten)
+        self._crew = Crew(f"events/{publisher}")
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sender: _Sender | None = None
+        self._receiver: _Receiver | None = None
+        self._lease: LeaseId | None = None
+        self._started = False
+
+    @property
+    def publisher(self) -> str:
+        return self._publisher
+
+    async def start(self) -> None:
+        """Bind, and be found. A plane that fails to start is closed.
+
+        Raises ConfigError for a bad host, DiscoveryLost when discovery is silent.
+        """
+        if self._started:
+            raise RuntimeError("an event plane starts once")
+        self._started = True
+        self._context = zmq.Context()
+        try:
+            self._sender = _Sender(self._context, self._options)
+            for topic in self._subscriptions.topics:
+                self._listen(topic)
+            await self._register(self._sender.address)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _register(self, address: str) -> None:
+        self._lease = await self._discovery.lease(self._options.lease_ttl_s)
+        key = registrations_prefix(self._options.namespace) + self._publisher
+        registered = RegisteredKey(
+            self._discovery,
+            self._lease,
+            key,
+            self._crew,
+            random.Random(self._publisher),
+            lambda missing: None,
+        )
+        await registered.publish(msgspec.msgpack.encode(Registration(address, MESSAGE_VERSION)))
+        if self._sender is None:
+            raise Unavailable("the event plane was closed while it started", reason="closed")
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise PayloadTooLarge(
+                f"an event of {len(payload)} bytes is over the limit",
+                limit_bytes=MAX_PAYLOAD_BYTES,
+                size_bytes=len(payload),
+            )
+        parts = encode(topic, self._publisher, self._numbering.next(topic), payload)
+        if self._sender is not None and self._sender.send(parts):
+            self._counters.published(topic, 1)
+        else:
+            self._counters.dropped(topic, 1)
+
+    def subscribe(self, topic: str, queue_limit: int = 10_000) -> Subscription:
+        return self._subscriptions.open(topic, queue_limit)
+
+    async def close(self) -> None:
+        self._started = True
+        self._subscriptions.close()
+        try:
+            await self._crew.close()
+            await self._unregister()
+        finally:
+            self._close_sockets()
+
+    async def _unregister(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            # Where discovery is silent the lease ends by itself.
+            with suppress(DiscoveryLost):
+                await self._discovery.revoke(lease)
+
+    def _close_sockets(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def _listen(self, topic: str) -> None:
+        if self._context is None:
+            return
+        if self._receiver is None:
+            self._receiver = _Receiver(self._context, self._options, self._subscriptions, self._counters)
+            self._crew.start(self._receiver.follow(self._discovery), "follow")
+        self._receiver.listen(topic)
+
+    def _unlisten(self, topic: str) -> None:
+        if self._receiver is not None:
+            self._receiver.unlisten(topic)
+
+
+def _tune(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    # A peer whose machine vanished sends no reset: without a heartbeat the connection stays up, and silent.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+
+
+def _bind(socket: zmq.Socket[bytes], options: ZmqOptions) -> str:
+    """Bind to a port of the system's choice; returns the address that others connect to."""
+    if is_wildcard(options.host) and options.advertise_host is None:
+        raise ConfigError(
+            f"others cannot connect to {options.host}",
+            key="advertise_host",
+            remedy="set this machine's address",
+        )
+    try:
+        socket.bind(f"tcp://{_bracketed(options.host)}:*")
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"cannot bind events to {options.host}: {error}",
+            key="host",
+            remedy="use an address of this machine",
+        ) from error
+    port = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2]
+    return f"tcp://{_bracketed(options.advertise_host or options.host)}:{port}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

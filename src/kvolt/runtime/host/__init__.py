@@ -1,0 +1,1 @@
+"""The machine below a process: cores, memory limits, environment, directories."""

@@ -1,0 +1,459 @@
+"""One HTTP connection: an `asyncio.Protocol` that reads requests and writes their responses in order.
+
+Owns the connection's timers, its back-pressure in both directions and its one running task. Knows
+nothing of routes or of what an error means: it asks its `Host`.
+
+Requests are answered one at a time, oldest first. A task starts when the first one is complete and
+ends when none is left, so an idle connection costs no task. A client that hangs up cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, Protocol, cast
+
+from kvolt.runtime.http.protocol import (
+    BODILESS,
+    CHUNKED_LINE,
+    CLOSE_LINE,
+    CONTINUE,
+    KEEP_ALIVE_LINE,
+    LAST_CHUNK,
+    NO_CONNECTION_LINE,
+    AnyResponse,
+    HttpLimits,
+    HttpRequest,
+    Response,
+    StreamingResponse,
+    encode_head,
+    encode_whole,
+    has_body,
+    json_error,
+)
+from kvolt.runtime.http.reader import BodyBudget, Phase, RequestReader
+from kvolt.runtime.http.writer import ResponseWriter, TickWrites, WrittenResponse
+from kvolt.runtime.lazy_timer import LazyTimer
+from kvolt.runtime.network import join_address, tune_socket
+
+log = logging.getLogger(__name__)
+
+_SLICE_BYTES = 16 * 1024
+"""Parsed at a time: bounds how far the requests of one read can pass `max_pipelined`."""
+
+_JOIN_BYTES = 64 * 1024
+"""Below this, copying a body behind its head is cheaper than a second buffer."""
+
+_LINGER_S = 1.0
+"""After a refusal the client may still be sending; closing at once would reset the answer away."""
+
+_HUNG_UP = 499
+"""Counted, never sent: the client left before its response was complete."""
+
+_BUSY = json_error(503, "too many connections", "overloaded", headers={"retry-after": "1"})
+_STOPPING = json_error(503, "the server is stopping", "unavailable")
+
+
+class Host(Protocol):
+    """What a connection needs of its server."""
+
+    limits: HttpLimits
+    draining: bool
+    bodies: BodyBudget
+    tick: TickWrites
+
+    def admit(self, connection: Connection) -> bool: ...
+
+    def forget(self, connection: Connection) -> None: ...
+
+    def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]: ...
+
+    def failure(self, error: BaseException, request_id: str = "") -> Response: ...
+
+    async def respond(self, request: HttpRequest) -> AnyResponse | WrittenResponse: ...
+
+    def observe(self, method: str, status: int, started: float) -> None: ...
+
+    def now(self) -> float: ...
+
+    def date_line(self) -> str: ...
+
+    def identify(self, request: HttpRequest | None) -> str:
+        """The id of a request, or of one that could not be read."""
+        ...
+
+
+class Connection(asyncio.Protocol):
+    """See the module's docstring."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._loop = asyncio.get_running_loop()
+        self._transport = cast(asyncio.Transport, None)
+        self._reader = cast(RequestReader, None)
+        self._task: asyncio.Task[Any] | None = None
+        self._current: HttpRequest | None = None
+        self._started = 0.0
+        self._head_sent = False
+        self._backlog = b""
+        self._reading_paused = False
+        self._closing = False
+        self._gone = False
+        self._lost = False
+        self._writer: ResponseWriter | None = None
+        self._drain_waiter: asyncio.Future[None] | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._timer = LazyTimer(self._loop, self._time_out)
+        self._watched_mark = 0
+
+    # transport events
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        limits = self._host.limits
+        self._reader = RequestReader(limits, _peer(transport), self._host.bodies)
+        if not self._host.admit(self):
+            self._write_last_words(_BUSY)
+            self.close()
+            return
+        tune_socket(transport)
+        self._transport.set_write_buffer_limits(high=limits.write_buffer_bytes)
+        self._timer.arm(limits.header_timeout_s)
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing or self._reader.done:
+            return
+        if self._reading_paused:
+            self._backlog += data
+            return
+        self._feed(data)
+
+    def eof_received(self) -> None:
+        # A half-closed client looks the same as one that died with nothing to reset; both have hung up.
+        self._hang_up()
+        self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closing = self._lost = True
+        self._timer.close()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+        self._host.forget(self)
+        self._hang_up()
+        self._reader.release()
+
+    def pause_writing(self) -> None:
+        self._stall_timer = self._loop.call_later(self._host.limits.write_timeout_s, self._transport.abort)
+        if self._writer is not None:
+            self._writer.on_pause()
+
+    def resume_writing(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        if self._drain_waiter is not None and not self._drain_waiter.done():
+            self._drain_waiter.set_result(None)
+        if self._writer is not None:
+            self._writer.on_resume()
+
+    # what the server asks for
+
+    def finish(self) -> None:
+        """Close after the request that is being read or answered; at once if there is none."""
+        if self._task is None and self._reader.phase is Phase.IDLE:
+            self.close()
+
+    def close(self) -> None:
+        """Flush what is written, then close; a client that does not take it is cut off."""
+        self._closing = True
+        if self._lost:
+            return
+        self._transport.close()
+        self._timer.arm(self._host.limits.write_timeout_s)
+
+    def abort(self) -> None:
+        self._closing = True
+        self._transport.abort()
+
+    def stop_reading(self) -> None:
+        """Take no further request."""
+        self._reader.stop()
+
+    # reading
+
+    def _feed(self, data: bytes) -> None:
+        reader = self._reader
+        if len(data) <= _SLICE_BYTES:
+            reader.feed(data)
+        else:
+            self._feed_slices(data)
+        if len(reader.requests) >= self._host.limits.max_pipelined and not self._reading_paused:
+            self._pause_reading()
+        if self._task is None:
+            if reader.requests:
+                self._task = self._host.start_task(self._serve())
+            elif reader.refusal is not None:
+                self._refuse(reader.refusal)
+            elif reader.wants_continue:
+                self._send_continue()
+        self._watch()
+
+    def _feed_slices(self, data: bytes) -> None:
+        view = memoryview(data)
+        for start in range(0, len(data), _SLICE_BYTES):
+            if len(self._reader.requests) >= self._host.limits.max_pipelined:
+                self._backlog = data[start:]
+                return
+            self._reader.feed(view[start : start + _SLICE_BYTES])
+
+    def _pause_reading(self) -> None:
+        self._reading_paused = True
+        self._timer.disarm()
+        self._transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        self._reading_paused = False
+        self._watched_mark = -1  # the time that we did not read is not the client's
+        data, self._backlog = self._backlog, b""
+        self._feed(data)
+        if not self._reading_paused and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _send_continue(self) -> None:
+        self._reader.wants_continue = False
+        self._transport.write(CONTINUE)
+
+    # answering
+
+    async def _serve(self) -> None:
+        requests = self._reader.requests
+        try:
+            while requests:
+                self._current = self._reader.take()
+                self._head_sent = False
+                if self._reading_paused and len(requests) < self._host.limits.max_pipelined:
+                    self._resume_reading()
+                if not await self._answer(self._current):
+                    self.close()
+                    return
+                self._current = None
+                if self._stall_timer is not None:
+                    await self._drained()
+        except asyncio.CancelledError:
+            if self._gone:
+                if self._current is not None:
+                    self._host.observe(self._current.method, _HUNG_UP, self._started)
+            else:
+                if self._current is not None and not self._head_sent:
+                    self._write_last_words(_STOPPING)
+                self.close()
+            raise
+        except Exception:
+            self._transport.abort()
+            raise
+        finally:
+            self._task = self._current = None
+        self._rest()
+
+    def _rest(self) -> None:
+        """The last complete request is answered: what waited for that, and the idle timer."""
+        reader = self._reader
+        if reader.refusal is not None:
+            self._refuse(reader.refusal)
+        elif reader.phase is Phase.IDLE:
+            if self._host.draining:
+                self.close()
+            else:
+                self._timer.arm(self._host.limits.idle_timeout_s)
+        elif reader.wants_continue:
+            self._send_continue()
+
+    async def _answer(self, request: HttpRequest) -> bool:
+        """Write the response to `request`; False when the connection must end with it."""
+        self._started = self._host.now()
+        request.id = self._host.identify(request)
+        response = await self._host.respond(request)
+        if self._gone:
+            await _close_body(response)
+            return False
+        if isinstance(response, StreamingResponse):
+            keep, status = await self._stream(request, response)
+        elif isinstance(response, WrittenResponse):
+            keep, status = await self._let_write(request, response)
+        else:
+            keep, status = self._send(request, response), response.status
+        self._host.observe(request.method, status, self._started)
+        request.answered()
+        return keep
+
+    def _keeps(self, request: HttpRequest) -> bool:
+        return request.keep_alive and not self._host.draining
+
+    def _own_lines(self, request_id: str) -> str:
+        """Headers that every response has."""
+        return f"{self._host.date_line()}x-request-id: {request_id}\r\n"
+
+    def _send(self, request: HttpRequest, response: Response) -> bool:
+        keep = self._keeps(request)
+        line, own = _connection_line(request, keep), self._own_lines(request.id)
+        try:
+            head, body = encode_whole(response, request.method, line, own)
+        except ValueError as error:
+            head, body = encode_whole(self._host.failure(error, request.id), request.method, line, own)
+        self._head_sent = True
+        if len(body) <= _JOIN_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+        return keep
+
+    async def _stream(self, request: HttpRequest, response: StreamingResponse) -> tuple[bool, int]:
+        chunked = request.version != "1.0"
+        keep = chunked and self._keeps(request)
+        try:
+            framing = CHUNKED_LINE if chunked and response.status not in BODILESS else ""
+            own = self._own_lines(request.id)
+            head = encode_head(response, framing, _connection_line(request, keep), own)
+            if has_body(request.method, response.status):
+                await self._write_chunks(head, response, chunked)
+            else:
+                self._transport.write(head)
+        except Exception as error:
+            failure = self._host.failure(error, request.id)
+            if not self._head_sent:
+                return self._send(request, failure), failure.status
+            # The status is out; a body that ends without its last chunk is how the client learns of it.
+            self._transport.abort()
+            return False, failure.status
+        finally:
+            await _close_body(response)
+        return keep, response.status
+
+    async def _let_write(self, request: HttpRequest, response: WrittenResponse) -> tuple[bool, int]:
+        chunked = request.version != "1.0"
+        keep = chunked and self._keeps(request)
+        try:
+            framing = CHUNKED_LINE if chunked and response.status not in BODILESS else ""
+            own = self._own_lines(request.id)
+            head = encode_head(response, framing, _connection_line(request, keep), own)
+            with_body = has_body(request.method, response.status)
+            writer = ResponseWriter(self._transport, self._host.tick, head, chunked, with_body)
+            self._writer = writer
+            await response.produce(writer)
+            writer.end()
+            writer.flush()
+        except Exception as error:
+            failure = self._host.failure(error, request.id)
+            if self._writer is None or not self._writer.head_sent:
+                return self._send(request, failure), failure.status
+            self._transport.abort()
+            return False, failure.status
+        finally:
+            if self._writer is not None:
+                self._writer.flush()
+                self._head_sent = self._writer.head_sent
+                self._writer = None
+        return keep, response.status
+
+    async def _write_chunks(self, head: bytes, response: StreamingResponse, chunked: bool) -> None:
+        transport = self._transport
+        async for chunk in response.body:
+            if self._gone:
+                raise asyncio.CancelledError  # a body that swallowed its cancellation does not go on
+            size = len(chunk)
+            if not chunked or not size:
+                transport.write(head + chunk)
+            elif size <= _JOIN_BYTES:
+                transport.write(b"%b%x\r\n%b\r\n" % (head, size, chunk))
+            else:
+                transport.writelines((b"%b%x\r\n" % (head, size), chunk, b"\r\n"))
+            head = b""
+            self._head_sent = True
+            if self._stall_timer is not None:
+                await self._drained()
+        if head or chunked:
+            self._head_sent = True
+            transport.write(head + LAST_CHUNK if chunked else head)
+
+    async def _drained(self) -> None:
+        """Until the client has read enough; the stall timer is the deadline, it cuts the connection."""
+        self._drain_waiter = self._loop.create_future()
+        try:
+            await self._drain_waiter
+        finally:
+            self._drain_waiter = None
+
+    # ending
+
+    def _refuse(self, refusal: Response) -> None:
+        self._write_last_words(refusal)
+        if not self._transport.can_write_eof():
+            self.close()
+            return
+        self._transport.write_eof()
+        self._closing = True
+        self._timer.arm(_LINGER_S)
+
+    def _write_last_words(self, response: Response) -> None:
+        current = self._current
+        method = current.method if current is not None else ""
+        own = self._own_lines((current.id if current is not None else "") or self._host.identify(current))
+        head, body = encode_whole(response, method, CLOSE_LINE, own)
+        self._transport.write(head + body)
+        self._host.observe(method or "unread", response.status, self._host.now())
+
+    def _hang_up(self) -> None:
+        """The client is gone: the one path by which its request is cancelled."""
+        if self._gone:
+            return
+        self._gone = True
+        if self._writer is not None:
+            self._writer.gone = True
+        self.stop_reading()
+        if self._task is not None:
+            self._task.cancel()
+        if self._current is not None:
+            self._current.disconnected()
+
+    # waiting
+
+    def _watch(self) -> None:
+        reader = self._reader
+        if self._closing or self._reading_paused or reader.mark == self._watched_mark:
+            return
+        self._watched_mark = reader.mark
+        if reader.phase is Phase.HEAD:
+            self._timer.arm(self._host.limits.header_timeout_s)
+        elif reader.phase is Phase.BODY:
+            self._timer.arm(self._host.limits.body_timeout_s)
+        elif self._task is not None:
+            self._timer.disarm()
+
+    def _time_out(self) -> None:
+        reader = self._reader
+        if self._closing:
+            self._transport.abort()
+        elif reader.phase is Phase.IDLE:
+            self.close()
+        else:
+            part = "headers" if reader.phase is Phase.HEAD else "body"
+            reader.refuse(408, f"the {part} of the request did not arrive in time", "request_timeout")
+            if self._task is None and reader.refusal is not None:
+                self._refuse(reader.refusal)
+
+
+def _connection_line(request: HttpRequest, keep: bool) -> str:
+    if not keep:
+        return CLOSE_LINE
+    return KEEP_ALIVE_LINE if request.version == "1.0" else NO_CONNECTION_LINE
+
+
+async def _close_body(response: AnyResponse | WrittenResponse) -> None:
+    if isinstance(response, StreamingResponse) and hasattr(response.body, "aclose"):
+        await response.body.aclose()
+
+
+def _peer(transport: asyncio.BaseTransport) -> str:
+    name = transport.get_extra_info("peername")
+    return join_address(name[0], name[1]) if isinstance(name, tuple) and len(name) >= 2 else ""

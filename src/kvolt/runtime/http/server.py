@@ -1,0 +1,309 @@
+"""The small HTTP server behind admin, frontend and router: routes, error mapping, start and stop.
+
+Owns the table of handlers and the life of the server. Messages are `http_protocol`'s, bytes
+`http_reader`'s, one connection is `http_connection`'s. Knows no API format beyond the shape of an error body.
+
+    routes = Routes()
+    routes.add("GET", "/v1/models/{model}", show_model)
+    server = HttpServer(SocketNetwork(), routes, SystemClock())
+    address = await server.start("127.0.0.1:0")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from email.utils import formatdate
+from typing import Any
+from urllib.parse import unquote
+
+from kvolt.core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Fault,
+    InvalidRequest,
+    KvoltError,
+    NetworkFault,
+    NotFound,
+    Overloaded,
+    PayloadTooLarge,
+    Unavailable,
+    Unsupported,
+)
+from kvolt.runtime.clock import Clock, new_id
+from kvolt.runtime.http.connection import Connection
+from kvolt.runtime.http.protocol import (
+    AnyResponse,
+    HttpLimits,
+    HttpRequest,
+    Response,
+    StreamingResponse,
+    json_error,
+)
+from kvolt.runtime.http.reader import BodyBudget
+from kvolt.runtime.http.writer import TickWrites, WrittenResponse
+from kvolt.runtime.network import Listener, Network
+from kvolt.runtime.tasks import Crew
+
+__all__ = [
+    "AnyResponse",
+    "Handler",
+    "HttpLimits",
+    "HttpRequest",
+    "HttpServer",
+    "Response",
+    "Routes",
+    "StreamingResponse",
+    "WrittenResponse",
+    "error_response",
+    "json_error",
+]
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[HttpRequest], Awaitable[AnyResponse | WrittenResponse]]
+ErrorResponse = Callable[[KvoltError], Response]
+Observe = Callable[[str, int, float], None]
+"""Told (method, status, seconds) of every response, at its end."""
+
+_FLUSH_S = 1.0
+"""For last words to leave after the drain deadline, before connections are cut."""
+
+_STATUS_OF: dict[type[KvoltError], int] = {
+    InvalidRequest: 400,
+    NotFound: 404,
+    PayloadTooLarge: 413,
+    Overloaded: 429,
+    Unsupported: 501,
+    NetworkFault: 502,
+    Unavailable: 503,
+    DeadlineExceeded: 504,
+}
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+_SHOWN_CHARS = 200
+"""Of a path that nobody serves."""
+
+_INTERNAL = json_error(500, "internal error", "internal")
+
+
+def error_response(error: KvoltError) -> Response:
+    """The default mapping: the nearest type in the error's ancestry decides; others are a 500."""
+    status = next((_STATUS_OF[kind] for kind in type(error).__mro__ if kind in _STATUS_OF), 500)
+    param = error.fields.get("param")
+    wait_s = error.fields.get("retry_after_s", 1 if status == 429 else None)
+    headers = {"retry-after": str(max(1, math.ceil(wait_s)))} if isinstance(wait_s, int | float) else {}
+    return json_error(status, error.message, error.code, str(param) if param is not None else None, headers)
+
+
+class _Pattern:
+    """A path with parameters: `{name}` takes one segment, a last `{name:path}` takes all that is left."""
+
+    __slots__ = ("_rest_name", "_segments", "methods")
+
+    def __init__(self, path: str) -> None:
+        segments = path.split("/")
+        self._rest_name = segments.pop()[1:-6] if segments[-1].endswith(":path}") else None
+        self._segments = segments
+        self.methods: dict[str, Handler] = {}
+
+    def match(self, segments: list[str]) -> dict[str, str] | None:
+        """Parameters, decoded after the split so that an encoded slash stays inside its value."""
+        count = len(self._segments)
+        if len(segments) <= count if self._rest_name is not None else len(segments) != count:
+            return None
+        params: dict[str, str] = {}
+        for wanted, found in zip(self._segments, segments, strict=False):
+            if wanted.startswith("{"):
+                if not found:
+                    return None
+                params[wanted[1:-1]] = unquote(found)
+            elif wanted != found:
+                return None
+        if self._rest_name is not None:
+            params[self._rest_name] = unquote("/".join(segments[count:]))
+        return params
+
+
+class Routes:
+    """Handlers by path and method. Exact paths win; among patterns, the one added first."""
+
+    def __init__(self) -> None:
+        self._exact: dict[str, dict[str, Handler]] = {}
+        self._patterns: dict[str, _Pattern] = {}
+
+    def add(self, method: str, path: str, handler: Handler) -> None:
+        if "{" in path:
+            methods = self._patterns.setdefault(path, _Pattern(path)).methods
+        else:
+            methods = self._exact.setdefault(path, {})
+        if method in methods:
+            raise ConfigError(f"{method} {path} has two handlers", key=path, remedy="remove one")
+        methods[method] = handler
+
+    def resolve(self, request: HttpRequest) -> Handler | Response:
+        """The handler, with `request.params` filled in; or the 404 / 405 to answer with."""
+        methods = self._exact.get(request.path)
+        if methods is None and self._patterns:
+            methods = self._resolve_pattern(request)
+        if methods is None:
+            return json_error(404, f"there is nothing at {request.path[:_SHOWN_CHARS]}", "not_found")
+        handler = methods.get(request.method)
+        if handler is None and request.method == "HEAD":
+            handler = methods.get("GET")
+        if handler is not None:
+            return handler
+        allowed = [*methods, "HEAD"] if "GET" in methods and "HEAD" not in methods else list(methods)
+        message = f"{request.path[:_SHOWN_CHARS]} does not take {request.method}"
+        return json_error(405, message, "method_not_allowed", headers={"allow": ", ".join(allowed)})
+
+    def _resolve_pattern(self, request: HttpRequest) -> dict[str, Handler] | None:
+        segments = request.path.split("/")
+        for pattern in self._patterns.values():
+            params = pattern.match(segments)
+            if params is not None:
+                request.params = params
+                return pattern.methods
+        return None
+
+
+class HttpServer:
+    """Serves `routes` on one address. Stopping: no new connections, drain to a deadline, cancel."""
+
+    def __init__(
+        self,
+        network: Network,
+        routes: Routes,
+        clock: Clock,
+        limits: HttpLimits | None = None,
+        error_response: ErrorResponse = error_response,
+        observe: Observe | None = None,
+        rng: random.Random | None = None,
+        request_id_headers: Sequence[str] = ("x-request-id",),
+    ) -> None:
+        self.limits = limits if limits is not None else HttpLimits()
+        self.draining = False
+        self.bodies = BodyBudget(self.limits.max_buffered_bytes)
+        self.tick = TickWrites(asyncio.get_running_loop(), clock.monotonic)
+        self._network = network
+        self._routes = routes
+        self._clock = clock
+        self._error_response = error_response
+        self._observe = observe
+        self._request_id_headers = request_id_headers
+        """A client's own name for its request, the first that is fit to be sent back."""
+        self._rng = rng if rng is not None else random.SystemRandom()
+        self._crew = Crew("http")
+        self._listener: Listener | None = None
+        self._connections: dict[Connection, None] = {}
+        self._all_closed = asyncio.Event()
+        self._date_line = ""
+        self._date_second = -1
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    async def start(self, address: str) -> str:
+        """Listen; the real address comes back, with the port that the system chose."""
+        self._listener = await self._network.listen(address, lambda: Connection(self))
+        return self._listener.address
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Stop accepting, let running requests end within `drain_s`, cancel the rest. Safe to repeat."""
+        self.draining = True
+        if self._listener is not None:
+            await self._listener.close()
+        for connection in list(self._connections):
+            connection.finish()
+        await self._wait_closed(drain_s)
+        for connection in list(self._connections):
+            connection.stop_reading()
+        await self._crew.close()
+        for connection in list(self._connections):
+            connection.close()
+        await self._wait_closed(_FLUSH_S)
+        for connection in list(self._connections):
+            connection.abort()
+        await self._wait_closed(_FLUSH_S)
+
+    async def _wait_closed(self, timeout_s: float) -> None:
+        if not self._connections:
+            return
+        self._all_closed.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._all_closed.wait()
+        except TimeoutError:
+            pass
+
+    # what a connection asks of its host
+
+    def admit(self, connection: Connection) -> bool:
+        if self.draining or len(self._connections) >= self.limits.max_connections:
+            return False
+        self._connections[connection] = None
+        return True
+
+    def forget(self, connection: Connection) -> None:
+        self._connections.pop(connection, None)
+        if not self._connections:
+            self._all_closed.set()
+
+    def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
+        return self._crew.start(work, "request")
+
+    async def respond(self, request: HttpRequest) -> AnyResponse | WrittenResponse:
+        found = self._routes.resolve(request)
+        if isinstance(found, Response):
+            return found
+        try:
+            return await found(request)
+        except asyncio.CancelledError as error:
+            if _is_being_cancelled():
+                raise
+            return self.failure(error, request.id)  # something that it awaited was cancelled, not the handler
+        except Exception as error:
+            return self.failure(error, request.id)
+
+    def failure(self, error: BaseException, request_id: str = "") -> Response:
+        if isinstance(error, KvoltError):
+            response = self._error_response(error)
+            if response.status >= 500:
+                level = logging.INFO if error.fault is Fault.CALLER else logging.WARNING
+                log.log(level, "request %s failed: %s (%s)", request_id, error.message, error.code)
+            return response
+        log.error("request %s failed", request_id, exc_info=error)
+        return _INTERNAL
+
+    def observe(self, method: str, status: int, started: float) -> None:
+        if self._observe is not None:
+            self._observe(method, status, self._clock.monotonic() - started)
+
+    def now(self) -> float:
+        return self._clock.monotonic()
+
+    def identify(self, request: HttpRequest | None) -> str:
+        for name in self._request_id_headers if request is not None else ():
+            given = request.headers.get(name) if request is not None else None
+            if given is not None and _REQUEST_ID.fullmatch(given):
+                return given
+        return new_id(self._rng)
+
+    def date_line(self) -> str:
+        second = int(self._clock.wall())
+        if second != self._date_second:
+            self._date_second = second
+            self._date_line = f"date: {formatdate(second, usegmt=True)}\r\n"
+        return self._date_line
+
+
+def _is_being_cancelled() -> bool:
+    # A function, so that no frame of the traceback holds the task that will hold the traceback.
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

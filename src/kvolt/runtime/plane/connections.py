@@ -1,0 +1,425 @@
+"""The `tcp` request plane: one connection per peer, dialed when first needed, shared by all its calls.
+
+A connection that a peer opened to us is used for our calls to that peer too (its hello says where it
+listens), so a pair of processes needs one connection and one open direction. Only if the peer connects from the host
+that its hello names; else that address is dialed. This keeps a process on another host from receiving the calls of an
+address that it claims. It proves nothing among processes of one host, or behind one NAT: that takes authentication.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import Any
+
+from kvolt import __version__
+from kvolt.core.errors import Cancelled, ConnectFailed, KvoltError, ProtocolError, WorkerLost
+from kvolt.runtime.logs import unbind
+from kvolt.runtime.network import (
+    Listener,
+    Network,
+    join_address,
+    peer_group,
+    same_host,
+    split_address,
+    split_host,
+)
+from kvolt.runtime.plane.byte_budget import ByteBudget
+from kvolt.runtime.plane.connection import Connection, ConnectionOptions, silent_error
+from kvolt.runtime.plane.open_gate import OpenGate
+from kvolt.runtime.plane.port import (
+    ClosedListener,
+    Destination,
+    OutgoingStream,
+    PlaneFactory,
+    ServeStream,
+    SilentListener,
+)
+from kvolt.runtime.plane.stats import PlaneGauges, PlaneStats
+from kvolt.runtime.plane.streams import Decode, ServedStream, Sink
+from kvolt.runtime.plane.wire import VERSIONS, Hello
+from kvolt.runtime.tasks import Crew
+
+log = logging.getLogger(__name__)
+
+_DIAL_S = 5.0
+
+MAX_CONNECTIONS = 8192
+"""Of one process; more are refused as they come."""
+MAX_CONNECTIONS_PER_PEER = 1024
+"""From one address (of IPv6: from one /64)."""
+
+
+class Connections:
+    """The RequestPlane over byte streams. `on_open` gets every stream that a peer opens."""
+
+    def __init__(
+        self,
+        network: Network,
+        options: ConnectionOptions,
+        process: str,
+        on_open: ServeStream,
+        stats: PlaneStats | None = None,
+    ) -> None:
+        self._network = network
+        self._options = options
+        self._process = process
+        self.stats = stats or PlaneStats()
+        largest = options.limits.max_message_bytes
+        self.unfinished = ByteBudget(4 * largest, 2 * largest)
+        self._gate = OpenGate(on_open, self.unfinished)
+        self._accepted: Counter[str] = Counter()
+        """Connections that peers made, by `peer_group`."""
+        self._listeners_open: list[Listener] = []
+        self._advertised: str | None = None
+        self._by_address: dict[str, Connection] = {}
+        self._all: dict[Connection, None] = {}
+        self._silent: dict[Connection, None] = {}
+        self._dialing: dict[str, asyncio.Future[Connection]] = {}
+        self._dials: dict[str, asyncio.Task[Any]] = {}
+        self._hello_waiters: dict[Connection, asyncio.Future[None]] = {}
+        self._crew = Crew("connections")
+        self._listeners: list[ClosedListener] = []
+        self._silence_listeners: list[SilentListener] = []
+        self._closed = False
+        self._going_away = False
+
+    @property
+    def address(self) -> str | None:
+        """Where other processes reach us."""
+        return self._advertised
+
+    @property
+    def num_open(self) -> int:
+        return len(self._all)
+
+    def all(self) -> list[Connection]:
+        return list(self._all)
+
+    def gauges(self) -> PlaneGauges:
+        connections = self.all()
+        sessions = [connection.session for connection in connections]
+        num_dialed = sum(connection.dialer for connection in connections)
+        return PlaneGauges(
+            num_accepted=len(connections) - num_dialed,
+            num_dialed=num_dialed,
+            num_calls=sum(session.num_calls for session in sessions),
+            num_served=sum(session.num_served for session in sessions),
+            num_held=sum(session.num_held for session in sessions),
+            num_bulk=sum(session.num_bulk for session in sessions),
+            send_buffer_bytes=sum(connection.send_buffer_bytes for connection in connections),
+            num_opens_waiting=self._gate.num_waiting,
+            num_refused_streams=self._gate.num_refused,
+            unfinished_bytes=self.unfinished.used_bytes,
+            unfinished_limit_bytes=self.unfinished.limit_bytes,
+            num_shed=self.unfinished.num_shed,
+        )
+
+    def on_closed(self, listener: ClosedListener) -> None:
+        self._listeners.append(listener)
+
+    def on_silent(self, listener: SilentListener) -> None:
+        self._silence_listeners.append(listener)
+
+    def forget(self, *listeners: ClosedListener | SilentListener) -> None:
+        self._listeners = [known for known in self._listeners if known not in listeners]
+        self._silence_listeners = [known for known in self._silence_listeners if known not in listeners]
+
+    def is_heard(self, address: str) -> bool:
+        connection = self._by_address.get(address)
+        return connection is None or connection.is_heard
+
+    def drop_silent(self, address: str) -> None:
+        for connection in list(self._silent):
+            peer = connection.session.peer
+            if self._by_address.get(address) is connection or (peer is not None and peer.address == address):
+                connection.abort(silent_error(address, connection.silent_s))
+
+    async def listen(self, address: str, advertise: str | None = None) -> str:
+        listener = await self._network.listen(address, self._accept)
+        self._listeners_open.append(listener)
+        if self._advertised is None:
+            self._advertised = _with_port(advertise, listener.address) if advertise else listener.address
+        return listener.address
+
+    async def open(
+        self,
+        to: Destination,
+        body: bytes,
+        sink: Sink,
+        decode: Decode,
+        *,
+        connect_s: float,
+        deadline_s: float | None = None,
+        context: dict[str, str] | None = None,
+        automatic_credit: bool = False,
+    ) -> OutgoingStream:
+        connection = self._by_address.get(to.address)
+        if connection is None or not connection.ready:
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            connection = await self.get(to.address, connect_s)
+            if deadline_s is not None:
+                deadline_s = max(deadline_s - (loop.time() - began), 0.0)
+        return connection.session.open(to.target, body, sink, decode, deadline_s, context, automatic_credit)
+
+    async def reach(self, address: str, timeout_s: float) -> None:
+        await self.get(address, timeout_s)
+
+    async def get(self, address: str, timeout_s: float) -> Connection:
+        """A ready connection to the address: an open one, or a new one.
+
+        Callers that want the same address share one dial. ConnectFailed when there is none in time.
+        """
+        connection = self.ready_to(address)
+        if connection is not None:
+            return connection
+        if self._closed:
+            raise ConnectFailed("this process is stopping", address=address)
+        dial = self._dialing.get(address)
+        if dial is None:
+            dial = asyncio.get_running_loop().create_future()
+            self._dialing[address] = dial
+            # Not for the first caller's time only: a hasty one must not fail those who share the dial.
+            work = self._dial(address, dial, max(timeout_s, _DIAL_S))
+            with unbind():  # what the connection logs has nothing to do with the request that needed it first
+                self._dials[address] = self._crew.start(work, f"dial {address}")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(dial)
+        except TimeoutError:
+            raise ConnectFailed(f"{address} did not answer within {timeout_s:g} s", address=address) from None
+
+    def ready_to(self, address: str) -> Connection | None:
+        """An open connection to the address, without dialing."""
+        connection = self._by_address.get(address)
+        return connection if connection is not None and connection.ready else None
+
+    def go_away(self) -> None:
+        self._going_away = True
+        for connection in self.all():
+            connection.session.go_away()
+
+    async def stop_listening(self) -> None:
+        while self._listeners_open:
+            await self._listeners_open.pop().close()
+
+    async def close(self) -> None:
+        self._closed = True
+        await self.stop_listening()
+        await self._crew.close()
+        for connection in self.all():
+            connection.flush()
+            connection.close(Cancelled("this process is stopping"))
+
+    # ---
+
+    def _accept(self) -> asyncio.Protocol:
+        return self._make(dialer=False)
+
+    def _on_made(self, connection: Connection) -> ProtocolError | None:
+        if connection.dialer:
+            return None
+        group = peer_group(connection.peer_host)
+        self._accepted[group] += 1
+        if self.num_open > MAX_CONNECTIONS:
+            limit, whose = MAX_CONNECTIONS, "this process"
+        elif self._accepted[group] > MAX_CONNECTIONS_PER_PEER:
+            limit, whose = MAX_CONNECTIONS_PER_PEER, f"address {group}"
+        else:
+            return None
+        self.stats.refused_connections += 1
+        if self.stats.refused_connections & (self.stats.refused_connections - 1) == 0:
+            log.warning(
+                "connection refused: peer=%s reason=%s has %d connections refused=%d",
+                connection.peer_name,
+                whose,
+                limit,
+                self.stats.refused_connections,
+            )
+        return ProtocolError(f"{whose} has the most connections it may have: {limit}", rule="connections")
+
+    def _make(self, *, dialer: bool) -> Connection:
+        limits = self._options.limits
+        hello = Hello(
+            versions=VERSIONS,
+            process=self._process,
+            address=self._advertised,
+            max_frame_bytes=limits.max_frame_bytes,
+            max_message_bytes=limits.max_message_bytes,
+            heartbeat_s=self._options.heartbeat_s,
+            software=f"kvolt {__version__}",
+        )
+        connection = Connection(
+            dialer=dialer,
+            hello=hello,
+            options=self._options,
+            on_made=self._on_made,
+            on_open=self._on_open,
+            on_ready=self._on_ready,
+            on_closed=self._on_closed,
+            on_silent=self._on_silent,
+            stats=self.stats,
+            budget=self.unfinished,
+        )
+        self._all[connection] = None
+        return connection
+
+    async def _dial(self, address: str, dial: asyncio.Future[Connection], timeout_s: float) -> None:
+        connection: Connection | None = None
+        made: list[Connection] = []
+
+        def factory() -> Connection:
+            made.append(self._make(dialer=True))
+            return made[-1]
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._network.connect(address, factory, timeout_s)
+                connection = made[-1]
+                if connection.session.peer is None and connection.closed is None:
+                    waiter = self._hello_waiters[connection] = asyncio.get_running_loop().create_future()
+                    await waiter
+            if connection.closed is not None:
+                raise connection.closed
+        except TimeoutError:
+            self._fail(dial, address, made, ConnectFailed(f"{address} did not say hello", address=address))
+        except KvoltError as error:
+            self._fail(dial, address, made, error)
+        except asyncio.CancelledError:
+            self._fail(dial, address, made, ConnectFailed("this process is stopping", address=address))
+            raise
+        except Exception as error:  # a name that no resolver takes: those who wait must hear of it
+            reason = f"cannot connect to {address}: {error}"
+            self._fail(dial, address, made, ConnectFailed(reason, address=address))
+        else:
+            self.stats.connects["ok"] += 1
+            self._forget_dial(address, dial)
+            self._use(connection, address)
+            if not dial.done():
+                dial.set_result(connection)
+        finally:
+            self._forget_dial(address, dial)
+            for each in made:
+                self._hello_waiters.pop(each, None)
+
+    def _fail(
+        self, dial: asyncio.Future[Connection], address: str, made: list[Connection], error: KvoltError
+    ) -> None:
+        self.stats.connects[error.code] += 1
+        self._forget_dial(address, dial)
+        for connection in made:
+            if connection.closed is None:
+                connection.abort(error)
+            self._all.pop(connection, None)
+        if isinstance(error, WorkerLost):  # nothing of ours was sent yet
+            error = ConnectFailed(f"{address} closed the connection", address=address)
+        if not dial.done():
+            dial.set_exception(error)
+            dial.exception()  # whoever waits gets it; nobody waiting is no fault
+
+    def _on_open(self, connection: Connection, stream: ServedStream) -> None:
+        stream.peer_host = connection.peer_host
+        self._gate.start(connection, connection.peer_host, stream)
+
+    def _on_ready(self, connection: Connection) -> None:
+        if self._going_away:
+            connection.session.go_away()
+        peer = connection.session.peer
+        waiter = self._hello_waiters.pop(connection, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        if peer is None:
+            return
+        for other in self._silent:
+            is_same = other.session.peer is not None and other.session.peer.process == peer.process
+            if is_same and same_host(other.peer_host, connection.peer_host):  # a hello may claim any process
+                other.expect_soon()
+        if peer.address is None or connection.dialer:
+            return
+        if same_host(split_host(peer.address)[0], connection.peer_host):
+            current = self._by_address.get(peer.address)
+            if current is None or (not current.ready and not _awaits_another(current, peer)):
+                self._use(connection, peer.address)
+
+    def _use(self, connection: Connection, address: str) -> None:
+        """For calls to the address from now on."""
+        before = self._by_address.get(address)
+        self._by_address[address] = connection
+        if before is not None and before.silent:
+            before.expect_soon()
+            for listener in list(self._silence_listeners):
+                listener(address, False)
+
+    def _on_silent(self, connection: Connection) -> None:
+        if connection.silent:
+            self._silent[connection] = None
+        else:
+            self._silent.pop(connection, None)
+        session, addresses = connection.session, self._addresses_of(connection)
+        if connection.silent and (session.num_calls or session.num_served):
+            log.warning(
+                "peer silent: address=%s calls=%d served=%d; its streams are kept for %g s",
+                addresses[0] if addresses else connection.peer_name,
+                session.num_calls,
+                session.num_served,
+                self._options.stall_grace_s,
+            )
+        for address in addresses:
+            if not connection.silent:
+                self._end_dial(address, connection)
+            for listener in list(self._silence_listeners):
+                listener(address, connection.silent)
+
+    def _end_dial(self, address: str, connection: Connection) -> None:
+        """A connection to the address answers again: no other one is needed."""
+        dial, task = self._dialing.get(address), self._dials.get(address)
+        if dial is None or task is None:
+            return
+        self._forget_dial(address, dial)  # here: a task that is cancelled before its first step does nothing
+        if not dial.done():
+            dial.set_result(connection)
+        task.cancel()
+
+    def _forget_dial(self, address: str, dial: asyncio.Future[Connection]) -> None:
+        """Unless another dial has taken its place."""
+        if self._dialing.get(address) is dial:
+            del self._dialing[address]
+            self._dials.pop(address, None)
+
+    def _addresses_of(self, connection: Connection) -> list[str]:
+        return [address for address, known in self._by_address.items() if known is connection]
+
+    def _on_closed(self, connection: Connection, reason: KvoltError) -> None:
+        self._all.pop(connection, None)
+        self._silent.pop(connection, None)
+        self._gate.forget(connection)
+        if connection.is_admitted and not connection.dialer:
+            group = peer_group(connection.peer_host)
+            self._accepted[group] -= 1
+            if not self._accepted[group]:
+                del self._accepted[group]
+        waiter = self._hello_waiters.pop(connection, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        for address in self._addresses_of(connection):
+            del self._by_address[address]
+            for listener in self._listeners:
+                listener(address, reason)
+
+
+def _with_port(advertise: str, listening: str) -> str:
+    host, port = split_host(advertise)
+    return advertise if port is not None else join_address(host, split_address(listening)[1])
+
+
+def _awaits_another(connection: Connection, peer: Hello) -> bool:
+    """Whether a connection is kept for a process that may be stalled and is not this peer."""
+    expected = connection.session.peer
+    return connection.silent and expected is not None and expected.process != peer.process
+
+
+def tcp_plane(network: Network, options: ConnectionOptions | None = None) -> PlaneFactory:
+    """How a process gets this plane."""
+    return lambda process, on_open: Connections(network, options or ConnectionOptions(), process, on_open)

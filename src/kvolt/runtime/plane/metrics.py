@@ -1,0 +1,120 @@
+"""The request plane's numbers for Prometheus, read off the live objects at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvolt.runtime.plane.port import RequestPlane
+
+
+class PlaneCollector(Collector):
+    """Exports a plane's PlaneStats and PlaneGauges."""
+
+    def __init__(self, plane: RequestPlane) -> None:
+        self._plane = plane
+
+    def collect(self) -> Iterator[Metric]:
+        stats, now = self._plane.stats, self._plane.gauges()
+        yield _gauge(
+            "connections",
+            "Open request plane connections",
+            "direction",
+            {"in": now.num_accepted, "out": now.num_dialed},
+        )
+        yield _gauge(
+            "streams_active",
+            "Streams open now",
+            "side",
+            {"client": now.num_calls, "server": now.num_served},
+        )
+        yield _gauge(
+            "send_buffer_bytes",
+            "Bytes that wait in connections for their peer to read",
+            None,
+            {"": now.send_buffer_bytes},
+        )
+        yield _gauge(
+            "queue_depth",
+            "What waits: streams that keep items back, long messages in pieces, opens of peers",
+            "queue",
+            {
+                "streams_held_back": now.num_held,
+                "bulk_messages": now.num_bulk,
+                "opens": now.num_opens_waiting,
+            },
+        )
+        yield _gauge(
+            "unfinished_message_bytes",
+            "Bytes kept for messages that peers have not finished",
+            None,
+            {"": now.unfinished_bytes},
+        )
+        yield _gauge(
+            "unfinished_message_limit_bytes",
+            "Budget for unfinished messages of all peers; one address gets half of it",
+            None,
+            {"": now.unfinished_limit_bytes},
+        )
+        yield _counter(
+            "unfinished_messages_shed",
+            "Times that a peer's unfinished messages were dropped because the budget was exceeded",
+            None,
+            {"": now.num_shed},
+        )
+        yield _counter(
+            "refused_connections",
+            "Connections refused over the limit of the process or of one address",
+            None,
+            {"": stats.refused_connections},
+        )
+        yield _counter(
+            "refused_streams",
+            "Streams refused over the limit of the process or of one address",
+            None,
+            {"": now.num_refused_streams},
+        )
+        yield _counter("connects", "Attempts to connect", "outcome", stats.connects)
+        yield _counter("connection_losses", "Connections that were lost", "reason", stats.losses)
+        yield _counter("bytes", "Bytes moved", "direction", {"in": stats.bytes_in, "out": stats.bytes_out})
+        yield _counter(
+            "frames", "Frames moved", "direction", {"in": stats.frames_in, "out": stats.frames_out}
+        )
+        yield _counter(
+            "items", "Stream items moved", "direction", {"in": stats.items_in, "out": stats.items_out}
+        )
+        yield _counter("items_merged", "Deltas merged for a slow reader", None, {"": stats.merged})
+        yield _counter(
+            "refused_versions", "Peers without a common version", None, {"": stats.refused_versions}
+        )
+        yield _counter("heartbeat_timeouts", "Peers that fell silent", None, {"": stats.heartbeat_timeouts})
+        yield _counter(
+            "process_stalls", "Times that this process itself stood still", None, {"": stats.stalls}
+        )
+        yield _counter(
+            "process_stalled_seconds",
+            "Time in which this process itself stood still",
+            None,
+            {"": stats.stalled_s},
+        )
+        ended = CounterMetricFamily("kvolt_streams", "Streams that ended", labels=("side", "outcome"))
+        for side, outcomes in (("client", stats.calls_ended), ("server", stats.served_ended)):
+            for outcome, count in sorted(outcomes.items()):
+                ended.add_metric((side, outcome), count)
+        yield ended
+
+
+def _gauge(name: str, text: str, label: str | None, values: dict[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"kvolt_{name}", text, labels=(label,) if label else ())
+    for value, number in sorted(values.items()):
+        family.add_metric((value,) if label else (), number)
+    return family
+
+
+def _counter(name: str, text: str, label: str | None, values: Mapping[str, float]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"kvolt_{name}", text, labels=(label,) if label else ())
+    for value, number in sorted(values.items()):
+        family.add_metric((value,) if label else (), number)
+    return family

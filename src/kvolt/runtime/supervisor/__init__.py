@@ -1,0 +1,1 @@
+"""Supervisor of the local processes of `kvolt serve`."""

@@ -1,0 +1,265 @@
+"""What the children of a supervisor say: cut into lines, kept in log files, shown on the terminal.
+
+Owns the bounds: a line, a log and what waits for the terminal never grow past theirs. Must not know
+processes, or why a child runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import select
+from collections import deque
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from kvolt.runtime.supervisor.plan import Level
+
+LINE_LIMIT_BYTES = 64 * 1024
+
+_CUT_MARK = b" ... [cut]"
+_UNSHOWN_LIMIT_BYTES = 256 * 1024
+_VIEW_RETRY_S = 0.05
+_VIEW_END_TIMEOUT_S = 1.0
+_LAST_WORDS_CHARS = 500
+
+_NAME_COLOURS = ("36", "35", "34", "32", "96", "95", "94", "92")
+_LEVELS = {"warn": Level.WARNING, "warning": Level.WARNING, "error": Level.ERROR, "critical": Level.ERROR}
+_ERROR_WORDS = re.compile(
+    r"\w(Error|Exception)\b|(?i:\b(error|exception|fatal|panic|abort(ed)?|cannot|failed)\b)|^kvolt: "
+)
+_LEVEL_COLOURS = {Level.WARNING: "33", Level.ERROR: "31"}
+
+
+class LineCutter:
+    """Bytes in, lines out; what one line has past the limit is dropped and marked."""
+
+    def __init__(self, limit_bytes: int = LINE_LIMIT_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._partial = bytearray()
+        self._cut = False
+
+    def feed(self, data: bytes) -> list[bytes]:
+        *ends, rest = data.split(b"\n")
+        lines = []
+        for end in ends:
+            self._append(end)
+            lines.append(self.take())
+        self._append(rest)
+        return lines
+
+    def take(self) -> bytes:
+        """End the line here and return it."""
+        line = bytes(self._partial) + (_CUT_MARK if self._cut else b"")
+        self._partial.clear()
+        self._cut = False
+        return line
+
+    def _append(self, piece: bytes) -> None:
+        room = self._limit_bytes - len(self._partial)
+        self._partial += piece[:room]
+        self._cut = self._cut or len(piece) > room
+
+
+class RotatingFile:
+    """Appends; past the limit the file becomes `<name>.1`, in place of the one before."""
+
+    def __init__(self, path: Path, limit_bytes: int) -> None:
+        self._path = path
+        self._limit_bytes = limit_bytes
+        self._file = path.open("ab", buffering=0)
+        self._size_bytes = path.stat().st_size
+
+    def write(self, data: bytes) -> None:
+        if self._size_bytes and self._size_bytes + len(data) > self._limit_bytes:
+            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
+            self._size_bytes = 0
+        self._size_bytes += self._file.write(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def render_line(line: bytes) -> tuple[Level | None, str]:
+    """A child's line for people: a JSON log record unfolded, anything else as it is (and without a level).
+
+    Of a progress bar that redraws itself only the last state is left.
+    """
+    record = None
+    if line.startswith(b"{"):
+        with contextlib.suppress(msgspec.DecodeError):
+            record = msgspec.json.decode(line)
+    if not isinstance(record, dict) or not isinstance(record.get("message"), str) or "level" not in record:
+        return None, line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+    name = str(record["level"]).lower()
+    text = f"{_time_of_day(record.get('time'))}{name.upper():<7} {record['message']}"
+    for key, value in record.items():
+        if key not in ("time", "level", "logger", "process", "message"):
+            is_block = isinstance(value, str) and "\n" in value  # a traceback
+            text += f"\n{value.rstrip()}" if is_block else f" {key}={value}"
+    return _LEVELS.get(name, Level.INFO), text
+
+
+def _time_of_day(time: object) -> str:
+    if isinstance(time, int | float):
+        return datetime.fromtimestamp(time).strftime("%H:%M:%S ")
+    if isinstance(time, str) and time[10:11] in ("T", " "):
+        return time[11:19] + " "
+    return ""
+
+
+class TerminalView:
+    """All children's lines in one stream, each after its child's name.
+
+    A terminal that takes nothing (Ctrl-S, a pager) must not block the children: lines then wait, up to a
+    bound, and past it the oldest are dropped and counted. `quiet` hides records below a warning; lines
+    that are no records have no level and are always shown, because a traceback is one of them.
+    """
+
+    def __init__(
+        self, out: TextIO, names: Sequence[str], quiet: bool = False, colour: bool | None = None
+    ) -> None:
+        self._out = out
+        self._quiet = quiet
+        self._colour = out.isatty() if colour is None else colour
+        self._colours = {name: _NAME_COLOURS[index % len(_NAME_COLOURS)] for index, name in enumerate(names)}
+        self._width = max(len(name) for name in (*names, "kvolt"))
+        self._waiting: deque[bytes] = deque()
+        self._num_waiting_bytes = 0
+        self._num_dropped = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._retry: asyncio.TimerHandle | None = None
+        out.flush()  # what was printed before goes first: from here on the buffer is passed by
+        try:
+            self._fd: int | None = out.fileno()
+        except (OSError, ValueError):
+            self._fd = None
+
+    def show(self, name: str, line: bytes) -> None:
+        """A line that a child wrote."""
+        level, text = render_line(line)
+        if not (self._quiet and level is Level.INFO):
+            self._put(name, level, text)
+
+    def say(self, level: Level, text: str) -> None:
+        """A line of the supervisor's own."""
+        if not (self._quiet and level is Level.INFO):
+            self._put("kvolt", level, text)
+
+    async def close(self) -> None:
+        """Show what waits, as far as the terminal takes it soon."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_VIEW_END_TIMEOUT_S):
+                await self._empty.wait()
+        if self._retry is not None:
+            self._retry.cancel()
+
+    def _put(self, name: str, level: Level | None, text: str) -> None:
+        prefix = self._paint(f"{name:<{self._width}} |", self._colours.get(name, "1"))
+        body = self._paint(text, _LEVEL_COLOURS[level]) if level in _LEVEL_COLOURS else text
+        data = "".join(f"{prefix} {line}\n" for line in body.split("\n")).encode()
+        self._waiting.append(data)
+        self._num_waiting_bytes += len(data)
+        self._empty.clear()
+        while self._num_waiting_bytes > _UNSHOWN_LIMIT_BYTES and len(self._waiting) > 1:
+            self._num_waiting_bytes -= len(self._waiting.popleft())
+            self._num_dropped += 1
+        if self._retry is None:
+            self._flush()
+
+    def _paint(self, text: str, colour: str) -> str:
+        return f"\x1b[{colour}m{text}\x1b[0m" if self._colour else text
+
+    def _flush(self) -> None:
+        self._retry = None
+        while self._waiting:
+            if self._num_dropped:
+                note, self._num_dropped = f"... {self._num_dropped} lines not shown\n".encode(), 0
+                self._waiting.appendleft(note)
+                self._num_waiting_bytes += len(note)
+            data = self._waiting[0]
+            num_written = self._write(data)
+            if num_written == 0:
+                self._retry = asyncio.get_running_loop().call_later(_VIEW_RETRY_S, self._flush)
+                return
+            self._num_waiting_bytes -= num_written
+            if num_written < len(data):
+                self._waiting[0] = data[num_written:]
+            else:
+                self._waiting.popleft()
+        self._empty.set()
+
+    def _write(self, data: bytes) -> int:
+        """As much as goes without blocking: what has room at all takes PIPE_BUF bytes."""
+        if self._fd is None:
+            self._out.write(data.decode(errors="replace"))
+            return len(data)
+        try:
+            if not select.select([], [self._fd], [], 0)[1]:
+                return 0
+            return os.write(self._fd, data[: select.PIPE_BUF])
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(data)  # the terminal was closed: no reason to stop serving
+
+
+class ChildOutput(asyncio.Protocol):
+    """Reads one process's pipe to its end, as fast as it comes."""
+
+    def __init__(self, name: str, log_file: RotatingFile, view: TerminalView) -> None:
+        self._name = name
+        self._log_file = log_file
+        self._view = view
+        self._cutter = LineCutter()
+        self._log_is_broken = False
+        self._last_line = b""
+        self._in_traceback = False
+        self._ends_traceback = False
+        self.ended = asyncio.Event()
+
+    @property
+    def last_words(self) -> str:
+        """Its last line when that is an error; nothing when it is not: it would pass for the cause."""
+        level, text = render_line(self._last_line)
+        is_error = level is Level.ERROR or (level is None and _ERROR_WORDS.search(text) is not None)
+        return text.strip()[:_LAST_WORDS_CHARS] if is_error or self._ends_traceback else ""
+
+    def data_received(self, data: bytes) -> None:
+        self._take(self._cutter.feed(data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        rest = self._cutter.take()
+        if rest:
+            self._take([rest])
+        self.ended.set()
+
+    def _take(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        try:
+            self._log_file.write(b"\n".join(lines) + b"\n")
+        except OSError as error:  # a full disk costs the log, never the child
+            if not self._log_is_broken:
+                self._view.say(Level.WARNING, f"the log of {self._name} cannot be written: {error}")
+            self._log_is_broken = True
+        for line in lines:
+            if line.strip():
+                self._note(line)
+            self._view.show(self._name, line)
+
+    def _note(self, line: bytes) -> None:
+        # The error of a traceback is the first line after it that is not indented.
+        indented = line[:1].isspace()
+        self._ends_traceback = self._in_traceback and not indented
+        self._in_traceback = line.startswith(b"Traceback (") or (self._in_traceback and indented)
+        self._last_line = line

@@ -1,0 +1,1 @@
+"""A cluster in one process under virtual time, with seeded faults."""

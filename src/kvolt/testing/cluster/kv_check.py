@@ -1,0 +1,228 @@
+"""KV invariants of a virtual cluster: what blocks contain, what routers index, and what workers hold at rest.
+
+Expected values come from the requests and from the published events, not from the code under test: block contents
+follow from the tokens of all requests, and an index from a replica of each worker's event stream. Reads the inside of
+engines, tiers and routers; changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvolt.core.block_key import BlockKeyChain
+from kvolt.core.ids import BlockKey, InstanceId
+from kvolt.core.kv_digest import mix
+from kvolt.core.kv_events import TIER_LEVEL, Cleared, KvChange, KvEventBatch, Removed, Stored, Tier
+from kvolt.core.request import Request
+from kvolt.engines.sim.engine import SimEngine
+from kvolt.engines.sim.kv import BLOCK_BYTES, ExpectedKv, key_context
+from kvolt.kv.disk.tier import DiskTier
+from kvolt.kv.tiers.host_tier import numbers_of
+from kvolt.kv.tiers.slot_table import TierBooks
+from kvolt.router.event_fed_router import ExactRouter
+from kvolt.router.ingest.feed import FeedState
+from kvolt.worker.handoffs import Handoffs
+from kvolt.worker.tiering import Tiering
+from kvolt.worker.worker import Worker
+
+_COPIES = BLOCK_BYTES // 16
+
+_decode_batch = msgspec.msgpack.Decoder(KvEventBatch).decode
+
+Digest = tuple[int, int]
+"""Number of blocks and the xor of their mixed hashes, as in `KvDigest`."""
+
+
+class BlockContents:
+    """Right contents of every block that a request of the cluster can fill, by key."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._contents: dict[BlockKey, bytes] = {}
+
+    def add_request(self, request: Request, answer: Sequence[int]) -> None:
+        tokens = [*request.token_ids, *answer]
+        keys = BlockKeyChain(key_context(request.model, self._block_size, request)).extend(tokens)
+        expected = ExpectedKv(request.model, self._block_size, request)
+        expected.reach(tokens, len(keys))
+        filled = (fingerprint * _COPIES for fingerprint in expected.fingerprints)
+        self._contents.update(zip(keys, filled, strict=True))
+
+    def is_right(self, key: BlockKey, data: bytes | memoryview) -> bool:
+        return self._contents.get(key) == data
+
+
+@dataclass(slots=True)
+class _Replica:
+    """Blocks that one worker has published, by tier."""
+
+    epoch: int
+    blocks: dict[Tier, set[int]] = field(default_factory=dict)
+    digests: dict[Tier, int] = field(default_factory=dict)
+    history: dict[int, dict[Tier, Digest]] = field(default_factory=dict)
+    """State before each event that starts a batch, by event id."""
+
+    def apply(self, batch: KvEventBatch) -> None:
+        for event in batch.events:
+            self._apply(event.change)
+        state = {tier: (len(self.blocks[tier]), self.digests[tier]) for tier in self.blocks}
+        self.history[batch.events[-1].event_id + 1] = state
+
+    def _apply(self, change: KvChange) -> None:
+        match change:
+            case Stored():
+                self._flip(change.tier, set(change.sequence_hashes) - self._of(change.tier))
+            case Removed():
+                self._flip(change.tier, set(change.sequence_hashes) & self._of(change.tier))
+            case Cleared():
+                for tier in list(self.blocks) if change.tier is None else [change.tier]:
+                    self._flip(tier, set(self._of(tier)))
+
+    def _of(self, tier: Tier) -> set[int]:
+        return self.blocks.setdefault(tier, set())
+
+    def _flip(self, tier: Tier, hashes: Set[int]) -> None:
+        self.blocks[tier] ^= hashes
+        digest = self.digests.get(tier, 0)
+        for each in hashes:
+            digest ^= mix(each)
+        self.digests[tier] = digest
+
+
+class EventReplicas:
+    """Replicas of all workers, from every batch that they published, lost on the way or not."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[InstanceId, _Replica] = {}
+
+    def add_batch(self, payload: bytes) -> None:
+        batch = _decode_batch(payload)
+        if batch.instance is None or not batch.events:
+            return
+        epoch = batch.events[0].epoch
+        replica = self._replicas.get(batch.instance)
+        if replica is None or replica.epoch != epoch:
+            replica = self._replicas[batch.instance] = _Replica(epoch)
+        replica.apply(batch)
+
+    def digests(self, instance: InstanceId, epoch: int | None, next_id: int) -> dict[Tier, Digest] | None:
+        """State before event `next_id`; None where no batch starts or ends there, which is a defect."""
+        if next_id == 0:
+            return {}
+        replica = self._replicas.get(instance)
+        return None if replica is None or replica.epoch != epoch else replica.history.get(next_id)
+
+
+class KvCheck:
+    """Reports each broken invariant to `fail`."""
+
+    def __init__(self, fail: Callable[[str], None], block_size: int) -> None:
+        self._fail = fail
+        self.contents = BlockContents(block_size)
+        self.events = EventReplicas()
+        self.damaged: set[tuple[InstanceId, BlockKey]] = set()
+        """Blocks with a flipped bit in the host tier of a worker."""
+
+    # --- at any time
+
+    def check_blocks(self, name: str, worker: Worker) -> None:
+        """Every block that can be found holds the KV that its key promises."""
+        engine, tiering = _engine(worker), worker.tiering
+        pool, memory = engine._scheduler.pool, engine._memory
+        for key, block in pool._by_key.items():
+            if not self.contents.is_right(key, memory.read(block)):
+                self._fail(f"{name} has wrong KV in block {block}, which requests find as {key.hex()}")
+        if tiering is None:
+            return
+        host = tiering.cache.host
+        keys = list(host.books)
+        for part, slots, which in host.memory.by_part(numbers_of(map(host.books.slot, keys))):
+            for slot, place in zip(slots.tolist(), which.tolist(), strict=True):
+                key, start = keys[place], slot * host.shape.slot_bytes
+                data = part.memory[start : start + host.shape.block_bytes]
+                if not self.contents.is_right(key, data) and (worker._instance, key) not in self.damaged:
+                    self._fail(f"{name} has wrong KV in its host tier as {key.hex()}")
+
+    def check_feeds(self, name: str, router: ExactRouter) -> None:
+        """An index that counts as exact equals what the worker had published up to the last applied event."""
+        for instance, followed in router.ingest._followed.items():
+            feed = followed.feed
+            slot = followed.slots.of(0)
+            if feed.state is not FeedState.EXACT or slot is None:
+                continue
+            due = self.events.digests(instance, feed._epoch, feed._next_id)
+            if due is None:
+                self._fail(f"{name} counts its index of {instance} as exact at no end of a batch")
+                continue
+            for tier, level in TIER_LEVEL.items():
+                if router.index.digest(slot, level) != due.get(tier, (0, 0)):
+                    self._fail(f"{name} counts its {tier} index of {instance} as exact, and it is not")
+
+    # --- at rest
+
+    def check_index(self, name: str, router: ExactRouter, workers: Iterable[Worker]) -> None:
+        """A router follows every registered worker and knows exactly the blocks that it has in each tier."""
+        ingest = router.ingest
+        registered = {each.id for each in ingest._client.instances()}
+        if registered != ingest._followed.keys():
+            self._fail(f"{name} follows {sorted(ingest._followed)}, registered are {sorted(registered)}")
+        for worker in workers:
+            instance = worker._instance
+            slot = ingest.slot_of(instance)
+            if slot is None:
+                continue  # of another role
+            if ingest.state_of(instance) is not FeedState.EXACT:
+                self._fail(f"{name} counts its index of {instance} as {ingest.state_of(instance)} at rest")
+            for tier, held in _blocks_of(worker).items():
+                if set(router.index.contents(slot, TIER_LEVEL[tier])) != held:
+                    self._fail(f"{name} has another {tier} index of {instance} than what it holds")
+
+    def check_released(self, name: str, worker: Worker) -> None:
+        for what in _held(worker):
+            self._fail(f"{name} still has {what}")
+
+
+def _engine(worker: Worker) -> SimEngine:
+    engine = worker._engine
+    assert isinstance(engine, SimEngine)
+    return engine
+
+
+def _blocks_of(worker: Worker) -> dict[Tier, set[int]]:
+    held: dict[Tier, set[int]] = {tier: set() for tier in TIER_LEVEL}
+    held[Tier.DEVICE] = {
+        each for stored in _engine(worker)._scheduler.pool.contents() for each in stored.sequence_hashes
+    }
+    for books in _books(worker.tiering):
+        held[books.tier] = {books.block(key).sequence_hash for key in books}
+    return held
+
+
+def _books(tiering: Tiering | None) -> list[TierBooks]:
+    if tiering is None:
+        return []
+    host = tiering.cache.host
+    return [host.books, *(each.books for each in host.lower if isinstance(each, DiskTier))]
+
+
+def _held(worker: Worker) -> Iterator[str]:
+    """Each kind of thing that is held for a request or a transfer, with its number."""
+    engine, tiering, handoffs = _engine(worker), worker.tiering, worker.handoffs
+    counts = {
+        "blocks held for handoffs or copies": sum(1 for _ in engine._scheduler._holds),
+        "blocks kept for requests to come": engine._scheduler._arrivals.num_blocks,
+        "prompts computed for others": engine._prefills.num_open,
+        "deadlines of holds": len(engine._prefills._expiry),
+        "offers of KV": len(handoffs._offers) if isinstance(handoffs, Handoffs) else 0,
+    }
+    if tiering is not None:
+        counts["requests that blocks are onboarded for"] = tiering._num_onboarding + len(tiering._ahead)
+        counts["blocks coming from a tier"] = len(tiering.cache.host._coming)
+    for books in _books(tiering):
+        entries = books._entries.values()
+        counts[f"blocks held in the {books.tier} tier"] = sum(entry.num_holders > 0 for entry in entries)
+        counts[f"unwanted blocks in the {books.tier} tier"] = len(books._unwanted)
+    return (f"{number} {what}" for what, number in counts.items() if number)

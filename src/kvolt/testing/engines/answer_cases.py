@@ -1,0 +1,187 @@
+"""Cases of the engine suite about one answer: how it ends, and what is told about its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from kvolt.core.delta import FinishReason, TokenLogprobs
+from kvolt.core.ids import RequestId
+from kvolt.core.request import Request, StopConditions
+from kvolt.testing.engines.harness import Answer, Case, Harness, Run, engine_run
+
+
+async def ends_at_eos(harness: Harness) -> None:
+    """EOS is the last token and no other; it needs no reason."""
+    async with engine_run(harness) as run:
+        tokens = (await _ended(run, run.short_request("r"))).tokens[0]
+        eos = run.engine.card.eos_token_ids
+        assert tokens[-1] in eos, f"ended with {tokens[-1]}, which is no EOS"
+        assert not set(eos).intersection(tokens[:-1]), "EOS came before the end"
+        just_enough = await _ended(run, run.short_request("exact", tokens=len(tokens)))
+        assert just_enough.tokens[0] == tokens, "EOS as the last token that is allowed is an end of its own"
+        cut = await run.answer(run.short_request("cut", tokens=len(tokens) - 1))
+        assert (cut.tokens[0], cut.finishes[0]) == (tokens[:-1], FinishReason.LENGTH)
+
+
+async def ignores_eos_when_told(harness: Harness) -> None:
+    async with engine_run(harness) as run:
+        tokens = (await _ended(run, run.short_request("r"))).tokens[0]
+        longer = _with_stop(run.short_request("on"), max_tokens=len(tokens) + 9, ignore_eos=True)
+        answer = await run.answer(longer)
+        assert answer.finishes == {0: FinishReason.LENGTH}
+        assert len(answer.tokens[0]) == len(tokens) + 9
+        assert answer.tokens[0][: len(tokens) - 1] == tokens[:-1]
+
+
+async def stops_at_a_stop_token(harness: Harness) -> None:
+    """The stop token is the answer's last, and the reason of its end."""
+    async with engine_run(harness) as run:
+        request = run.request("whole", tokens=24, seed=3)
+        whole = (await run.answer(request)).tokens[0]
+        for at in (0, 1, 7, len(whole) - 1):
+            stop = whole[at]
+            first = whole.index(stop)
+            stopping = _with_stop(
+                replace(request, request_id=RequestId(f"at{at}")), stop_token_ids=(_unused(whole), stop)
+            )
+            answer = await run.answer(stopping)
+            assert answer.tokens[0] == whole[: first + 1]
+            assert (answer.finishes[0], answer.stop_reasons[0]) == (FinishReason.STOP, stop)
+
+
+async def eos_as_a_stop_token(harness: Harness) -> None:
+    """It counts as EOS, unless EOS is ignored: then it is a stop token like others, if it comes."""
+    async with engine_run(harness) as run:
+        plain = await _ended(run, run.short_request("plain"))
+        eos = plain.tokens[0][-1]
+        both = await _ended(run, _with_stop(run.short_request("both"), stop_token_ids=(eos,)))
+        assert both.tokens == plain.tokens
+        ignored = await run.answer(
+            _with_stop(run.short_request("ignored"), stop_token_ids=(eos,), ignore_eos=True)
+        )
+        if ignored.finishes[0] is FinishReason.STOP:
+            assert (ignored.tokens[0][-1], ignored.stop_reasons[0]) == (eos, eos)
+
+
+async def nothing_stops_it_below_min_tokens(harness: Harness) -> None:
+    async with engine_run(harness) as run:
+        tokens = (await _ended(run, run.short_request("r"))).tokens[0]
+        for num_tokens in (len(tokens) - 1, len(tokens), len(tokens) + 9):
+            request = _with_stop(run.short_request(f"min{num_tokens}"), min_tokens=num_tokens)
+            answer = await run.answer(request)
+            assert len(answer.tokens[0]) > num_tokens or answer.finishes[0] is FinishReason.LENGTH
+        request = run.request("stops", tokens=24)
+        stops = tuple((await run.answer(replace(request, request_id=RequestId("whole")))).tokens[0])
+        answer = await run.answer(_with_stop(request, stop_token_ids=stops, min_tokens=9))
+        assert len(answer.tokens[0]) > 9
+
+
+async def a_short_answer_resumes(harness: Harness) -> None:
+    """Also with nothing left to say but EOS."""
+    async with engine_run(harness) as run:
+        request = run.short_request("whole")
+        whole = (await _ended(run, request)).tokens[0]
+        for cut in range(1, len(whole)):
+            moved = replace(request, request_id=RequestId(f"cut{cut}"), resume=tuple(whole[:cut]))
+            assert whole[:cut] + (await _ended(run, moved)).tokens[0] == whole
+
+
+async def choices_end_apart(harness: Harness) -> None:
+    """Each by its own EOS at its own step; usage is that of the choice."""
+    async with engine_run(harness) as run:
+        request = run.short_request("r", choices=2)
+        answer = run.submit(request)
+        await run.finish(answer)
+        assert answer.finishes == {0: FinishReason.STOP, 1: FinishReason.STOP}
+        lengths = {index: len(tokens) for index, tokens in answer.tokens.items()}
+        assert lengths[0] != lengths[1], "both choices ended at once"
+        assert {index: usage.completion_tokens for index, usage in answer.usage.items()} == lengths
+        gone = run.submit(replace(request, request_id=RequestId("gone")))
+        await run.until(lambda: bool(gone.finishes))
+        run.abort(gone)
+        await run.assert_empty()
+
+
+async def logprobs_as_many_as_asked(harness: Harness) -> None:
+    async with engine_run(harness) as run:
+        request = run.request("none", tokens=6)
+        silent = await run.answer(request)
+        assert not silent.logprobs
+        for num_top in (0, 1, 5):
+            sampling = replace(request.sampling, logprobs=num_top)
+            asking = replace(request, request_id=RequestId(f"top{num_top}"), sampling=sampling)
+            answer = await run.answer(asking)
+            assert answer.tokens == silent.tokens, "asking for logprobs changed the answer"
+            _check_logprobs(answer.logprobs[0], num_top)
+
+
+async def prompt_logprobs_come_once(harness: Harness) -> None:
+    """One for each token of the prompt but the first."""
+    async with engine_run(harness) as run:
+        request = run.request("r", prompt=70, tokens=4, choices=2)
+        asking = replace(request, sampling=replace(request.sampling, prompt_logprobs=2))
+        answer = await run.answer(asking)
+        told = answer.prompt_logprobs
+        assert told is not None
+        assert len(told) == 70
+        assert told[0] is None
+        known = [entry for entry in told[1:] if entry is not None]
+        assert tuple(entry.token_id for entry in known) == request.token_ids[1:]
+        _check_logprobs(known, 2)
+        again = replace(asking, request_id=RequestId("again"), resume=tuple(answer.tokens[0][:1]))
+        assert (await run.answer(again)).prompt_logprobs is None, "the client has them"
+
+
+def _check_logprobs(told: Iterable[TokenLogprobs], num_top: int) -> None:
+    for entry in told:
+        assert entry.logprob <= 0
+        assert len(entry.top) == num_top
+        assert len({token for token, _ in entry.top}) == num_top, f"a token twice: {entry}"
+        values = [logprob for _, logprob in entry.top]
+        assert values == sorted(values, reverse=True), f"not the most likely first: {entry}"
+        assert all(logprob <= 0 for logprob in values)
+        assert dict(entry.top).get(entry.token_id, entry.logprob) == entry.logprob
+
+
+async def _ended(run: Run, request: Request) -> Answer:
+    """The answer to a request that ends by EOS."""
+    answer = await run.answer(request)
+    assert (answer.finishes[0], answer.stop_reasons[0]) == (FinishReason.STOP, None)
+    return answer
+
+
+def _with_stop(
+    request: Request,
+    *,
+    max_tokens: int | None = None,
+    min_tokens: int = 0,
+    stop_token_ids: tuple[int, ...] = (),
+    ignore_eos: bool | None = None,
+) -> Request:
+    stop = StopConditions(
+        max_tokens=request.stop.max_tokens if max_tokens is None else max_tokens,
+        min_tokens=min_tokens,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=request.stop.ignore_eos if ignore_eos is None else ignore_eos,
+    )
+    return replace(request, stop=stop)
+
+
+def _unused(tokens: list[int]) -> int:
+    """A token that is not among them."""
+    return next(token for token in range(len(tokens) + 1) if token not in tokens)
+
+
+ANSWER_CASES: tuple[Case, ...] = (
+    ends_at_eos,
+    ignores_eos_when_told,
+    stops_at_a_stop_token,
+    eos_as_a_stop_token,
+    nothing_stops_it_below_min_tokens,
+    a_short_answer_resumes,
+    choices_end_apart,
+    logprobs_as_many_as_asked,
+    prompt_logprobs_come_once,
+)

@@ -1,0 +1,197 @@
+"""The handoff tier: a prompt computed on one engine, its answer on another, and nobody can tell. For Prefill engines.
+
+Engines that are also KvMovable have their blocks carried from one to the other by the case; others fetch them by
+the ticket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec.structs import replace
+
+from kvolt.core.errors import InvalidRequest, KvoltError
+from kvolt.core.ids import RequestId
+from kvolt.core.request import Handoff, Request
+from kvolt.engines.contract import KvMovable, Prefill
+from kvolt.runtime.tasks import Scope
+from kvolt.testing.engines.event_cases import blocks_request, blocks_that_fit
+from kvolt.testing.engines.harness import Answer, Case, Harness, NotRun, Run, deadline_of, engine_run
+
+_LONGEST_EXPIRY_S = 5.0
+
+
+def prefill_of(run: Run) -> Prefill:
+    engine = run.engine
+    assert isinstance(engine, Prefill)
+    return engine
+
+
+async def hand_over(source: Run, target: Run, request: Request) -> Request:
+    """Compute the prompt at the source; the request as the target gets it, its blocks there already."""
+    handoff = await prefilled(source, request)
+    if isinstance(source.engine, KvMovable) and isinstance(target.engine, KvMovable):
+        blocks = await source.engine.export_kv(source.engine.kv_keys(request))
+        await target.engine.import_kv(blocks)
+    return replace(request, handoff=handoff)
+
+
+async def prefilled(run: Run, request: Request) -> Handoff:
+    async with asyncio.timeout(deadline_of(run.harness)):
+        return await prefill_of(run).prefill(request)
+
+
+def short_expiry(handoff: Handoff) -> float:
+    """In how many seconds; NotRun for one that a test does not wait for."""
+    if handoff.expires_in_s is None or handoff.expires_in_s > _LONGEST_EXPIRY_S:
+        raise NotRun(f"tickets live for {handoff.expires_in_s} s, longer than a test waits")
+    return handoff.expires_in_s
+
+
+def whole_answer(answer: Answer) -> dict[int, list[int]]:
+    """All tokens, those told by prefill first."""
+    handoff = answer.request.handoff
+    first = handoff.first_tokens if handoff is not None else None
+    return {
+        index: [*(first[index : index + 1] if first is not None else ()), *tokens]
+        for index, tokens in sorted(answer.tokens.items())
+    }
+
+
+async def decode_goes_on_where_prefill_ended(harness: Harness) -> None:
+    """Token for token as on one engine; each token told once, and counted once."""
+    async with engine_run(harness) as whole, engine_run(harness) as source, engine_run(harness) as target:
+        block_size, num_blocks = whole.info.block_size, blocks_that_fit(whole, 3)
+        lengths = (block_size - 1 or 1, block_size, block_size + 1, num_blocks * block_size + 1)
+        for index, length in enumerate(lengths):
+            request = whole.request(f"r{index}", prompt=length, tokens=12, seed=index, variant=index % 2)
+            expected = await whole.answer(request)
+            moved = await hand_over(source, target, request)
+            assert moved.handoff is not None
+            assert moved.handoff.first_tokens is not None, "prefill sampled no first token"
+            answer = await target.answer(moved)
+            await prefill_of(source).release_prefill(request.request_id)
+            assert whole_answer(answer) == expected.tokens, "decode says something else than one engine would"
+            assert answer.finishes == expected.finishes
+            if length > block_size:
+                assert answer.cached, "decode computed the whole prompt again"
+        await source.assert_empty()
+        await target.assert_empty()
+
+
+async def each_choice_has_its_first_token(harness: Harness) -> None:
+    async with engine_run(harness) as whole, engine_run(harness) as source, engine_run(harness) as target:
+        request = blocks_request(whole, "r", blocks_that_fit(whole, 2), tokens=9, choices=3, seed=4)
+        expected = await whole.answer(request)
+        moved = await hand_over(source, target, request)
+        assert moved.handoff is not None
+        assert len(moved.handoff.first_tokens or ()) == 3
+        answer = await target.answer(moved)
+        assert whole_answer(answer) == expected.tokens
+        await prefill_of(source).release_prefill(request.request_id)
+        await source.assert_empty()
+
+
+async def an_only_token_is_decodes_to_tell(harness: Harness) -> None:
+    """So it is told together with its end, and its logprobs if they are wanted."""
+    async with engine_run(harness) as whole, engine_run(harness) as source, engine_run(harness) as target:
+        only = blocks_request(whole, "only", blocks_that_fit(whole, 2), tokens=1)
+        wants = blocks_request(whole, "wants", blocks_that_fit(whole, 2), tokens=5)
+        wants = replace(wants, sampling=replace(wants.sampling, logprobs=1))
+        for request in (only, wants):
+            expected = await whole.answer(request)
+            moved = await hand_over(source, target, request)
+            assert moved.handoff is not None
+            assert moved.handoff.first_tokens is None, "a token whose end or logprobs nobody can tell"
+            answer = await target.answer(moved)
+            assert (answer.tokens, answer.finishes) == (expected.tokens, expected.finishes)
+            await prefill_of(source).release_prefill(request.request_id)
+
+
+async def an_unknown_ticket_is_no_wrong_answer(harness: Harness) -> None:
+    """Nothing of it is there: it is computed again, or ends with a typed error."""
+    async with engine_run(harness) as whole, engine_run(harness) as source, engine_run(harness) as target:
+        request = blocks_request(whole, "r", blocks_that_fit(whole, 2), tokens=9)
+        expected = await whole.answer(request)
+        handoff = await prefilled(source, request)
+        await prefill_of(source).release_prefill(request.request_id)
+        for name, ticket in (("released", handoff.ticket), ("garbage", b"\xc1nobody's"), ("empty", b"")):
+            asked = replace(request, request_id=RequestId(name), handoff=replace(handoff, ticket=ticket))
+            answer = await _answer_or_error(target, asked)
+            if answer is not None:
+                assert whole_answer(answer) == expected.tokens, f"{name}: wrong tokens"
+        await target.assert_empty()
+        await source.assert_empty()
+
+
+async def _answer_or_error(run: Run, request: Request) -> Answer | None:
+    try:
+        answer = run.submit(request, may_fail=True)
+    except KvoltError:
+        return None
+    await run.finish(answer)
+    return answer if answer.error is None else None
+
+
+async def blocks_are_held_until_released(harness: Harness) -> None:
+    async with engine_run(harness) as run:
+        prefill = prefill_of(run)
+        request = blocks_request(run, "r", blocks_that_fit(run, 3))
+        await prefilled(run, request)
+        await run.answer(run.request("probe", prompt=3, tokens=3, variant=1))
+        held = run.load.kv_used_blocks
+        assert held >= len(request.token_ids) // run.info.block_size, f"only {held} blocks are held"
+        await prefill.release_prefill(request.request_id)
+        await prefill.release_prefill(request.request_id)
+        await prefill.release_prefill(RequestId("nobody"))
+        await run.assert_empty()
+
+
+async def a_ticket_expires(harness: Harness) -> None:
+    async with engine_run(harness) as run:
+        handoff = await prefilled(run, blocks_request(run, "r", blocks_that_fit(run, 3)))
+        await asyncio.sleep(short_expiry(handoff) + 0.2)
+        await run.assert_empty()
+
+
+async def a_cancelled_prefill_leaves_nothing(harness: Harness) -> None:
+    async with engine_run(harness) as run:
+        for num_steps in range(3):
+            busy = run.submit(run.request(f"busy{num_steps}", tokens=30))
+            request = blocks_request(run, f"r{num_steps}", blocks_that_fit(run, 6), variant=num_steps)
+            async with Scope("prefill") as scope:
+                scope.start(prefill_of(run).prefill(request), "prefill")
+                await run.advance(num_steps)
+                await asyncio.sleep(0)
+                scope.cancel()
+            await prefill_of(run).release_prefill(request.request_id)  # had it been ready just before
+            await run.finish(busy)
+            await run.assert_empty()
+
+
+async def prefill_refuses_bad_requests(harness: Harness) -> None:
+    async with engine_run(harness) as run:
+        good = run.request("r")
+        bad = (
+            replace(good, token_ids=()),
+            replace(good, stop=replace(good.stop, max_tokens=run.engine.card.context_length)),
+        )
+        for request in bad:
+            try:
+                await prefilled(run, request)
+            except InvalidRequest:
+                continue
+            raise AssertionError(f"taken: {request}")
+        await run.assert_empty()
+
+
+CASES: tuple[Case, ...] = (
+    decode_goes_on_where_prefill_ended,
+    each_choice_has_its_first_token,
+    an_only_token_is_decodes_to_tell,
+    an_unknown_ticket_is_no_wrong_answer,
+    blocks_are_held_until_released,
+    a_ticket_expires,
+    a_cancelled_prefill_leaves_nothing,
+    prefill_refuses_bad_requests,
+)

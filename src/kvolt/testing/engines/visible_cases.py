@@ -1,0 +1,91 @@
+"""The kv-visible tier: an engine asked what it holds says what it told. For engines with KvEvents and KvVisible."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from kvolt.core.ids import RequestId
+from kvolt.engines.contract import KvVisible
+from kvolt.testing.engines.event_cases import ask_as_told, blocks_request, blocks_that_fit, kv_events
+from kvolt.testing.engines.harness import Case, Harness, Run, engine_run
+from kvolt.testing.engines.replica import Replica
+
+
+def kv_visible(run: Run) -> KvVisible:
+    engine = run.engine
+    assert isinstance(engine, KvVisible)
+    return engine
+
+
+async def assert_as_told(run: Run) -> None:
+    """The contents are the replay of all that was told. Replaying them finds children before their parents."""
+    contents = Replica(await kv_visible(run).kv_contents())
+    lost, kept_back = run.replica.blocks - contents.blocks, contents.blocks - run.replica.blocks
+    assert not lost, f"{len(lost)} blocks were told and are not there"
+    assert not kept_back, f"{len(kept_back)} blocks are there and were not told"
+
+
+async def match_counts_what_is_held(harness: Harness) -> None:
+    async with engine_run(harness) as run:
+        visible = kv_visible(run)
+        num_blocks, block_size = blocks_that_fit(run, 3), run.info.block_size
+        request = blocks_request(run, "r", num_blocks)
+        ids = request.token_ids
+        assert await visible.match(request) == 0
+        await run.answer(request)
+        for length in (1, block_size, block_size + 1, len(ids)):
+            part = replace(request, token_ids=ids[:length])
+            assert await visible.match(part) == length // block_size * block_size
+        assert await visible.match(replace(request, token_ids=ids[1:] + ids[:1])) == 0
+        assert await visible.match(replace(request, salt="other")) == 0
+        await kv_events(run).clear_kv()
+        assert await visible.match(request) == 0
+
+
+async def contents_are_what_was_told(harness: Harness) -> None:
+    """After answers, stopped requests, several choices, a clearing, and answers again."""
+    async with engine_run(harness) as run:
+        num_blocks = blocks_that_fit(run, 4)
+        await assert_as_told(run)
+        for turn in range(2):
+            answers = [
+                run.submit(
+                    blocks_request(
+                        run,
+                        f"r{turn}-{index}",
+                        1 + index % num_blocks,
+                        tokens=20,
+                        choices=1 + index % 2,
+                        variant=index % 3,
+                    )
+                )
+                for index in range(12)
+            ]
+            await run.advance(2)
+            for answer in answers[::3]:
+                if not answer.done:
+                    run.abort(answer)
+            await run.finish(*(answer for answer in answers if not answer.stopped))
+            await run.assert_empty()
+            await assert_as_told(run)
+            if not turn:
+                await kv_events(run).clear_kv()
+                await run.until(lambda: run.replica.num_cleared == 1)
+                await assert_as_told(run)
+        assert run.replica.blocks
+
+
+async def looking_changes_nothing(harness: Harness) -> None:
+    async with engine_run(harness) as run:
+        visible = kv_visible(run)
+        request = blocks_request(run, "r", blocks_that_fit(run, 2))
+        await run.answer(request)
+        before = await visible.kv_contents()
+        for _ in range(3):
+            await visible.match(request)
+            assert await visible.kv_contents() == before
+        await ask_as_told(run, replace(request, request_id=RequestId("again")))
+        await run.assert_empty()
+
+
+CASES: tuple[Case, ...] = (match_counts_what_is_held, contents_are_what_was_told, looking_changes_nothing)

@@ -1,0 +1,157 @@
+"""Cases of the request plane's suite: how errors come back, and what a call that reaches nobody ends with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvolt.core.errors import (
+    Cancelled,
+    ConfigError,
+    EngineFailed,
+    InvalidRequest,
+    KvoltError,
+    NotFound,
+    Overloaded,
+    PayloadTooLarge,
+    Unavailable,
+    Unsupported,
+)
+from kvolt.runtime.endpoint.address import EndpointAddress
+from kvolt.testing.discovery.observer import SOON_S, expect
+from kvolt.testing.plane.harness import (
+    ENDPOINT,
+    Case,
+    Harness,
+    answers,
+    client_of,
+    collect,
+    count_to,
+    fails,
+    served,
+)
+
+
+async def errors_come_back_whole(harness: Harness) -> None:
+    errors: dict[str, KvoltError] = {
+        error.code: error
+        for error in (
+            KvoltError("base", number=1),
+            InvalidRequest("bad", param="x"),
+            PayloadTooLarge("big", limit_bytes=2**40, size_bytes=2**41),
+            NotFound("none", kind="card", name="é"),
+            Unsupported("not here", feature="logprobs"),
+            Cancelled("stop"),
+            ConfigError("wrong", key="k", remedy="r"),
+            Overloaded("full", queue="q", limit=7, retry_after_s=0.25),
+            Unavailable("away", endpoint="e", reason="none"),
+            EngineFailed("died", engine="sim", fatal=True, code_seen=None),
+        )
+    }
+
+    async def fail(code: str) -> AsyncIterator[int]:
+        yield 1
+        raise errors[code]
+
+    async with served(harness, fail, str) as (_, _, client):
+        for code, error in errors.items():
+            stream = await client.stream(code)
+            expect(await anext(stream) == 1, "what came before the error is delivered")
+            got = await fails(type(error), anext(stream))
+            expect((got.message, got.fields) == (error.message, error.fields), f"{got!r} is not {error!r}")
+            expect(got.retryable == error.retryable, "and says the same about trying again")
+
+
+async def a_handlers_bug_tells_no_secrets(harness: Harness) -> None:
+    async def bug(request: Any) -> AsyncIterator[int]:
+        yield 1
+        raise ValueError("the password is 1234")
+
+    async with served(harness, bug) as (_, _, client):
+        stream = await client.stream(None)
+        expect(await anext(stream) == 1, "the item before the bug")
+        error = await fails(KvoltError, anext(stream))
+        expect("1234" not in f"{error!r}" and "ValueError" in error.message, f"only the type: {error!r}")
+        expect(await anext(await client.stream(None)) == 1, "and the process serves on")
+
+
+async def a_handlers_own_timeout_is_no_deadline(harness: Harness) -> None:
+    async def bug(request: Any) -> AsyncIterator[int]:
+        async with asyncio.timeout(0.01):
+            await asyncio.sleep(60)
+        yield 1
+
+    async with served(harness, bug) as (_, _, client):
+        await fails(KvoltError, answers(client, None))
+
+
+async def errors_that_are_hard_to_send(harness: Harness) -> None:
+    """Whatever a handler puts into an error, it ends its own stream, and no other."""
+    hard: list[KvoltError] = [
+        EngineFailed("x" * 5_000_000, engine="sim"),
+        EngineFailed("a lone surrogate \ud800", engine="\udfff"),
+        EngineFailed("a big number", engine=2**100),
+        EngineFailed("no value of the wire", engine=["list"]),  # type: ignore[arg-type]
+    ]
+
+    async def fail(number: int) -> AsyncIterator[int]:
+        yield number
+        raise hard[number]
+
+    async with served(harness, fail, int) as (server, _, client):
+        await server.serve(EndpointAddress("ns", "worker", "count"), count_to, int)
+        other = await client_of(
+            await harness.runtime("other"), endpoint=EndpointAddress("ns", "worker", "count")
+        )
+        beside = await other.stream(1000)
+        for number in range(len(hard)):
+            stream = await client.stream(number)
+            expect(await anext(stream) == number, "the item before the error")
+            await fails(EngineFailed, anext(stream))
+        expect(await collect(beside) == list(range(1000)), "a stream beside goes on")
+
+
+async def unknown_endpoint(harness: Harness) -> None:
+    async with served(harness, count_to) as (server, _, client):
+        (instance,) = client.candidates()
+        await server.withdraw(ENDPOINT)
+        error = await fails(NotFound, collect(await client.stream(3, instance=instance)))
+        expect(error.fields.get("name") == str(ENDPOINT), f"it says what: {error!r}")
+
+
+async def stale_instance(harness: Harness) -> None:
+    """The same endpoint at the same address, but another life of it."""
+    async with served(harness, count_to) as (server, _, client):
+        (old,) = client.candidates()
+        await server.withdraw(ENDPOINT)
+        new = await server.serve(ENDPOINT, count_to, int)
+        error = await fails(Unavailable, collect(await client.stream(3, instance=old)))
+        expect(error.retryable, "another instance may take it")
+        expect(await collect(await client.stream(3, instance=new)) == [0, 1, 2], "the new one answers")
+
+
+async def no_instances(harness: Harness) -> None:
+    caller = await harness.runtime("caller")
+    client = await caller.client(ENDPOINT)
+    await client.wait_synced(SOON_S)
+    expect(client.candidates() == [], "nobody serves it")
+    await fails(Unavailable, client.stream(None))
+
+
+async def request_of_another_type(harness: Harness) -> None:
+    async with served(harness, count_to, int) as (_, _, client):
+        await fails(InvalidRequest, answers(client, "three"))
+        expect(await answers(client, 3) == [0, 1, 2], "the next request is served")
+
+
+ERROR_CASES: tuple[Case, ...] = (
+    errors_come_back_whole,
+    a_handlers_bug_tells_no_secrets,
+    a_handlers_own_timeout_is_no_deadline,
+    errors_that_are_hard_to_send,
+    unknown_endpoint,
+    stale_instance,
+    no_instances,
+    request_of_another_type,
+)

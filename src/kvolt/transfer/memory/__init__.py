@@ -1,0 +1,1 @@
+"""Memory that blocks are moved from and to: slabs, layouts, checksums."""

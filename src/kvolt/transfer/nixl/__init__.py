@@ -1,0 +1,1 @@
+"""Transfers by NIXL. Imported only where NIXL is installed and used."""

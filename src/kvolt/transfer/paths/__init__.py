@@ -1,0 +1,1 @@
+"""Transfer paths: which exist, how fast each is, which one a read takes."""

@@ -1,0 +1,335 @@
+"""The client against a real server on loopback that streams, breaks off, refuses and babbles."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.cli.chat_lab import CERTIFICATE, DONE, Script, Server, event, refusal, usage, whole
+
+from kvolt.cli.chat.client import ChatClient
+from kvolt.cli.chat.stream import CallPiece, ChunkReader, Piece, SseParser, Usage, one_line
+from kvolt.core.errors import (
+    ConfigError,
+    ConnectFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvoltError,
+    NotFound,
+    Overloaded,
+    ProtocolError,
+    Unavailable,
+    Unsupported,
+    WorkerLost,
+)
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+
+def text_of(server: Server, **options: float) -> str:
+    return "".join(piece.content for piece in ChatClient(server.url, **options).stream(BODY))  # type: ignore[arg-type]
+
+
+# --- events
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_events_do_not_depend_on_how_the_bytes_are_cut(data: st.DataObject) -> None:
+    ends = st.sampled_from(["\n", "\r", "\r\n"])
+    stream = b""
+    wanted = []
+    for text in data.draw(
+        st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), max_size=4)
+    ):
+        end = data.draw(ends)
+        noise = data.draw(st.sampled_from(["", ": a comment", "event: message", "id", ":"]))
+        lines = [*([noise] if noise else []), f"data: {text}", "data:second", "", ""]
+        stream += end.join(lines).encode()
+        wanted.append(f"{text}\nsecond".encode())
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    parser = SseParser()
+    events = []
+    for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        events += parser.feed(stream[start:stop])
+    assert events == wanted
+
+
+def test_an_event_without_end_is_refused() -> None:
+    parser = SseParser(limit_bytes=100)
+    with pytest.raises(ProtocolError, match="over 100 bytes"):
+        for _ in range(100):
+            parser.feed(b"data: word\n")
+    with pytest.raises(ProtocolError, match="over 100 bytes"):
+        SseParser(limit_bytes=100).feed(b"x" * 101)
+
+
+def test_pieces() -> None:
+    reader = ChunkReader()
+
+    def read(chunk: object) -> Piece:
+        return reader.read(json.dumps(chunk).encode())
+
+    assert read({"choices": []}) == Piece()
+    assert read({"choices": None, "usage": {"prompt_tokens": 3, "completion_tokens": 2}}) == Piece(
+        usage=Usage(3, 2)
+    )
+    other = {"choices": [{"index": 1, "delta": {"content": "other"}}]}
+    assert read(other) == Piece()
+    for name in ("reasoning_content", "reasoning"):
+        assert read({"choices": [{"delta": {name: "hm", "content": None}}]}) == Piece(reasoning="hm")
+    assert not reader.finished
+    assert read({"choices": [{"message": {"content": "all"}, "finish_reason": "stop"}]}) == Piece(
+        content="all", finish="stop"
+    )
+    assert reader.finished
+
+
+def test_calls_are_numbered_where_a_server_does_not() -> None:
+    reader = ChunkReader()
+    calls = [{"id": "a", "function": {"name": "f", "arguments": "{"}}, {"function": {"arguments": "}"}}]
+    calls += [{"id": "b", "function": {"name": "g"}}, {"index": 7, "function": None}]
+    piece = reader.read(json.dumps({"choices": [{"delta": {"tool_calls": calls}}]}).encode())
+    assert piece.calls == (
+        CallPiece(0, "a", "f", "{"),
+        CallPiece(0, "", "", "}"),
+        CallPiece(1, "b", "g"),
+        CallPiece(7),
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"{", "what is no JSON: {"),
+        (b"[" * 100_000, "what is no JSON"),
+        (b"[]", "no chat chunk"),
+        (b'{"choices": [{"delta": {"content": 3}}]}', "no chat chunk"),
+        (b'{"error": {"message": "engine\\n died", "code": 500}}', "the server says: engine died"),
+        (b'{"error": "plain"}', "the server says: plain"),
+        (b'{"object": "error", "message": "old"}', "the server says: old"),
+        (b'{"error": {"odd": 1}}', r'the server says: \{"error": \{"odd": 1\}\}'),
+    ],
+)
+def test_what_is_no_chunk(data: bytes, message: str) -> None:
+    with pytest.raises(KvoltError, match=message):
+        ChunkReader().read(data)
+
+
+def test_broken_text_does_no_harm() -> None:
+    assert (
+        ChunkReader().read(b'{"choices": [{"delta": {"content": "\\ud83d\xff"}}]}').content == "\ud83d\ufffd"
+    )
+    assert one_line("a\x1b[31m\r\n b\u202e") == "a [31m b"
+    assert len(one_line("x" * 10_000)) == 500
+
+
+# --- over the wire
+
+
+def test_an_answer_comes_whole_however_it_is_split() -> None:
+    text = "héllo wörld 🎉"
+    stream = b"".join([event(text), event(finish="stop"), usage(1, 2), DONE])
+    scripts = [Script([stream[i : i + size] for i in range(0, len(stream), size)]) for size in (1, 3, 4096)]
+    with Server(*scripts) as server:
+        for _ in scripts:
+            pieces = list(ChatClient(server.url).stream(BODY))
+            assert pieces == [Piece(content=text), Piece(finish="stop"), Piece(usage=Usage(1, 2))]
+        assert server.asked[0].body == BODY
+
+
+def test_pieces_come_as_they_are_sent() -> None:
+    hold = threading.Event()
+    script = Script([event("first"), hold, event("second"), event(finish="stop"), DONE])
+    with Server(script) as server, closing(ChatClient(server.url).stream(BODY)) as pieces:
+        assert next(pieces).content == "first"
+        hold.set()
+        assert next(pieces).content == "second"
+
+
+def test_closing_ends_the_request() -> None:
+    with Server(Script([event("first"), threading.Event()])) as server:
+        with closing(ChatClient(server.url).stream(BODY)) as pieces:
+            next(pieces)
+        assert server.gone.wait(5)
+
+
+@pytest.mark.parametrize(
+    ("given_path", "asked_path"),
+    [
+        ("", "/v1"),
+        ("/", "/v1"),
+        ("/v1", "/v1"),
+        ("/v1/", "/v1"),
+        ("/v1/chat/completions", "/v1"),
+        ("/openai", "/openai/v1"),
+        ("/api/paas/v4/", "/api/paas/v4"),
+        ("/v1beta/openai/", "/v1beta/openai"),
+    ],
+)
+def test_base_urls(given_path: str, asked_path: str) -> None:
+    with Server(models=["a", "b"]) as server:
+        for scheme in ("http://", ""):
+            client = ChatClient(f"{scheme}{server.address}{given_path}")
+            assert client.url == f"{server.url}{asked_path}"
+            assert client.models() == ["a", "b"]
+        assert {asked.path for asked in server.asked} == {f"{asked_path}/models"}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "http://",
+        "ftp://a",
+        "http://a b",
+        "http://h:99999",
+        "http://h:0",
+        "http://[::1",
+        "http://ü",
+        "h?a=1",
+    ],
+)
+def test_what_is_no_url(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ChatClient(url)
+    assert "http://HOST:PORT" in str(caught.value.fields["remedy"])
+
+
+def test_a_password_in_the_url_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ChatClient("http://me:secret@host")
+    assert "secret" not in repr(caught.value)
+
+
+def test_the_key() -> None:
+    with Server() as server:
+        ChatClient(server.url).models()
+        ChatClient(server.url, " k-1\n").models()
+        assert [asked.headers.get("authorization") for asked in server.asked] == [None, "Bearer k-1"]
+    with pytest.raises(ConfigError) as caught:
+        ChatClient(server.url, "se\ncret")
+    assert "cret" not in caught.value.message
+
+
+def test_a_server_that_does_not_stream() -> None:
+    body = json.dumps({"choices": [{"message": {"content": "all"}, "finish_reason": "stop"}]}).encode()
+    with Server(Script([body], content_type="application/json; charset=utf-8")) as server:
+        assert text_of(server) == "all"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [
+        (400, InvalidRequest, "the server answers 400: it is wrong"),
+        (401, InvalidRequest, "401"),
+        (404, NotFound, "404"),
+        (408, DeadlineExceeded, "408"),
+        (429, Overloaded, r"429: it is wrong \(try again in 3 s\)"),
+        (500, KvoltError, "500"),
+        (501, Unsupported, "501"),
+        (503, Unavailable, "503"),
+        (302, InvalidRequest, "the server sends us on to http://elsewhere"),
+    ],
+)
+def test_refusals(status: int, kind: type[KvoltError], message: str) -> None:
+    body = json.dumps({"error": {"message": "it is\nwrong", "type": "t"}}).encode()
+    script = refusal(status, body, retry_after="3", location="http://elsewhere")
+    with Server(script) as server, pytest.raises(kind, match=message) as caught:
+        text_of(server)
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"detail": "no"}', "no"),
+        (b"<h1>Bad\x1b</h1>", "<h1>Bad </h1>"),
+        (b"", "Bad Gateway"),
+        (b'"x"', "x"),
+    ],
+)
+def test_refusals_in_other_words(body: bytes, said: str) -> None:
+    with Server(refusal(502, body)) as server, pytest.raises(KvoltError) as caught:
+        text_of(server)
+    assert caught.value.message == f"the server answers 502: {said}"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script([event("half")]),
+        Script([event("half")], breaks_off=True),
+        Script([event("half")[:-5]], breaks_off=True),
+    ],
+    ids=["no end mark", "connection lost", "within an event"],
+)
+def test_an_answer_that_breaks_off(script: Script) -> None:
+    with Server(script) as server, pytest.raises(WorkerLost, match="the answer broke off"):
+        text_of(server)
+
+
+def test_a_finished_answer_needs_no_end_mark() -> None:
+    with Server(Script([event("all"), event(finish="stop")])) as server:
+        assert text_of(server) == "all"
+
+
+def test_silence_has_an_end() -> None:
+    with (
+        Server(Script([event("first"), threading.Event()])) as server,
+        pytest.raises(DeadlineExceeded, match=r"silent for 0.05 s"),
+    ):
+        text_of(server, timeout_s=0.05)
+
+
+def test_nobody_there() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with pytest.raises(
+            ConnectFailed, match=f"nothing answers at http://127.0.0.1:{port}/v1: connection refused"
+        ):
+            ChatClient(f"127.0.0.1:{port}").models()
+
+
+def test_somebody_else_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def babble() -> None:
+            for answer in (b"SSH-2.0-OpenSSH\r\n\r\n", b""):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=babble)
+        thread.start()
+        client = ChatClient(f"127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(ProtocolError, match="is no OpenAI-compatible server: its answer is no HTTP"):
+            client.models()
+        with pytest.raises(WorkerLost, match="the server closed the connection"):
+            client.models()
+        thread.join()
+    with Server() as server:
+        server.models = b'{"models": []}'
+        with pytest.raises(ProtocolError, match="its list of models is none"):
+            ChatClient(server.url).models()
+
+
+def test_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Server(whole("a", "b"), tls=True) as server:
+        client = ChatClient(f"https://{server.address}/v1")
+        with pytest.raises(ConnectFailed, match=r"certificate .* is not trusted") as caught:
+            client.models()
+        assert "SSL_CERT_FILE" in str(caught.value.fields["remedy"])
+        monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
+        assert client.models() == ["m"]
+        assert "".join(piece.content for piece in client.stream(BODY)) == "ab"
+    with Server() as server, pytest.raises(ConnectFailed, match="does not speak TLS") as caught:
+        ChatClient(f"https://{server.address}").models()
+    assert caught.value.fields["remedy"] == "try http://"

@@ -1,0 +1,266 @@
+"""The conversation without server, terminal or clock: what is typed, what is sent, what commands do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvolt.cli.chat.answer import Answer
+from kvolt.cli.chat.session import (
+    COMMANDS,
+    Action,
+    Ask,
+    Complain,
+    Composer,
+    Leave,
+    Message,
+    Save,
+    Say,
+    Session,
+    UseModel,
+)
+from kvolt.cli.chat.stream import CallPiece, Piece, Usage
+
+
+def answer(text: str = "", *calls: CallPiece) -> Answer:
+    given = Answer(asked_at=0.0)
+    given.add(Piece(content=text, calls=calls), 1.0)
+    return given
+
+
+def talk(session: Session, *typed: str) -> Action:
+    action: Action = Leave()
+    for text in typed:
+        action = session.handle(Message(text))
+    return action
+
+
+def ask(session: Session, question: str, reply: str) -> None:
+    assert talk(session, question) == Ask()
+    session.answered(answer(reply))
+
+
+def sent(session: Session) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in session.body()["messages"]]
+
+
+# --- what is typed
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["hello"], Message("hello")),
+        (["  hello "], Message("hello")),
+        (["one \\", "two\\", "three"], Message("one \ntwo\nthree")),
+        (['"""one', " two", 'three"""'], Message("one\n two\nthree", verbatim=True)),
+        (['"""', "/exit\\", '"""'], Message("/exit\\", verbatim=True)),
+        (['"""all of it"""'], Message("all of it", verbatim=True)),
+        (['  """pasted\nas one"""  '], Message("pasted\nas one", verbatim=True)),
+        (["a \\", '"""b'], Message('a \n"""b')),
+        (["caf\udce9"], Message("caf?")),
+    ],
+)
+def test_messages_of_several_lines(lines: list[str], message: Message) -> None:
+    composer = Composer()
+    for line in lines[:-1]:
+        assert composer.feed(line) is None
+        assert composer.is_open
+    assert composer.feed(lines[-1]) == message
+    assert not composer.is_open
+
+
+def test_nothing_is_no_message() -> None:
+    composer = Composer()
+    for line in ("", "   ", '""""""'):
+        assert composer.feed(line) is None
+        assert not composer.is_open
+    composer.feed('"""given up')
+    composer.reset()
+    assert composer.feed("new") == Message("new")
+
+
+# --- turns
+
+
+def test_every_turn_is_sent() -> None:
+    session = Session("m", system="be short")
+    ask(session, "one", "1")
+    talk(session, "two")
+    body = session.body()
+    assert sent(session) == [("system", "be short"), ("user", "one"), ("assistant", "1"), ("user", "two")]
+    assert (body["model"], body["stream"]) == ("m", True)
+    assert body["stream_options"] == {"include_usage": True}
+
+
+def test_a_failed_turn_is_asked_again_or_replaced() -> None:
+    session = Session("m")
+    talk(session, "one")  # and no answer comes
+    assert talk(session, "/retry") == Ask()
+    assert sent(session) == [("user", "one")]
+    talk(session, "two")
+    assert sent(session) == [("user", "two")]
+
+
+def test_an_empty_answer_leaves_the_question_open() -> None:
+    session = Session("m")
+    talk(session, "one")
+    session.answered(Answer(asked_at=0.0))
+    assert (session.question, session.turns) == ("one", [])
+
+
+def test_retry_replaces_the_answer_and_undo_takes_back() -> None:
+    session = Session("m")
+    ask(session, "one", "1")
+    ask(session, "two", "2")
+    assert talk(session, "/retry") == Ask()
+    session.answered(answer("2nd"))
+    assert sent(session)[-2:] == [("user", "two"), ("assistant", "2nd")]
+    assert talk(session, "/undo") == Say("forgotten: two")
+    talk(session, "open\nquestion")
+    assert talk(session, "/undo") == Say("forgotten: open")
+    assert sent(session) == [("user", "one"), ("assistant", "1")]
+    talk(session, "/undo")
+    assert isinstance(talk(session, "/undo"), Complain)
+    assert isinstance(talk(session, "/retry"), Complain)
+
+
+def test_calls_stay_in_the_conversation_with_a_result() -> None:
+    session = Session("m")
+    talk(session, "weather?")
+    parts = (CallPiece(0, "c1", "get", '{"a"'), CallPiece(1, "", "other"), CallPiece(0, "", "", ": 1}"))
+    session.answered(answer("", *parts))
+    assert "tool" not in [role for role, _ in sent(session)]
+    talk(session, "go on")
+    _, assistant, *results, _ = session.body()["messages"]
+    assert [call["id"] for call in assistant["tool_calls"]] == ["c1", "call_1"]
+    assert assistant["tool_calls"][0]["function"] == {"name": "get", "arguments": '{"a": 1}'}
+    assert [(result["role"], result["tool_call_id"]) for result in results] == [
+        ("tool", "c1"),
+        ("tool", "call_1"),
+    ]
+
+
+# --- commands
+
+
+def test_help_names_every_command() -> None:
+    action = talk(Session("m"), "/help")
+    assert isinstance(action, Say)
+    assert all(f"  {name}" in action.text for name in COMMANDS)
+    assert talk(Session("m"), "/?") == action
+
+
+def test_leaving() -> None:
+    assert talk(Session("m"), "/exit") == talk(Session("m"), "/quit") == Leave()
+
+
+def test_unknown_commands() -> None:
+    action = talk(Session("m"), "/hepl me")
+    assert isinstance(action, Complain)
+    assert "unknown command /hepl; did you mean /help?" in action.text
+    assert Session("m").handle(Message("/etc/passwd", verbatim=True)) == Ask()
+
+
+def test_clear_keeps_the_settings() -> None:
+    session = Session("m", system="s")
+    talk(session, "/set seed 1")
+    ask(session, "one", "1")
+    talk(session, "/clear")
+    assert (sent(session), session.options) == ([("system", "s")], {"seed": 1})
+
+
+def test_model_and_system() -> None:
+    session = Session("m")
+    assert talk(session, "/model") == UseModel(None)
+    assert talk(session, "/model other") == UseModel("other")
+    assert talk(session, "/system") == Say("no system message")
+    assert talk(session, "/system be\nbrief") == Say("system: be\nbrief")
+    assert sent(session) == [("system", "be\nbrief")]
+    talk(session, "/system -")
+    assert sent(session) == []
+
+
+def test_settings() -> None:
+    session = Session("m")
+    assert talk(session, "/set") == Say("nothing is set: the server's defaults hold")
+    assert talk(session, "/set temperature 0.2") == Say("temperature = 0.2")
+    talk(session, "/set max_tokens 5", '/set stop ["a", "b"]', "/set reasoning_effort low")
+    body = session.body()
+    assert (body["temperature"], body["max_tokens"], body["stop"]) == (0.2, 5, ["a", "b"])
+    assert body["reasoning_effort"] == "low"
+    assert talk(session, "/set temperature -") == Say("temperature is back at the server's default")
+    assert "temperature" not in session.body()
+    listed = talk(session, "/set")
+    assert listed == Say('max_tokens = 5\nstop = ["a","b"]\nreasoning_effort = "low"')
+
+
+@pytest.mark.parametrize(
+    ("typed", "kind", "text"),
+    [
+        ("/set temperature hot", Complain, "temperature is a number, not hot"),
+        ("/set temperature NaN", Complain, "temperature is a number, not NaN"),
+        ("/set max_tokens 1.5", Complain, "max_tokens is a whole number, not 1.5"),
+        ("/set seed true", Complain, "seed is a whole number"),
+        ("/set messages []", Complain, "messages cannot be set"),
+        ("/set stream false", Complain, "stream cannot be set"),
+        ("/set temprature 1", Say, "not a name I know; did you mean temperature?; sent as it is"),
+        ("/set top_p", Say, "top_p is not set"),
+        ("/save", Complain, "save where?"),
+        ("/save x", Complain, "nothing to save yet"),
+        ("/stats", Say, "no answer yet"),
+    ],
+)
+def test_what_commands_say(typed: str, kind: type[Say | Complain], text: str) -> None:
+    action = talk(Session("m"), typed)
+    assert isinstance(action, kind)
+    assert text in action.text
+
+
+def test_save() -> None:
+    session = Session("m", system="s")
+    talk(session, "/set seed 1")
+    ask(session, "one", "1")
+    action = talk(session, "/save talk.json")
+    assert isinstance(action, Save)
+    assert json.loads(action.text) == {"model": "m", "messages": session.messages(), "seed": 1}
+    action = talk(session, "/save my talk.md")
+    assert isinstance(action, Save)
+    assert action.path == "my talk.md"
+    assert action.text == (
+        "# A conversation with m\n\n## system\n\ns\n\n## user\n\none\n\n## assistant\n\n1\n"
+    )
+
+
+# --- numbers
+
+
+def test_summary_and_stats() -> None:
+    session = Session("m")
+    talk(session, "one")
+    reply = Answer(asked_at=10.0)
+    reply.add(Piece(), 10.2)
+    reply.add(Piece(reasoning="hm"), 10.5)
+    reply.add(Piece(content="a"), 11.0)
+    reply.add(Piece(content="b", finish="length"), 12.5)
+    reply.add(Piece(usage=Usage(7, 5)), 13.0)
+    assert reply.summary() == (
+        "5 tokens, 2.0 tokens/s, first token after 0.50 s, prompt 7 tokens, "
+        "cut at the token limit (/set max_tokens N)"
+    )
+    session.answered(reply)
+    ask(session, "two", "2")
+    action = talk(session, "/stats")
+    assert isinstance(action, Say)
+    assert action.text.startswith(
+        "2 answers, 5 tokens, prompts 7 tokens, first token after 0.75 s on average"
+    )
+
+
+def test_summary_without_usage() -> None:
+    assert answer("a").summary() == "1 piece, first token after 1.00 s"
+    assert Answer(asked_at=0.0).summary() == "0 pieces"
+    alone = answer("a")
+    alone.add(Piece(usage=Usage(1, 1)), 2.0)
+    assert alone.summary() == "1 token, first token after 1.00 s, prompt 1 token"

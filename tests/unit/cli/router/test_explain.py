@@ -1,0 +1,241 @@
+"""`kvolt router explain`: the question from flags, and the answer for people."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvolt.cli.main import main
+from kvolt.cli.router import explain as router_explain
+from kvolt.cli.router.explain import body_of, reasons, show
+from kvolt.core.errors import ConfigError
+from kvolt.core.ids import InstanceId
+from kvolt.frontend.admin.explain import FRONTEND_EXPLAIN_ENDPOINT, ExplainRoute
+from kvolt.router.explanation import Candidate, Explanation, LeftOut
+from kvolt.router.policy.selector import Explained
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance
+from kvolt.runtime.plane.port import Destination
+
+
+def asked(*argv: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    router_explain.configure(parser)
+    return dict(json.loads(body_of(parser.parse_args(argv))))
+
+
+def test_prompts_are_text_tokens_or_bodies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked("hello") == {"prompt": "hello"}
+    assert asked("hello", "--model", "m") == {"prompt": "hello", "model": "m"}
+    assert asked("--tokens", "1,2, 3") == {"prompt": [1, 2, 3]}
+    (tmp_path / "ids").write_text("[4, 5]")
+    assert asked("--tokens", f"@{tmp_path / 'ids'}") == {"prompt": [4, 5]}
+    (tmp_path / "chat.json").write_text('{"messages": []}')
+    assert asked("--chat", str(tmp_path / "chat.json"), "--model", "m") == {"messages": [], "model": "m"}
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    assert asked("-") == {"prompt": "from a pipe"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ((), "one prompt is needed"),
+        (("a", "--tokens", "1"), "one prompt at a time"),
+        (("--tokens", "1,x"), "no token ids"),
+        (("--chat", "/nowhere/at/all"), "cannot be read"),
+    ],
+)
+def test_what_is_no_question_is_refused(argv: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        asked(*argv)
+
+
+def test_a_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="no JSON object"):
+        asked("--chat", str(tmp_path / "list.json"))
+
+
+# --- the answer
+
+
+def candidate(name: str, cost: float, **terms: Any) -> Candidate:
+    given: dict[str, Any] = dict.fromkeys(
+        (field.name for field in msgspec.structs.fields(Explained) if field.name != "instance"), 0.0
+    )
+    given |= {"dp_rank": 0, "is_saturated": False, "is_chosen": False, "pace": 1.0, "cost": cost}
+    known = given | terms
+    return Candidate(
+        process=name, held_by="events, exact", terms=Explained(instance=InstanceId(f"id-{name}"), **known)
+    )
+
+
+def told(*candidates: Candidate, **more: Any) -> Explanation:
+    given: dict[str, Any] = {
+        "endpoint": "e",
+        "policy": "latency",
+        "decided_by": "frontend",
+        "prompt_tokens": 100,
+        "block_size": 16,
+        "num_blocks": 6,
+        "output_tokens": 50.0,
+        "candidates": candidates,
+        "left_out": (),
+        "num_waiting": 0,
+    }
+    return Explanation(**given | more)
+
+
+def shown(explanation: Explanation) -> str:
+    out = io.StringIO()
+    show(explanation, Console(file=out, width=140))
+    return out.getvalue()
+
+
+def test_the_table_has_every_term_and_marks_the_choice() -> None:
+    first = candidate(
+        "w0",
+        0.012,
+        is_chosen=True,
+        overlap_blocks=5.0,
+        held_blocks=3.0,
+        queue_s=0.001,
+        prefill_s=0.011,
+        pace=1.5,
+        blocks=9.0,
+        total_blocks=100.0,
+    )
+    second = msgspec.structs.replace(
+        candidate("w1", 0.5, dp_rank=2, is_saturated=True), held_by="own decisions: its engine tells none"
+    )
+    left = LeftOut(instance=InstanceId("id-w2"), process="w2", why="it cannot be reached now")
+    text = shown(told(first, second, left_out=(left,)))
+    assert "100 prompt tokens, 6 whole blocks of 16; about 50 tokens of answer expected" in text
+    row = next(line for line in text.splitlines() if "w0" in line)
+    assert row.split() == [
+        "→",
+        "w0",
+        "5",
+        "(+2)",
+        "1.0",
+        "ms",
+        "11.0",
+        "ms",
+        "0.0",
+        "ms",
+        "0",
+        "9/100",
+        "1.50",
+        "0.012",
+    ]
+    assert "w1 rank 2 (full)" in text
+    assert "w1: what is held is known by own decisions: its engine tells none." in text
+    assert "w2 (id-w2): it cannot be reached now" in text
+
+
+@pytest.mark.parametrize(
+    ("explanation", "words"),
+    [
+        (told(problem="nobody is there"), "Nobody could take it: nobody is there"),
+        (told(candidate("w0", 1.0, is_chosen=True)), "the only one"),
+        (
+            told(candidate("w0", 1.0, is_chosen=True), candidate("w1", 2.0)),
+            "w0 costs least: 1, the next one 2",
+        ),
+        (told(candidate("w0", 1.0, is_chosen=True), candidate("w1", 1.0)), "2 workers cost the same"),
+        (told(candidate("w0", 1.0), candidate("w1", 2.0, is_chosen=True)), "at this temperature"),
+        (
+            told(candidate("w0", 1.0, is_saturated=True), candidate("w1", 2.0, is_chosen=True)),
+            "of those that have not enough to do",
+        ),
+        (
+            told(candidate("w0", 1.0, is_saturated=True, is_chosen=True), num_waiting=3),
+            "it would wait in the router behind 3 others",
+        ),
+        (
+            told(candidate("w0", 1.0, is_chosen=True), candidate("w1", 2.0, overlap_blocks=4.0)),
+            "Another holds 4 blocks of the prompt, 4 more",
+        ),
+        (told(candidate("w0", 1.0, is_chosen=True, affinity=0.5)), "Its session was served there last"),
+    ],
+)
+def test_the_reason_is_told_in_words(explanation: Explanation, words: str) -> None:
+    assert words in "\n".join(reasons(explanation))
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["router", "explain", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "kvolt router explain --chat request.json" in text
+    assert "slowdown" in text
+    assert "--router-temperature" not in text, "settings of a router process are not for who asks"
+
+
+# --- both
+
+
+class Frontend:
+    """A cluster with one frontend, which answers as told."""
+
+    def __init__(self, answers: list[Explanation]) -> None:
+        self.answers = iter(answers)
+        self.asked: list[tuple[Destination, ExplainRoute]] = []
+
+    async def open(self, to: Destination, question: ExplainRoute, *rest: object) -> Frontend:
+        self.asked.append((to, question))
+        return self
+
+    async def __aenter__(self) -> Frontend:
+        return self
+
+    async def __aexit__(self, *error: object) -> None: ...
+
+    def __aiter__(self) -> Frontend:
+        return self
+
+    async def __anext__(self) -> Explanation:
+        for answer in self.answers:
+            return answer
+        raise StopAsyncIteration
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, *answers: Explanation) -> Frontend:
+    frontend = Frontend(list(answers))
+
+    async def found(*given: object) -> list[Instance]:
+        at = EndpointAddress("default", "frontend", "http")
+        return [Instance(id=InstanceId("f"), endpoint=at, address="10.0.0.1:7", process="frontend")]
+
+    @asynccontextmanager
+    async def visited(settings: object) -> AsyncIterator[Frontend]:
+        yield frontend
+
+    monkeypatch.setattr(router_explain, "visit", visited)
+    monkeypatch.setattr(router_explain, "find_frontends", found)
+    return frontend
+
+
+def test_a_frontend_is_asked_and_its_answer_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = told(candidate("w0", 1.0, is_chosen=True))
+    frontend = answered(monkeypatch, one, one, told(problem="all are gone"))
+    assert main(["router", "explain", "hello"]) == 0
+    assert "w0 is the only one that could take it" in capsys.readouterr().out
+    assert frontend.asked == [
+        (Destination("10.0.0.1:7", FRONTEND_EXPLAIN_ENDPOINT), ExplainRoute(b'{"prompt":"hello"}'))
+    ]
+    assert main(["router", "explain", "hello", "--json"]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out, type=Explanation) == one
+    assert main(["router", "explain", "hello"]) == 1
+    assert "all are gone" in capsys.readouterr().out
+    assert main(["router", "explain", "hello"]) == 1
+    assert "ended without an answer" in capsys.readouterr().err

@@ -1,0 +1,176 @@
+"""What a tier says that it has, held against a plain model of it, in any order of events."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.unit.kv.tiers.tier_lab import keys, sequence
+
+from kvolt.core.errors import ConfigError, KvoltError
+from kvolt.core.ids import BlockKey
+from kvolt.core.kv_events import Cleared, Removed, Stored, Tier
+from kvolt.kv.tiers.slot_table import Slot, TierBlock, TierBooks
+
+BLOCKS = {block.key: block for name in "abcd" for block in sequence(name, 5)}
+SOME = st.sampled_from(sorted(BLOCKS))
+RULES = ("lru", "s3fifo", "tinylfu")
+
+
+class Life(RuleBasedStateMachine):
+    """Writers, readers and who lets go, in any order."""
+
+    @initialize(eviction=st.sampled_from(RULES), num_slots=st.integers(1, 8), is_durable=st.booleans())
+    def begin(self, eviction: str, num_slots: int, is_durable: bool) -> None:
+        self.books = TierBooks(Tier.DISK, num_slots, eviction, is_durable)
+        self.is_durable = is_durable
+        self.writing: dict[BlockKey, Slot] = {}
+        self.reading: list[BlockKey] = []
+        self.bytes: dict[Slot, BlockKey] = {}
+        """What was written where last."""
+        self.told: set[int] = set()
+
+    @rule(name=st.sampled_from("abcd"), start=st.integers(0, 4), count=st.integers(1, 5))
+    def reserve(self, name: str, start: int, count: int) -> None:
+        blocks: list[TierBlock] = sequence(name, 5)[start : start + count]
+        if self.is_durable:
+            self.books.make_room(len(blocks))
+            self.books.bury(self.books.condemned())
+        for index, slot in self.books.reserve(blocks):
+            assert slot not in self.writing.values()
+            assert not any(self.books.slot(key) == slot for key in self.reading)
+            self.writing[blocks[index].key] = slot
+            self.bytes[slot] = blocks[index].key
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), is_good=st.booleans())
+    def end_writing(self, data: st.DataObject, is_good: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.writing)))
+        del self.writing[key]
+        if is_good:
+            self.books.seal(key, 7)
+            self.books.register([key])
+        else:
+            self.books.cancel([key])
+
+    @rule(key=SOME)
+    def read(self, key: BlockKey) -> None:
+        if not self.books.has(key):
+            with pytest.raises(KvoltError):
+                self.books.hold([key])
+            return
+        [slot] = self.books.hold([key])
+        assert self.bytes[slot] == key
+        self.reading.append(key)
+
+    @precondition(lambda self: self.reading)
+    @rule(data=st.data())
+    def end_reading(self, data: st.DataObject) -> None:
+        key = self.reading.pop(data.draw(st.integers(0, len(self.reading) - 1)))
+        self.books.release([key])
+
+    @rule(key=SOME)
+    def forget(self, key: BlockKey) -> None:
+        is_free = self.books.has(key) and key not in self.reading
+        assert self.books.forget([key]) == is_free
+
+    @rule(num_slots=st.integers(1, 8))
+    def resize(self, num_slots: int) -> None:
+        self.books.resize(num_slots)
+        if not self.writing and not self.reading:
+            assert len(self.books) <= num_slots
+
+    @rule()
+    def tell(self) -> None:
+        for change in self.books.take_changes():
+            assert change.tier is Tier.DISK
+            if isinstance(change, Cleared):  # more has happened than is worth telling
+                self.told.clear()
+                continue
+            hashes = set(change.sequence_hashes)
+            if isinstance(change, Stored):
+                assert not hashes & self.told
+                self.told |= hashes
+            elif isinstance(change, Removed):
+                assert hashes <= self.told
+                self.told -= hashes
+        assert self.told == {BLOCKS[key].sequence_hash for key in self.books}
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "books"):
+            self.books.check_integrity()
+            assert all(self.books.has(key) for key in self.reading), "what is read does not go"
+            assert all(self.bytes[self.books.slot(key)] == key for key in self.books)
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("eviction", RULES)
+def test_of_a_chain_the_deepest_goes_first(eviction: str) -> None:
+    books = TierBooks(Tier.HOST, 5, eviction)
+    chain = sequence("a", 5)
+    store(books, chain)
+    store(books, sequence("b", 3))
+    assert books.match(keys(chain)) == 2
+
+
+@pytest.mark.parametrize("eviction", RULES)
+def test_what_is_asked_for_again_and_again_outlives_what_comes_once(eviction: str) -> None:
+    books = TierBooks(Tier.HOST, 20, eviction)
+    wanted = sequence("wanted", 4)
+    store(books, wanted)
+    for number in range(30):
+        books.hold(keys(wanted))
+        books.release(keys(wanted))
+        store(books, sequence(f"once {number}", 4))
+    assert books.match(keys(wanted)) == 4
+
+
+def test_a_tier_without_room_is_refused() -> None:
+    with pytest.raises(ConfigError, match="holds no block"):
+        TierBooks(Tier.HOST, 0)
+    with pytest.raises(ConfigError, match="no eviction rule 'newest'"):
+        TierBooks(Tier.HOST, 1, "newest")
+
+
+def store(books: TierBooks, blocks: list[TierBlock]) -> None:
+    for index, _ in books.reserve(blocks):
+        books.seal(blocks[index].key, 1)
+        books.register([blocks[index].key])
+
+
+def test_what_is_disowned_goes_when_nobody_is_at_it() -> None:
+    books, blocks = TierBooks(Tier.HOST, 8), sequence("a", 3)
+    keys = [block.key for block in blocks]
+    books.reserve(blocks)
+    for key in keys:
+        books.seal(key, 1)
+    books.register(keys)
+    books.hold(keys)
+    books.disown(keys[1])
+    assert [books.has(key) for key in keys] == [True, False, True]
+    assert books.match(keys) == 1
+    books.check_integrity()
+    books.release(keys)
+    assert not books.knows(keys[1])
+    books.disown(keys[2])
+    assert not books.knows(keys[2]), "at once where nobody is at it"
+    books.check_integrity()
+
+
+def test_a_tier_that_has_grown_tells_all_that_it_has() -> None:
+    books = TierBooks(Tier.DISK, 1)
+    books.resize(8)
+    blocks = sequence("grown", 8)
+    books.reserve(blocks)
+    for block in blocks:
+        books.seal(block.key, 0)
+        books.register([block.key])
+    stored = [change for change in books.take_changes() if isinstance(change, Stored)]
+    assert {told for change in stored for told in change.sequence_hashes} == {
+        block.sequence_hash for block in blocks
+    }

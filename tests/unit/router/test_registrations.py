@@ -1,0 +1,55 @@
+"""What workers said of themselves: read off once per change, and nothing of who says nonsense."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+import pytest
+from tests.unit.router.policy.test_roster import info
+
+from kvolt.core.ids import InstanceId
+from kvolt.router.registrations import Registered
+from kvolt.runtime.endpoint.address import EndpointAddress, Instance
+
+ENDPOINT = EndpointAddress("n", "c", "e")
+
+
+class Client:
+    """As much of an EndpointClient as is looked at."""
+
+    def __init__(self, **infos: bytes) -> None:
+        self.infos = infos
+        self.listeners: list[Any] = []
+        self.num_asked = 0
+
+    def on_change(self, listener: Any) -> None:
+        self.listeners.append(listener)
+
+    def instances(self) -> list[Instance]:
+        self.num_asked += 1
+        return [
+            Instance(id=InstanceId(name), endpoint=ENDPOINT, address="x", info=told)
+            for name, told in self.infos.items()
+        ]
+
+
+def test_read_once_until_they_change(caplog: pytest.LogCaptureFixture) -> None:
+    good = msgspec.msgpack.encode(info(taints=("gpu", "eu")))
+    client = Client(a=good, b=b"nonsense")
+    registered = Registered(client)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert registered.infos()[InstanceId("b")] is None
+    assert client.num_asked == len(caplog.records) == 1
+    assert registered.has_taints(InstanceId("a"), ("eu",))
+    assert not registered.has_taints(InstanceId("a"), ("eu", "cpu"))
+    assert not registered.has_taints(InstanceId("b"), ("eu",))
+    assert not registered.has_taints(InstanceId("c"), ())
+    version = registered.version
+    client.infos = {"c": good}
+    for listener in client.listeners:
+        listener()
+    assert registered.version != version
+    assert list(registered.infos()) == ["c"]

@@ -1,0 +1,34 @@
+"""The client of one HTTP server, where nobody is; what it does with answers is in the tests of attached servers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from kvolt.core.errors import ConnectFailed, EngineDied, KvoltError
+from kvolt.runtime.http.client import HttpClient, ServerUrl
+
+
+def broken(what: str) -> KvoltError:
+    return EngineDied(what, engine="test")
+
+
+async def test_it_does_not_talk_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that nobody has may be given to who connects to it: who should listen there could not come back."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+
+    async def from_there(*given, **more):
+        return await connect(*given, **more, local_addr=("127.0.0.1", port))
+
+    monkeypatch.setattr(loop, "create_connection", from_there)
+    client = HttpClient(ServerUrl.parse(f"http://127.0.0.1:{port}"), None, 5.0, broken)
+    with pytest.raises(ConnectFailed, match="nobody listens there"):
+        await client.fetch("/health", 5.0)
+    assert client.num_connections == 0
+    await client.close()

@@ -1,0 +1,453 @@
+"""The route planner: every kind of memory to every other, near and far, with what the two sides can do."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvolt.core.errors import Fault
+from kvolt.transfer.paths.lanes import LANES, Reach, lanes, reach
+from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES, LinkSpeeds
+from kvolt.transfer.paths.routes import (
+    MAX_RULED_OUT,
+    Capabilities,
+    Lack,
+    MemoryKind,
+    NoRoute,
+    Place,
+    Route,
+    plan,
+    seconds,
+)
+
+CPU = ("copy", "shm", "tcp", "file")
+GPU = (*CPU, "cuda-copy")
+EVERYTHING = (*GPU, "cuda-ipc", "nixl", "rdma")
+NEAR = {"process": ("one", "p1"), "host": ("one", "p2"), "network": ("two", "p2")}
+"""Where the destination is; the source is always process p1 of host one."""
+
+
+def place(kind: str, host: str = "one", process: str = "p1", device: str = "GPU-0") -> Place:
+    return Place(
+        kind=MemoryKind(kind),
+        host=host,
+        process=process,
+        device=device if kind == "device" else None,
+        file_system="disk" if kind == "file" else None,
+    )
+
+
+def can(*paths: str, sees: str = "disk", **missing: str) -> Capabilities:
+    return Capabilities(paths=frozenset(paths), file_systems=frozenset(sees.split()), missing=missing)
+
+
+def planned(kinds: str, near: str, paths: tuple[str, ...], speeds: LinkSpeeds | None = None) -> Route:
+    """Between two sides that can do the same."""
+    source, destination = kinds.split()
+    side = can(*paths)
+    return plan(place(source), place(destination, *NEAR[near]), side, side, speeds or LinkSpeeds())
+
+
+# What two GPU machines without NIXL and CUDA IPC do: the full matrix. A file here is one that both see.
+MATRIX = {
+    "process": """
+        host host      host -copy-> host
+        host shared    host -copy-> shared
+        host pinned    host -copy-> pinned
+        host device    host -cuda-copy-> device
+        host file      host -file-> file
+        shared host    shared -copy-> host
+        shared shared  shared -copy-> shared
+        shared pinned  shared -copy-> pinned
+        shared device  shared -cuda-copy-> device
+        shared file    shared -file-> file
+        pinned host    pinned -copy-> host
+        pinned shared  pinned -copy-> shared
+        pinned pinned  pinned -copy-> pinned
+        pinned device  pinned -cuda-copy-> device
+        pinned file    pinned -file-> file
+        device host    device -cuda-copy-> host
+        device shared  device -cuda-copy-> shared
+        device pinned  device -cuda-copy-> pinned
+        device device  device -cuda-copy-> device
+        device file    device -cuda-copy-> pinned -file-> file
+        file host      file -file-> host
+        file shared    file -file-> shared
+        file pinned    file -file-> pinned
+        file device    file -file-> pinned -cuda-copy-> device
+        file file      file -file-> host -file-> file
+    """,
+    "host": """
+        host host      host -copy-> shared -shm-> host
+        host shared    host -copy-> shared -shm-> shared
+        host pinned    host -copy-> shared -shm-> pinned
+        host device    host -copy-> pinned -shm-> device
+        host file      host -copy-> shared -shm-> host -file-> file
+        shared host    shared -shm-> host
+        shared shared  shared -shm-> shared
+        shared pinned  shared -shm-> pinned
+        shared device  shared -shm-> device
+        shared file    shared -shm-> host -file-> file
+        pinned host    pinned -shm-> host
+        pinned shared  pinned -shm-> shared
+        pinned pinned  pinned -shm-> pinned
+        pinned device  pinned -shm-> device
+        pinned file    pinned -shm-> host -file-> file
+        device host    device -cuda-copy-> pinned -shm-> host
+        device shared  device -cuda-copy-> pinned -shm-> shared
+        device pinned  device -cuda-copy-> pinned -shm-> pinned
+        device device  device -cuda-copy-> pinned -shm-> device
+        device file    device -cuda-copy-> pinned -shm-> host -file-> file
+        file host      file -file-> host
+        file shared    file -file-> shared
+        file pinned    file -file-> pinned
+        file device    file -file-> pinned -cuda-copy-> device
+        file file      file -file-> host -file-> file
+    """,
+    "network": """
+        host host      host -tcp-> host
+        host shared    host -tcp-> shared
+        host pinned    host -tcp-> pinned
+        host device    host -tcp-> pinned -cuda-copy-> device
+        host file      host -tcp-> host -file-> file
+        shared host    shared -tcp-> host
+        shared shared  shared -tcp-> shared
+        shared pinned  shared -tcp-> pinned
+        shared device  shared -tcp-> pinned -cuda-copy-> device
+        shared file    shared -tcp-> host -file-> file
+        pinned host    pinned -tcp-> host
+        pinned shared  pinned -tcp-> shared
+        pinned pinned  pinned -tcp-> pinned
+        pinned device  pinned -tcp-> pinned -cuda-copy-> device
+        pinned file    pinned -tcp-> host -file-> file
+        device host    device -cuda-copy-> pinned -tcp-> host
+        device shared  device -cuda-copy-> pinned -tcp-> shared
+        device pinned  device -cuda-copy-> pinned -tcp-> pinned
+        device device  device -cuda-copy-> pinned -tcp-> pinned -cuda-copy-> device
+        device file    device -cuda-copy-> pinned -tcp-> host -file-> file
+        file host      file -file-> host
+        file shared    file -file-> shared
+        file pinned    file -file-> pinned
+        file device    file -file-> pinned -cuda-copy-> device
+        file file      file -file-> host -file-> file
+    """,
+}
+ROWS = [
+    (near, " ".join(line.split()[:2]), " ".join(line.split()[2:]))
+    for near, text in MATRIX.items()
+    for line in text.strip().splitlines()
+]
+
+
+def test_the_matrix_is_full() -> None:
+    assert [(near, kinds) for near, kinds, _ in ROWS] == [
+        (near, f"{source} {destination}")
+        for near, source, destination in product(NEAR, MemoryKind, MemoryKind)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("near", "kinds", "words"), ROWS, ids=[f"{near}: {kinds}" for near, kinds, _ in ROWS]
+)
+def test_every_memory_reaches_every_other(near: str, kinds: str, words: str) -> None:
+    assert str(planned(kinds, near, GPU)) == words
+
+
+@pytest.mark.parametrize(
+    ("near", "kinds", "words"),
+    [
+        ("host", "device device", "device -cuda-ipc-> device"),
+        ("host", "device pinned", "device -cuda-ipc-> pinned"),
+        ("host", "device host", "device -cuda-ipc-> host"),
+        ("network", "device device", "device -nixl-> device"),
+        ("network", "host device", "host -nixl-> device"),
+        ("network", "shared host", "shared -nixl-> host"),
+    ],
+)
+def test_with_everything_there_is_the_direct_route_is_taken_and_nothing_was_ruled_out(
+    near: str, kinds: str, words: str
+) -> None:
+    route = planned(kinds, near, EVERYTHING)
+    assert str(route) == words
+    assert route.instead_of == ()
+
+
+def test_without_shared_memory_two_processes_use_tcp_and_say_so() -> None:
+    route = plan(
+        place("shared"), place("host", *NEAR["host"]), can("tcp"), can("tcp", shm="no /dev/shm"), LinkSpeeds()
+    )
+    assert str(route) == "shared -tcp-> host"
+    fastest = route.instead_of[0]
+    assert fastest.route == "shared -shm-> host"
+    assert fastest.lacks == (
+        Lack("destination", "shm", "not offered"),
+        Lack("source", "shm", "no /dev/shm"),
+    )
+    assert all(ruled_out.bytes_per_s > route.bytes_per_s for ruled_out in route.instead_of)
+
+
+def test_a_side_without_cuda_reaches_no_device_but_by_one_that_has_it() -> None:
+    near = NEAR["host"]
+    # The source has no CUDA; the reader copies to its device out of the mapping.
+    assert (
+        str(plan(place("shared"), place("device", *near), can(*GPU), can(*CPU), LinkSpeeds()))
+        == "shared -shm-> device"
+    )
+    with pytest.raises(NoRoute):
+        plan(place("shared"), place("device", *near), can(*CPU), can(*GPU), LinkSpeeds())
+
+
+def test_a_file_that_both_see_carries_blocks_where_nothing_else_does() -> None:
+    route = plan(
+        place("host"),
+        place("host", *NEAR["network"]),
+        can("file", sees="a b"),
+        can("file", sees="b c"),
+        LinkSpeeds(),
+    )
+    assert str(route) == "host -file-> file -file-> host"
+    staging = route.hops[0].destination
+    assert (staging.file_system, staging.home) == ("b", ("one", "p1"))
+    with pytest.raises(NoRoute):
+        plan(
+            place("host"),
+            place("host", *NEAR["network"]),
+            can("file", sees="a"),
+            can("file", sees="c"),
+            LinkSpeeds(),
+        )
+
+
+def test_a_file_that_only_its_owner_sees_is_read_by_the_owner() -> None:
+    source, destination = place("file"), place("host", *NEAR["network"])
+    route = plan(source, destination, can(*CPU, sees=""), can(*CPU), LinkSpeeds())
+    assert str(route) == "file -file-> host -tcp-> host"
+    assert [ruled_out.lacks for ruled_out in route.instead_of] == [
+        (Lack("destination", "file", "does not see the file system disk"),),
+        tuple(
+            Lack(side, name, "not offered") for side in ("destination", "source") for name in ("nixl", "rdma")
+        ),
+    ]
+
+
+def test_nobody_writes_to_what_another_process_owns() -> None:
+    for near, (source, destination) in product(NEAR, product(MemoryKind, MemoryKind)):
+        for hop in planned(f"{source} {destination}", near, EVERYTHING).hops:
+            if hop.destination.kind is MemoryKind.FILE:
+                assert hop.source.home == hop.destination.home
+
+
+def test_two_devices_are_not_taken_for_one() -> None:
+    side = can(*GPU, "cuda-ipc")
+    other = place("device", *NEAR["host"], device="GPU-1")
+    assert plan(place("device"), other, side, side, LinkSpeeds()).hops[0].link == "cuda-ipc/device-peer"
+    # Numbers of devices mean nothing on another host.
+    side = can(*EVERYTHING)
+    other = place("device", *NEAR["network"], device="GPU-1")
+    assert plan(place("device"), other, side, side, LinkSpeeds()).hops[0].link == "nixl/rdma"
+
+
+def test_small_pieces_rule_out_a_path_that_pays_for_each() -> None:
+    """NIXL between two processes on one GPU: ahead with large blocks, behind pinned staging with small ones."""
+    side = can(*GPU, "nixl")
+    source, destination = place("device"), place("device", *NEAR["host"])
+    large = plan(source, destination, side, side, LinkSpeeds(), piece_bytes=64 << 20)
+    small = plan(source, destination, side, side, LinkSpeeds(), piece_bytes=64 << 10)
+    assert str(large) == "device -nixl-> device"
+    assert str(small) == "device -cuda-copy-> pinned -shm-> device"
+    assert small.bytes_per_s < large.bytes_per_s
+
+
+def test_nixl_without_rdma_is_not_preferred_to_tcp() -> None:
+    route = planned("host host", "network", (*GPU, "nixl"))
+    assert str(route) == "host -tcp-> host"
+    assert [lack.name for ruled_out in route.instead_of for lack in ruled_out.lacks] == ["rdma", "rdma"]
+
+
+def test_measured_speeds_win() -> None:
+    speeds = LinkSpeeds()
+    assert planned("shared host", "host", (*CPU, "nixl"), speeds).hops[0].path == "shm"
+    speeds.observe("one", "nixl", SMALL_BYTES, 0.001)
+    speeds.observe("one", "nixl", 100 * LARGE_BYTES, 0.011)
+    speeds.observe("two", "shm", LARGE_BYTES, 1e-9)  # another host's
+    (hop,) = planned("shared host", "host", (*CPU, "nixl"), speeds).hops
+    assert (hop.path, hop.is_measured, hop.block_s, hop.operation_s) == ("nixl", True, 0.0, 0.001)
+    assert hop.bytes_per_s == pytest.approx(100 * LARGE_BYTES / 0.01)
+
+
+def test_a_path_that_was_measured_slow_is_left_for_another() -> None:
+    speeds = LinkSpeeds()
+    speeds.observe("one", "shm", LARGE_BYTES, 1.0)
+    route = planned("shared host", "host", CPU, speeds)
+    assert str(route) == "shared -tcp-> host"
+    assert [ruled_out.route for ruled_out in route.instead_of] == ["shared -nixl-> host"]
+
+
+def test_hops_inside_a_side_are_measured_on_its_own_host() -> None:
+    speeds = LinkSpeeds()
+    speeds.observe("one", "cuda-copy/device-pinned", LARGE_BYTES, 1e-5)
+    speeds.observe("one", "cuda-copy/pinned-device", LARGE_BYTES, 1.0)
+    speeds.observe("two", "cuda-copy/pinned-device", LARGE_BYTES, 1e-6)
+    speeds.observe("two", "file/read", LARGE_BYTES, 4.0)
+    first, between, last = planned("device device", "network", GPU, speeds).hops
+    assert first.bytes_per_s == pytest.approx(LARGE_BYTES / 1e-5)
+    assert not between.is_measured
+    assert last.bytes_per_s == pytest.approx(LARGE_BYTES / 1e-6)
+    (read,) = planned("file host", "network", ("file",), speeds).hops
+    assert read.bytes_per_s == pytest.approx(LARGE_BYTES / 4.0)
+    (own,) = planned("file host", "host", ("file",), speeds).hops
+    assert not own.is_measured
+
+
+def test_seconds_are_those_of_all_hops_with_operations_and_blocks() -> None:
+    route = planned("device device", "network", GPU)
+    assert len(route.hops) == 3
+    fixed = sum(hop.operation_s for hop in route.hops)
+    assert seconds(route, 0, 0) == pytest.approx(fixed)
+    assert seconds(route, 0, 10) == pytest.approx(fixed + 10 * sum(hop.block_s for hop in route.hops))
+    num_blocks, piece_bytes = 4096, 256 << 10
+    moving = seconds(route, num_blocks * piece_bytes, num_blocks) - fixed
+    assert num_blocks * piece_bytes / moving == pytest.approx(route.bytes_per_s)
+
+
+def test_no_route_names_what_each_side_lacks_and_what_would_do() -> None:
+    mine, theirs = can("tcp", "cuda-copy"), can("tcp", **{"cuda-copy": "no CUDA driver"})
+    with pytest.raises(NoRoute) as caught:
+        plan(place("device"), place("host", *NEAR["network"]), mine, theirs, LinkSpeeds())
+    fields = caught.value.fields
+    assert (fields["source"], fields["destination"]) == ("device", "host")
+    assert "cuda-copy (no CUDA driver)" in str(fields["source_lacks"])
+    assert "nixl (not offered)" in str(fields["destination_lacks"])
+    assert fields["remedy"] == "enable cuda-copy at the source"
+    assert "no CUDA driver" in caught.value.message
+    assert caught.value.fault is Fault.OPERATOR
+
+
+def test_no_route_in_one_process_is_about_one_side() -> None:
+    with pytest.raises(NoRoute) as caught:
+        plan(place("host"), place("shared"), can(), can(*EVERYTHING), LinkSpeeds())
+    assert caught.value.fields["source_lacks"] == "nothing"
+    assert caught.value.fields["remedy"] == "enable copy at the destination"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "device"},
+        {"kind": "host", "device": "GPU-0"},
+        {"kind": "file"},
+        {"kind": "pinned", "file_system": "disk"},
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError, match="and no other, has one"):
+        msgspec.convert({"host": "one", "process": "p1"} | fields, Place)
+
+
+def test_what_crosses_the_wire_comes_back_equal() -> None:
+    route = planned("device device", "host", GPU)
+    assert route.instead_of
+    for value in (route, can(*GPU, nixl="not installed")):
+        encoded = msgspec.msgpack.encode(value)
+        assert msgspec.msgpack.decode(encoded, type=type(value)) == value
+
+
+def test_the_table_of_lanes() -> None:
+    assert {lane.path for lane in LANES} | {"rdma"} == set(EVERYTHING)
+    names = [(lane.name, lane.reach) for lane in LANES]
+    assert len(set(names)) == len(names)
+    for lane in LANES:
+        assert min(lane.cost) > 0
+    assert {reach(place("host"), place("host", *home)) for home in NEAR.values()} == set(Reach) - {Reach.FILE}
+    assert not list(lanes(place("device"), place("file")))
+
+
+paths = st.frozensets(st.sampled_from(EVERYTHING))
+kinds_of_place = st.sampled_from([kind.value for kind in MemoryKind])
+observations = st.lists(
+    st.tuples(st.sampled_from(["one", "two"]), st.sampled_from(LANES), st.floats(1e-6, 10.0)), max_size=6
+)
+
+
+@st.composite
+def wishes(draw: st.DrawFn) -> tuple[Place, Place, LinkSpeeds, int]:
+    speeds = LinkSpeeds()
+    for host, lane, took_s in draw(observations):
+        speeds.observe(host, lane.name, LARGE_BYTES, took_s)
+    home = NEAR[draw(st.sampled_from(list(NEAR)))]
+    destination = place(draw(kinds_of_place), *home, device=draw(st.integers(0, 1)))
+    return place(draw(kinds_of_place)), destination, speeds, draw(st.sampled_from([4096, 1 << 16, 1 << 26]))
+
+
+def able(names: frozenset[str], sees: frozenset[str]) -> Capabilities:
+    return Capabilities(paths=names, file_systems=sees)
+
+
+seen = st.frozensets(st.sampled_from(["disk", "nfs", "a", "b", "c", "d"]))
+
+
+@given(wish=wishes(), mine=paths, theirs=paths, mine_sees=seen, theirs_sees=seen)
+def test_a_route_uses_only_what_both_sides_can_do(
+    wish: tuple[Place, Place, LinkSpeeds, int],
+    mine: frozenset[str],
+    theirs: frozenset[str],
+    mine_sees: frozenset[str],
+    theirs_sees: frozenset[str],
+) -> None:
+    source, destination, speeds, piece_bytes = wish
+    try:
+        route = plan(
+            source, destination, able(mine, mine_sees), able(theirs, theirs_sees), speeds, piece_bytes
+        )
+    except NoRoute:
+        return
+    assert route.hops[0].source == source
+    assert route.hops[-1].destination == destination
+    assert [hop.destination for hop in route.hops[:-1]] == [hop.source for hop in route.hops[1:]]
+    for hop in route.hops:
+        file_systems = {hop.source.file_system, hop.destination.file_system} - {None}
+        for end in (hop.source, hop.destination):
+            if end.kind is MemoryKind.FILE:
+                continue
+            is_mine = end.home == destination.home
+            assert hop.path in (mine if is_mine else theirs)
+            assert file_systems <= (mine_sees if is_mine else theirs_sees)
+    speeds_of_hops = [1 / (1 / hop.bytes_per_s + hop.block_s / piece_bytes) for hop in route.hops]
+    assert route.bytes_per_s == pytest.approx(1 / sum(1 / speed for speed in speeds_of_hops))
+    assert len(route.instead_of) <= MAX_RULED_OUT
+    for ruled_out in route.instead_of:
+        assert ruled_out.bytes_per_s > route.bytes_per_s
+        assert ruled_out.lacks
+    faster = [ruled_out.bytes_per_s for ruled_out in route.instead_of]
+    assert faster == sorted(faster, reverse=True)
+
+
+@given(wish=wishes(), mine=paths, theirs=paths, more=paths, mine_sees=seen, theirs_sees=seen, sees_more=seen)
+def test_whoever_can_do_more_is_never_slower(
+    wish: tuple[Place, Place, LinkSpeeds, int],
+    mine: frozenset[str],
+    theirs: frozenset[str],
+    more: frozenset[str],
+    mine_sees: frozenset[str],
+    theirs_sees: frozenset[str],
+    sees_more: frozenset[str],
+) -> None:
+    source, destination, speeds, piece_bytes = wish
+    try:
+        less = plan(
+            source, destination, able(mine, mine_sees), able(theirs, theirs_sees), speeds, piece_bytes
+        )
+    except NoRoute:
+        return
+    mine_more, theirs_more = (
+        able(mine | more, mine_sees | sees_more),
+        able(theirs | more, theirs_sees | sees_more),
+    )
+    route = plan(source, destination, mine_more, theirs_more, speeds, piece_bytes)
+    assert route.bytes_per_s >= less.bytes_per_s
+    if mine_more == able(mine, mine_sees) and theirs_more == able(theirs, theirs_sees):
+        assert route == less

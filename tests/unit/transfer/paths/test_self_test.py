@@ -1,0 +1,336 @@
+"""Self-tests: agents that have read from each other know how fast that goes, and say where it could go faster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import cast
+
+import numpy as np
+import pytest
+
+from kvolt.core.errors import Unavailable
+from kvolt.transfer.agent import TransferAgent, TransferOptions
+from kvolt.transfer.memory.slabs import Slab, SlabInfo
+from kvolt.transfer.nixl import library as nixl_library
+from kvolt.transfer.paths import fallbacks, self_test
+from kvolt.transfer.paths.capabilities import MachineFacts, capabilities_of
+from kvolt.transfer.paths.lanes import MemoryKind
+from kvolt.transfer.paths.link_speeds import LARGE_BYTES, SMALL_BYTES
+from kvolt.transfer.paths.path_watch import PathWatch
+from kvolt.transfer.paths.peer_paths import PeerPaths
+from kvolt.transfer.paths.self_test import BLOCK_BYTES, LIMIT_S, NUM_BLOCKS, SelfTest, new_slab
+from kvolt.transfer.peer.link import Link
+from kvolt.transfer.peer.progress import Progress, Timer
+from kvolt.transfer.peer.read_op import Reading
+from kvolt.transfer.peer.read_request import new_wanted
+from kvolt.transfer.peer.wire import Address, Ticket, read_ticket, ticket_bytes
+
+SOON_S = 20.0
+FACTS = MachineFacts()
+ADDRESS = Address("agent", "127.0.0.1", 1, "")
+TESTS = TransferOptions(self_test=True)
+
+
+class Pair:
+    """Two agents: one reads from the other."""
+
+    def __init__(self, theirs: TransferOptions, mine: TransferOptions) -> None:
+        self.there, self.here = (TransferAgent(options, facts=FACTS) for options in (theirs, mine))
+        self.source, self.target = (Slab.shared(128, BLOCK_BYTES) for _ in range(2))
+        self.tested = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self.here.paths.on_tested = lambda: loop.call_soon_threadsafe(self.tested.set)
+
+    async def read(self, num_blocks: int = 1) -> str:
+        offer = self.there.offer(self.source, range(num_blocks), SOON_S)
+        path = await self.here.read(offer.ticket, self.target, range(num_blocks), SOON_S)
+        await offer
+        return path
+
+    async def tested_links(self) -> set[str]:
+        await asyncio.wait_for(self.tested.wait(), SOON_S)
+        return set(self.here.paths.links())
+
+
+@asynccontextmanager
+async def pair(theirs: TransferOptions = TESTS, mine: TransferOptions = TESTS) -> AsyncIterator[Pair]:
+    made = Pair(theirs, mine)
+    yield made
+    made.here.close()
+    made.there.close()
+    made.source.close()
+    made.target.close()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Busy machines finish their tests, too."""
+    monkeypatch.setattr(self_test, "LIMIT_S", SOON_S)
+    monkeypatch.setattr(self_test, "_SLOW_S", SOON_S)
+
+
+async def test_the_first_read_brings_a_test_that_measures_the_path() -> None:
+    async with pair() as both:
+        assert await both.read() == "shm"
+        assert await both.tested_links() == {"shm@127.0.0.1"}
+        link = both.here.paths.links()["shm@127.0.0.1"]
+        assert link.bytes_per_s > 0
+        assert 0 < link.latency_s < SOON_S
+        assert both.here.paths.slow_paths() == {}
+
+
+async def test_tcp_is_measured_where_it_is_taken_and_told_with_its_cause(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fallbacks, "WORTH_TELLING", 0.0)  # loopback may be as fast as memory is assumed to be
+    theirs = TransferOptions(self_test=True, shared_memory=False)
+    with caplog.at_level(logging.WARNING):
+        async with pair(theirs) as both:
+            assert await both.read() == "tcp"
+            assert await both.tested_links() == {"tcp@127.0.0.1"}
+            assert both.here.paths.slow_paths() == {("tcp", "shm"): 1}
+            assert await both.read() == "tcp"
+            assert both.here.paths.slow_paths() == {("tcp", "shm"): 1}
+    (record,) = caplog.records
+    assert "shm at the source: shared memory is turned off" in record.getMessage()
+
+
+async def test_a_test_is_made_once_for_a_peer() -> None:
+    async with pair() as both:
+        await both.read()
+        await both.tested_links()
+        both.tested.clear()
+        for _ in range(3):
+            await both.read()
+        await both.read(NUM_BLOCKS)
+        assert not both.tested.is_set()
+
+
+async def test_real_reads_are_measured_without_a_test() -> None:
+    async with pair(TransferOptions(), TransferOptions()) as both:
+        await both.read(NUM_BLOCKS)
+        assert set(both.here.paths.links()) == {"shm@127.0.0.1"}
+        assert both.there.paths.links() == {}
+
+
+async def test_a_write_is_measured_by_who_has_the_memory() -> None:
+    async with pair(TransferOptions(), TransferOptions()) as both:
+        blocks = range(NUM_BLOCKS)
+        accept = both.here.accept(both.target, blocks, SOON_S)
+        await both.there.write(accept.ticket, both.source, blocks, SOON_S)
+        await accept
+        assert set(both.here.paths.links()) == {"shm@127.0.0.1"}
+
+
+async def test_a_read_that_did_not_come_whole_tells_nothing() -> None:
+    async with pair(TransferOptions(), TransferOptions()) as both:
+        blocks = list(range(NUM_BLOCKS))
+        offer = both.there.offer(both.source, blocks, SOON_S, seeds=bytes(8 * NUM_BLOCKS))
+        read = both.here.read(offer.ticket, both.target, blocks, SOON_S, seeds=b"x" * 8 * NUM_BLOCKS)
+        await read.over()
+        assert both.here.paths.links() == {}
+
+
+async def test_a_peer_that_does_not_let_itself_be_tested_is_read_from_all_the_same() -> None:
+    async with pair(theirs=TransferOptions()) as both:
+        assert await both.read() == "shm"
+        assert await both.tested_links() == set()
+        assert await both.read() == "shm"
+
+
+async def test_what_tests_read_is_offered_again_when_somebody_takes_it_for_himself() -> None:
+    async with pair(mine=TransferOptions()) as both:
+        offer = both.there.offer(both.source, [0], SOON_S)
+        known = read_ticket(offer.ticket)
+        stolen = Ticket(known.address, self_test.SECRET, known.slab, NUM_BLOCKS, "read")
+        blocks = range(NUM_BLOCKS)
+        for _ in range(2):
+            await both.here.read(ticket_bytes(stolen), both.target, blocks, SOON_S)
+            both.here.decline(ticket_bytes(stolen))
+        assert await both.read() == "shm"
+        offer.cancel()
+
+
+@pytest.mark.skipif(nixl_library.find() is None, reason="NIXL is not installed")
+async def test_nixl_is_measured_where_it_is_on_though_it_is_not_taken() -> None:
+    options = TransferOptions(self_test=True, nixl=True)
+    async with pair(options, options) as both:
+        assert await both.read() == "shm"
+        assert await both.tested_links() == {"shm@127.0.0.1", "nixl@127.0.0.1"}
+
+
+def test_the_sizes_of_reads_tell_something() -> None:
+    assert SMALL_BYTES >= BLOCK_BYTES
+    assert NUM_BLOCKS * BLOCK_BYTES >= LARGE_BYTES
+
+
+def test_without_memory_to_share_a_test_reads_private_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    slab = new_slab()
+    assert (slab.num_blocks, slab.descriptor) == (NUM_BLOCKS, None)
+
+
+# --- by hand, with a link that does nothing by itself
+
+
+class Bench:
+    """A Progress whose time stands still, and a link that keeps what it is asked for."""
+
+    def __init__(self, *paths: str) -> None:
+        self.time = 0.0
+        self.calls: deque[Callable[[], None]] = deque()
+        self.timers: list[Timer] = []
+        self.asked: list[tuple[str, int]] = []
+        self.reading: Reading | None = None
+        self.num_done = 0
+        self.is_busy = False
+        self.test = SelfTest(cast("Progress", self), self, ADDRESS, paths, self._done)
+        self.test.start()
+
+    def _done(self) -> None:
+        self.num_done += 1
+
+    def now(self) -> float:
+        return self.time
+
+    def at(self, when: float, function: Callable[[], None]) -> Timer:
+        self.timers.append(Timer(when, function))
+        return self.timers[-1]
+
+    def call(self, function: Callable[[], None]) -> bool:
+        self.calls.append(function)
+        return True
+
+    def read(self, reading: Reading) -> None:
+        reading.began_at = self.time
+        self.asked.append((reading.only_path, reading.wanted.num_blocks))
+        self.reading = reading
+
+    def ended(self, op: int, is_whole: bool) -> None:
+        assert not is_whole, "what tests read stays"
+
+    def forget(self, op: int) -> None: ...
+
+    def end(self, path: str, took_s: float = 0.001, fails: bool = False) -> None:
+        """The read that is under way."""
+        assert self.reading is not None
+        reading, self.reading = self.reading, None
+        reading.begin(self, 1, path)
+        self.time += took_s
+        reading.let_go(Unavailable("gone", reason="test") if fails else None)
+        while self.calls:
+            self.calls.popleft()()
+
+    @property
+    def sizes(self) -> list[int]:
+        return [size for _, size in self.asked]
+
+
+def test_a_path_is_read_four_times() -> None:
+    bench = Bench("shm")
+    while bench.reading is not None:
+        bench.end("shm")
+    assert bench.sizes == [2, 1, NUM_BLOCKS, NUM_BLOCKS]
+    assert bench.num_done == 1
+    assert all(timer.call is None for timer in bench.timers)
+
+
+def test_one_path_is_read_after_the_other() -> None:
+    bench = Bench("nixl", "shm")
+    while bench.reading is not None:
+        bench.end(bench.reading.only_path)
+    assert [path for path, _ in bench.asked] == ["nixl"] * 4 + ["shm"] * 4
+    assert bench.num_done == 1
+
+
+def test_a_path_that_fails_is_left_for_the_next() -> None:
+    bench = Bench("nixl", "shm")
+    bench.end("nixl", fails=True)
+    while bench.reading is not None:
+        bench.end("shm")
+    assert [path for path, _ in bench.asked] == ["nixl"] + ["shm"] * 4
+    assert bench.num_done == 1
+
+
+def test_a_slow_link_is_not_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "_SLOW_S", 0.02)
+    bench = Bench("tcp")
+    for took_s in (0.001, 0.001, 0.5):
+        bench.end("tcp", took_s)
+    assert (bench.reading, bench.num_done) == (None, 1)
+    assert np.sum(bench.sizes) == NUM_BLOCKS + 3
+
+
+def test_a_read_that_fails_ends_the_test() -> None:
+    bench = Bench("nixl")
+    bench.end("nixl", fails=True)
+    assert (bench.sizes, bench.num_done) == ([2], 1)
+
+
+def test_a_test_that_takes_too_long_is_over_and_moves_nothing_any_more() -> None:
+    bench = Bench("tcp")
+    bench.end("tcp")
+    reading = bench.reading
+    assert reading is not None
+    (timer,) = bench.timers
+    assert timer.at == SOON_S > LIMIT_S
+    assert timer.call is not None
+    timer.call()
+    assert reading.is_over
+    bench.calls.popleft()()
+    assert (bench.num_done, len(bench.asked)) == (1, 2)
+
+
+def test_a_test_that_is_late_between_two_reads_begins_no_other() -> None:
+    bench = Bench("tcp")
+    assert bench.reading is not None
+    bench.reading.let_go(None)
+    assert bench.timers[0].call is not None
+    bench.timers[0].call()
+    bench.calls.popleft()()
+    assert (bench.num_done, len(bench.asked)) == (1, 1)
+
+
+def complete_reading() -> Reading:
+    info = SlabInfo(number=0, kind=MemoryKind.SHARED, block_bytes=64, num_blocks=1)
+    ticket = Ticket(ADDRESS, 1, info, 1, "read")
+    reading = Reading(
+        new_wanted(ticket, Slab(memoryview(bytearray(64)), 64), np.zeros(1, np.int64)), lambda _: None
+    )
+    reading.path = "shm"
+    reading.let_go(None)
+    return reading
+
+
+def test_the_test_waits_until_nothing_else_is_read_and_is_begun_once() -> None:
+    bench = Bench()
+    can = capabilities_of(FACTS)
+    paths = PeerPaths(
+        PathWatch("h", "a", can), cast("Progress", bench), cast("Link", bench), ADDRESS, tests=True
+    )
+    paths.ended(complete_reading())  # before it was welcomed: nobody knows whose it is
+    paths.welcomed(can, is_near=True)
+    bench.is_busy = True
+    paths.ended(complete_reading())
+    assert not bench.calls
+    bench.is_busy = False
+    paths.ended(complete_reading())
+    paths.ended(complete_reading())
+    assert len(bench.calls) == 1
+
+
+def test_a_peer_that_does_not_say_what_it_can_is_not_tested() -> None:
+    bench = Bench()
+    watch = PathWatch("h", "a", capabilities_of(FACTS))
+    paths = PeerPaths(watch, cast("Progress", bench), cast("Link", bench), ADDRESS, tests=True)
+    paths.welcomed(None, is_near=True)
+    paths.ended(complete_reading())
+    assert not bench.calls
+    assert watch.slow_paths() == {}
